@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.config import RunConfig, to_toml
@@ -94,12 +95,23 @@ async def test_a_pod_whose_run_is_over_is_not_waited_for(config: RunConfig, stor
         assert await asyncio.to_thread(process.wait, 60) in (0, EXIT_UNLOADED)
 
 
-async def test_a_pod_that_loads_is_not_waited_for(config: RunConfig, store: Store) -> None:
+async def test_a_pod_that_loads_is_not_asked_to_drain(config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def post(_: httpx.Client, path: str, **__: object) -> httpx.Response:
+        asked.append(path)
+        return httpx.Response(404)
+
+    monkeypatch.setattr(httpx.Client, "post", post)
     async with open_service("generator", config, "generator-0") as service:
         for phase in ("starting", "loading"):
             service.say(phase=phase)
             async with asyncio.timeout(DRAIN_S / 2):
                 await asyncio.to_thread(drain, config, service.status.url)
+        assert asked == []
+        service.say(phase="generating")
+        await asyncio.to_thread(drain, config, service.status.url)
+    assert asked == ["/v1/drain"]
 
 
 async def test_a_pod_that_does_not_answer_is_not_waited_for(config: RunConfig, tmp_path: Path) -> None:

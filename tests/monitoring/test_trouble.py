@@ -56,6 +56,7 @@ async def test_a_ticket_that_is_given_up_is_counted(tmp_path: Path, server: Redi
         await wait_until(lambda: service.registry.get_sample_value("grpo_generator_given_up_tickets_total") == 1, 60)
         service.stop()
         await running
+        assert [letter.ticket for letter in await service.store.dead_letters.page()] == ["0-0"]
 
 
 async def test_a_phase_of_a_sync_that_fails_here_is_counted(store: Store, server: RedisServer, tmp_path: Path) -> None:
