@@ -14,8 +14,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from services.config.environments import (
     AgentEnvironment,
     EnvironmentConfig,
@@ -26,7 +24,7 @@ from services.config.environments import (
 )
 from services.environment.programs.frames import ProgramSetup, ProgramStep, SandboxAccess, Started, StepDone
 from services.verifiers.sandbox import guard
-from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
+from services.verifiers.sandbox.frames import BadFrame, frame, read_frame
 from services.verifiers.sandbox.interpreters import in_interpreter, inherited
 from services.verifiers.sandbox.process import worker_environment
 from services.verifiers.sandbox.scratch import Scratch
@@ -106,7 +104,7 @@ class ProgramProcess:
             reader, self._writer = await asyncio.open_connection(sock=ours)
             async with asyncio.timeout(START_LIMIT_S):
                 self._writer.write(frame(self._setup))
-                started = msgspec.msgpack.decode(await _read(reader), type=Started)
+                started = await read_frame(reader, Started)
         except (TimeoutError, EOFError, OSError, ValueError) as error:
             await self._end("did not start")
             why = await asyncio.to_thread(_why_not, self._environment.interpreter, error)
@@ -203,13 +201,13 @@ class ProgramProcess:
         why = "died"
         try:
             while True:
-                done = msgspec.msgpack.decode(await _read(reader), type=StepDone)
+                done = await read_frame(reader, StepDone)
                 answer = self._waiting.get(done.id)
                 if answer is not None and not answer.done():
                     answer.set_result(done)
         except (EOFError, ConnectionError):
             pass
-        except (ValueError, RecursionError) as error:  # the latter: a value that is nested too deep
+        except BadFrame as error:
             why = f"wrote garbage and was killed ({error})"
         await self._end(why)
 
@@ -266,10 +264,3 @@ def _clear(process: subprocess.Popen[bytes] | None, scratch: Scratch | None) -> 
             process.wait()
     if scratch is not None:
         scratch.remove()
-
-
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if length > REPLY_BYTES:
-        raise ValueError(f"a frame of {length} bytes, more than {REPLY_BYTES}")
-    return await reader.readexactly(length)

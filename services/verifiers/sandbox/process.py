@@ -17,12 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from services.config.verifiers import VerifierConfig
 from services.verifiers.base import Job, VerifierFailure
 from services.verifiers.results import Verdict, fault_of
-from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, Hello, Setup, frame
+from services.verifiers.sandbox.frames import BadFrame, Hello, Setup, frame, read_frame
 from services.verifiers.sandbox.scratch import Scratch
 
 START_LIMIT_S = 120.0
@@ -36,10 +34,6 @@ _SECRET = re.compile("^GRPO_|PASSWORD|SECRET|TOKEN$|_KEY$|CREDENTIAL")
 _ROOT = Path(__file__).resolve().parents[3]
 
 T = TypeVar("T")
-
-
-class BadFrame(Exception):
-    """A worker sent a frame that none of our code would send."""
 
 
 class WorkerProcess:
@@ -83,7 +77,7 @@ class WorkerProcess:
             async with asyncio.timeout(START_LIMIT_S):
                 await self._send(self._setup)
                 hello = await self._receive(Hello)
-        except (TimeoutError, EOFError, ConnectionError, msgspec.DecodeError, BadFrame) as error:
+        except (TimeoutError, EOFError, ConnectionError, BadFrame) as error:
             raise VerifierFailure(f"a verifier worker did not start ({await self._end(error)}); see its output above") from None
         if hello.error:
             await self.kill()
@@ -106,7 +100,7 @@ class WorkerProcess:
                         fault = fault or f"verifier {name!r} failed: {found}"
                     if verdict.error:  # the worker has ended the group
                         break
-        except (TimeoutError, EOFError, ConnectionError, msgspec.DecodeError, BadFrame) as error:
+        except (TimeoutError, EOFError, ConnectionError, BadFrame) as error:
             name, verifier = verifiers[min(len(verdicts), len(verifiers) - 1)]
             raise VerifierFailure(f"verifier {name!r}, limit {verifier.timeout_s:g} s: {await self._end(error)}") from None
         except asyncio.CancelledError:
@@ -135,7 +129,7 @@ class WorkerProcess:
         if process is None:
             return "killed"
         code = None
-        if isinstance(error, msgspec.DecodeError | BadFrame):
+        if isinstance(error, BadFrame):
             await self.kill()
             return f"the worker wrote garbage to its pool and was killed ({error})"
         if not isinstance(error, TimeoutError):
@@ -154,10 +148,7 @@ class WorkerProcess:
 
     async def _receive(self, kind: type[T]) -> T:
         assert self._reader is not None, "the worker was not started"
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if length > REPLY_BYTES:
-            raise BadFrame(f"a frame of {length} bytes, more than {REPLY_BYTES}")
-        return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
+        return await read_frame(self._reader, kind)
 
 
 def _spawn(
