@@ -2,9 +2,9 @@
 
     python -m benchmarks.kept_kv --json
 
-A tiny model was taught to count, with mistakes, in steps that its prompt names; a completion has up to 1,000 tokens, and is
-rewarded for every seven in it, at the cost of its counting. Weights are updated several times while a completion is
-generated, so nearly all tokens of a run that keeps the KV cache are sampled over keys and values of older weights, and
+A tiny model was taught to count, with mistakes, in steps that its prompt names; a completion has up to 1,000 tokens, and
+is rewarded by the share of sevens among its digits, which conflicts with counting correctly. Weights are updated several times
+while a completion is generated, so nearly all tokens of a run that keeps the KV cache are sampled over keys and values of older weights, and
 nearly all completions of the other run are prefilled again. The runs differ in `sync.kv` alone. `gap` is the mean absolute
 difference between the logprobs of engine and trainer over a run (nats), `first` and `last` are mean rewards of the first and the
 last ten steps, `mixed` is the share of trained completions that span an update; each for `keep` and for `recompute`.
@@ -88,7 +88,7 @@ def question(step: int, start: int) -> str:
 
 
 def counted(step: int, start: int, numbers: int, rng: random.Random) -> str:
-    """A count with mistakes, modulo 100, that goes on from each of them."""
+    """Count modulo 100, with mistakes; each number follows from the one before, right or wrong."""
     made, last = list[str](), start
     for _ in range(numbers):
         last = rng.randrange(MODULUS) if rng.random() < MISTAKES else (last + step) % MODULUS

@@ -37,7 +37,6 @@ def save_adapter(model: Any, folder: Path) -> Path:
 async def adapters(folder: Path, samples: dict[str, list[float]]) -> None:
     """Tokens a second of a model of 113 MB with its adapter merged and with vLLM serving it, and seconds of serving another."""
     model = make_model(folder).to(torch.bfloat16)
-    model.save_pretrained(folder)
     saved = [str(save_adapter(model, folder / f"adapter-{i}")) for i in range(UPDATES)]
     tree: dict[str, Any] = {
         "model": {"path": str(folder), "dtype": "bfloat16", "max_tokens": 512},

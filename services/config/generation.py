@@ -78,9 +78,9 @@ class Sync(Section):
     completion has a single version."""
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache when new weights are applied. `keep` lets unfinished completions continue with their KV
-    cache, computed under older weights; requests that start later never use it. `recompute` drops it, and they are prefilled
-    again under the new weights, which takes time, but makes their later tokens those of the new weights alone. In both cases
-    the logprobs are those with which the tokens were sampled."""
+    cache, computed under older weights; requests that reach the engine later never use it. `recompute` drops it, and they are
+    prefilled again under the new weights, which takes time, but makes their later tokens those of the new weights alone. In both
+    cases the logprobs are those with which the tokens were sampled."""
     host: str = ""
     """Address at which generators reach trainer rank 0. Empty: the trainer's host name, or 127.0.0.1 in `grpo run`."""
     verify: bool = True

@@ -62,7 +62,7 @@ Held = TypeVar("Held", bound=HeldTicket)
 class TicketHolder(Generic[Held]):
     """Takes claimed tickets to their end. A subclass claims them, works on them and submits the results.
 
-    One for the tickets of evaluations also reports and renews otherwise.
+    Holders of evaluation tickets override `report` and `extend`, too.
     """
 
     room = "room"

@@ -47,8 +47,8 @@ class WeightReceiver(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop sampling; completions stay. With `sync.kv = "recompute"` drop the KV cache, so that they are prefilled again after
-        `resume`. Raises `TransferFailed`.
+        """Stop sampling; completions stay. Drop the KV cache with `sync.kv = "recompute"`, so that they are prefilled again after
+        `resume`, and where `sync.in_flight` keeps none. Raises `TransferFailed`.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 Guarantees: those of services/generator/engines/base.py. The model runs in its own processes, which end when this process does,
 for whatever reason. Importing this module does not import vLLM.
-Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, the only part that is not a public interface.
+Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, and `pause` asks its engine core, which are no public
+interfaces.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class VllmEngine:
 
     async def pause(self) -> None:
         """Stop after the current iteration; keep the requests, and drop the KV cache and the prefix cache unless `sync.kv` keeps
-        them.
+        them for completions in flight (`sync.in_flight = "keep"`).
         """
         sync = self._config.sync
         clear = sync.kv == "recompute" or sync.in_flight != "keep"
