@@ -4,10 +4,10 @@
 
 A tiny model was taught to count, with mistakes, in steps that its prompt names; a completion has up to 1,000 tokens, and
 is rewarded by the share of sevens among its digits, which conflicts with counting correctly. Weights are updated several times
-while a completion is generated, so nearly all tokens of a run that keeps the KV cache are sampled over keys and values of older weights, and
-nearly all completions of the other run are prefilled again. The runs differ in `sync.kv` alone. `gap` is the mean absolute
-difference between the logprobs of engine and trainer over a run (nats), `first` and `last` are mean rewards of the first and the
-last ten steps, `mixed` is the share of trained completions that span an update; each for `keep` and for `recompute`.
+while a completion is generated, so nearly all tokens of a run that keeps the KV cache are sampled over keys and values of older
+weights, and nearly all completions of the other run are prefilled again. The runs differ in `sync.kv` alone. `gap` is the mean
+absolute difference between the logprobs of engine and trainer over a run (nats), `first` and `last` are mean rewards of the first
+and the last ten steps, `mixed` is the share of trained completions that span an update; each for `keep` and for `recompute`.
 `steps_ratio`: steps per second, keep over recompute. `curve_gap`: mean difference of the rewards of a step, keep minus recompute.
 """
 
