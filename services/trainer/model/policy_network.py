@@ -16,7 +16,7 @@ from services.config import ConfigError
 from services.config.root import Model
 from services.config.training import Lora
 from services.trainer.model import configuration, lora, support
-from services.trainer.model.attention import NAME, Packing, UnsupportedModel, row
+from services.trainer.model.attention import NAME, Packing, UnsupportedModel, is_out_of_memory, row
 from services.trainer.model.computing import PLAIN, Computing, compile_blocks, recompute
 from services.trainer.model.configuration import logit_rule
 from services.trainer.model.logprobs import LogprobHead
@@ -104,9 +104,11 @@ def _read(config: Model) -> Any:
             dtype=getattr(torch, config.dtype),
             attn_implementation=NAME,
         )
-    except (ConfigError, MemoryError, torch.OutOfMemoryError):  # a lack of memory says nothing about the model
+    except ConfigError:
         raise
     except Exception as error:  # a model's code may raise anything when it is built with an attention that it does not know
+        if is_out_of_memory(error):
+            raise
         why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         raise UnsupportedModel(
             f"model.path = {config.path!r} cannot be loaded as a causal language model for packed rows, use another: {why}"

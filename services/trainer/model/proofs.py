@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from services.trainer.model.attention import UnsupportedModel
+from services.trainer.model.attention import UnsupportedModel, is_out_of_memory
 from services.trainer.model.proof import Proof, ProofRow, Score, alone, compare
 from services.trainer.model.support import named
 
@@ -62,9 +62,11 @@ def prove(
     model.to(_place(model, device))
     try:
         found = _try(model, attach)
-    except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):  # a lack of memory says nothing about the model
+    except UnsupportedModel:
         raise
     except Exception as error:  # a model's code may raise anything for rows that it was not written for
+        if is_out_of_memory(error):
+            raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModel(f"{named(model, path)} fails in packed rows, use another model: {reason}") from error
     model.to("cpu")

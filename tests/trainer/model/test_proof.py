@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,20 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tiny_model: Path, tmp_p
     assert (tmp_path / "file").is_file(), "nothing was kept"
 
 
-def test_a_lack_of_memory_is_not_blamed_on_the_model(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
+def _no_memory_on_a_gpu(*_: Any) -> None:
+    raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(proofs, "alone", full)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+
+def _no_memory_on_a_cpu(*_: Any) -> None:
+    torch.empty(10**17)
+
+
+@pytest.mark.parametrize("lack", [_no_memory_on_a_gpu, _no_memory_on_a_cpu])
+def test_a_lack_of_memory_is_not_blamed_on_the_model(
+    lack: Callable[..., None], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proofs, "alone", lack)
+    with pytest.raises((torch.OutOfMemoryError, RuntimeError), match=r"no memory|can't allocate memory"):
         _load(tiny_model, Proofs(tmp_path / "proofs"))
 
 

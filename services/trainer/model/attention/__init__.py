@@ -35,6 +35,11 @@ class UnsupportedModel(ConfigError):
     """The model of `model.path` has a feature that packed training would compute incorrectly."""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error is a lack of memory, which says nothing about the model. On CPUs torch has no type for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 @dataclass(frozen=True)
 class Places:
     """Maps tokens of the row to their places in the flattened batches of `Packing.shapes`, concatenated."""
