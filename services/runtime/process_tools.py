@@ -30,7 +30,10 @@ def free_port(host: str = "127.0.0.1") -> int:
         probe.listen()
         port = probe.getsockname()[1]
         with socket.create_connection((host or "127.0.0.1", port)) as caller:
-            answered, _ = probe.accept()
-            answered.close()  # who closes first keeps the port in TIME_WAIT
+            while True:  # somebody else may call, who had this port before
+                answered, peer = probe.accept()
+                answered.close()  # who closes first keeps the port in TIME_WAIT
+                if peer == caller.getsockname():
+                    break
             caller.recv(1)
         return port
