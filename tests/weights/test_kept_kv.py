@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 PROMPT = [5, 17, 33, 65, 129]
+RUNNING = 8
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -32,7 +33,11 @@ async def keeping(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pai
     folder = tmp_path_factory.mktemp("keeping")
     model = make_model(folder, tied=False)
     engine = VllmEngine()
-    config = make_config(folder, sync={"kv": "keep", "join_deadline_s": 20.0, "transfer_deadline_s": 30.0})
+    config = make_config(
+        folder,
+        generator={"max_num_seqs": RUNNING},
+        sync={"kv": "keep", "join_deadline_s": 20.0, "transfer_deadline_s": 30.0},
+    )
     await engine.start(config)
     yield Pair(engine, model, config)
     await engine.close()
@@ -57,7 +62,7 @@ async def test_completions_go_on_with_the_kv_that_they_have(keeping: Pair) -> No
     old, before = deepcopy(keeping.model), keeping.version
     running = [
         asyncio.create_task(keeping.engine.generate(f"kept-{i}", [*PROMPT, 3 + i], 50 + i, SamplingParameters(150)))
-        for i in range(8)
+        for i in range(RUNNING)
     ]
     await until(lambda: all(task.done() or made(keeping.engine, f"kept-{i}") >= 20 for i, task in enumerate(running)))
     perturb(keeping.model, 7)
@@ -88,12 +93,49 @@ async def test_later_requests_never_see_kv_of_older_weights(keeping: Pair) -> No
         np.testing.assert_allclose(answer.logprobs, reference_logprobs(keeping.model, prompt, answer.tokens), atol=1e-4)
 
 
-async def test_requests_of_one_version_still_share_their_prompt(keeping: Pair) -> None:
-    prompt = [7 + i % 200 for i in range(230)]
-    await keeping.engine.generate("first", prompt, 0, SamplingParameters(1))
+async def test_waiting_requests_do_not_use_the_kv_of_their_group(keeping: Pair) -> None:
+    """They were sent before the update, with a prompt whose KV by the older weights is in use."""
+    prompt = [11 + i % 300 for i in range(150)]
+    await keeping.make_group()
+    tasks = [
+        asyncio.create_task(keeping.engine.generate(f"group-{i}", prompt, i, SamplingParameters(100))) for i in range(2 * RUNNING)
+    ]
+    await until(lambda: all(task.done() or made(keeping.engine, f"group-{i}") for i, task in enumerate(tasks[:RUNNING])))
+    perturb(keeping.model, 400)
+    await keeping.update()
+    completions = await asyncio.gather(*tasks)
+    waited = [completion for completion in completions if completion.spans[0].version == keeping.version]
+    assert len(waited) >= RUNNING
+    for completion in waited:
+        assert completion.finish != "aborted"
+        assert completion.spans == [Span(keeping.version, 0, len(completion.tokens))]
+        np.testing.assert_allclose(completion.logprobs, reference_logprobs(keeping.model, prompt, completion.tokens), atol=1e-4)
+
+
+async def cached_tokens(engine: VllmEngine, prompt: list[int], request_id: str) -> int:
+    """Return how many tokens of `prompt` vLLM finds in its prefix cache, and leave the prompt there."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
 
-    salted = tokens_input(prompt, cache_salt=f"weights {keeping.engine._loads}")
-    outputs = [output async for output in keeping.engine._llm.generate(salted, SamplingParams(max_tokens=1), "second")]
-    assert (outputs[-1].num_cached_tokens or 0) >= 128, "a block of the prefix cache"
+    salted = tokens_input(prompt, cache_salt=f"weights {engine._loads}")
+    outputs = [output async for output in engine._llm.generate(salted, SamplingParams(max_tokens=1), request_id)]
+    return outputs[-1].num_cached_tokens or 0
+
+
+async def test_requests_of_one_version_still_share_their_prompt(keeping: Pair) -> None:
+    prompt = [7 + i % 200 for i in range(230)]
+    await keeping.engine.generate("first", prompt, 0, SamplingParameters(1))
+    assert await cached_tokens(keeping.engine, prompt, "second") >= 128, "a block of the prefix cache"
+
+
+@pytest.mark.parametrize(("sync", "kept"), [({}, True), ({"in_flight": "drain"}, False), ({"kv": "recompute"}, False)])
+async def test_a_pause_keeps_kv_where_completions_go_on_with_it(
+    keeping: Pair, monkeypatch: pytest.MonkeyPatch, sync: dict[str, str], kept: bool
+) -> None:
+    changed = keeping.config.model_copy(update={"sync": keeping.config.sync.model_copy(update=sync)})
+    monkeypatch.setattr(keeping.engine, "_config", changed)
+    prompt = [9 + i % 250 for i in range(240)]
+    await cached_tokens(keeping.engine, prompt, "before")
+    await keeping.engine.pause()
+    await keeping.engine.resume()
+    assert (await cached_tokens(keeping.engine, prompt, "after") >= 128) is kept

@@ -36,6 +36,7 @@ from services.weights.collective import BUCKET_BYTES
 from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged, WeightsMisloaded
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 log = structlog.get_logger()
@@ -62,6 +63,7 @@ class VllmEngine:
         self._started: AsyncLLM | None = None
         self._prefixes: dict[str, Generated | None] = {}  # of running completions, by request id
         self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, start time
+        self._resent: set[str] = set()  # running completions that were stopped to be sent to vLLM again
         self._tokens = 0  # of completions that ended
         self._strangers: set[int | None] = set()  # child processes of this one that do not belong to the engine
 
@@ -74,6 +76,7 @@ class VllmEngine:
         await asyncio.to_thread(self._load)
         garbage_collection.freeze()  # as vLLM's own server does
         await self._llm.update_weight_version("-1")
+        await self._llm.get_supported_tasks()  # vLLM keeps the answer: later requests are registered without waiting
 
     def _load(self) -> None:
         gpu = has_gpu()
@@ -105,7 +108,6 @@ class VllmEngine:
     ) -> Generated:
         """Complete `prompt`. A stop string that begins inside `prefix` is not detected."""
         from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         made = 0 if prefix is None else len(prefix.tokens)
@@ -118,16 +120,41 @@ class VllmEngine:
         self._prefixes[request_id] = prefix
         self._prompts[request_id] = hash(tuple(tokens)), time.monotonic()
         try:
-            salted = tokens_input(tokens, cache_salt=f"weights {self._loads}")  # KV of older weights may still be in the cache
-            output = await last(self._llm.generate(salted, parameters, request_id))
+            output = await self._output(request_id, tokens, parameters)
         except EngineDeadError as error:
             raise EngineDead(f"vLLM's engine core died while generating {request_id}; see its log for the reason") from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise GenerationFailed(f"{request_id}: {error.__cause__ or error}") from error
         finally:
             del self._prefixes[request_id], self._prompts[request_id]
+            self._resent.discard(request_id)
         self._tokens += len(output.outputs[0].token_ids)
         return generated(request_id, output, prefix)
+
+    async def _output(self, request_id: str, tokens: list[int], parameters: SamplingParams) -> RequestOutput:
+        """Return vLLM's final output, of the last request if the completion was sent again."""
+        from vllm.inputs.engine import tokens_input
+
+        while True:
+            salted = tokens_input(tokens, cache_salt=f"weights {self._loads}")  # KV of older weights may still be in the cache
+            output = await last(self._llm.generate(salted, parameters, request_id))
+            if request_id not in self._resent:
+                return output
+            self._resent.remove(request_id)
+
+    async def _send_waiting_again(self) -> None:
+        """Send completions without a token to vLLM again, under the salt of the present weights.
+
+        Otherwise they would take their prompts' KV of older weights from the prefix cache, and their spans would not say so.
+        A token that is still on its way from the engine core is sampled again.
+        """
+        waiting = [
+            request_id
+            for request_id in self._prefixes
+            if any(not state.detokenizer.num_output_tokens() for state in self._states(request_id))
+        ]
+        self._resent.update(waiting)
+        await self._llm.abort(waiting)
 
     def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
         """Return the tokens so far, read from vLLM's output processor without a message to the engine core."""
@@ -155,11 +182,13 @@ class VllmEngine:
         """Stop after the current iteration; keep the requests, and drop the KV cache and the prefix cache unless `sync.kv` keeps
         them for completions in flight (`sync.in_flight = "keep"`).
         """
-        sync = self._config.sync
-        clear = sync.kv == "recompute" or sync.in_flight != "keep"
-        async with self._limit(sync.join_deadline_s, "pause"):
+        async with self._limit(self._config.sync.join_deadline_s, "pause"):
             # Not `pause_generation`, which then sleeps for 20 ms: outputs may come later, since the core stamps them.
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._keeps_kv)
+
+    @property
+    def _keeps_kv(self) -> bool:
+        return self._config.sync.kv == "keep" and self._config.sync.in_flight == "keep"
 
     async def resume(self) -> None:
         """Resume sampling."""
@@ -256,6 +285,8 @@ class VllmEngine:
             log.info("compared loaded weights", compared=sum(n for _, n, _ in loaded), of=sum(n for _, _, n in loaded))
         self.version, self.whole = version, True
         self._loads += 1
+        if self._keeps_kv:
+            await self._send_waiting_again()
 
     def gauges(self) -> Gauges:
         """Count the load here: vLLM's own statistics are of its last iteration, not of this moment.
