@@ -66,7 +66,8 @@ class Publishing:
 async def publishing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Publishing]:
     folder = tmp_path_factory.mktemp("store")
     model = make_model(folder, tied=True)
-    config = make_config(folder, sync={"backend": "store", "folder": str(folder / "volume"), "join_deadline_s": 3.0})
+    sync = {"backend": "store", "folder": str(folder / "volume"), "join_deadline_s": 3.0, "kv": "keep"}
+    config = make_config(folder, sync=sync)
     engine = VllmEngine()
     await engine.start(config)
     yield Publishing(engine, model, config)
