@@ -11,7 +11,6 @@ import ctypes
 import gc
 import json
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -73,6 +72,7 @@ def ours(job: dict[str, Any], said: Said) -> None:
     from services.dataprep.planning.packing import Response, pack
     from services.protocol.messages import RankPlan, Sample, StepPlan
     from services.protocol.payloads import Payload
+    from services.runtime.process_tools import free_port
     from services.trainer.ranks import World
     from services.trainer.step import batches
     from services.trainer.step import policy as policy_module
@@ -91,11 +91,8 @@ def ours(job: dict[str, Any], said: Said) -> None:
         },
         origin="benchmark",
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     policy_module.LOGPROB_CHUNK_TOKENS = job["chunk_tokens"]
-    policy = Policy(config, World(port=port))
+    policy = Policy(config, World(port=free_port()))
     batch = read_batch(job["batch"])
     lengths, ends = batch["lengths"], np.cumsum(batch["lengths"])
     prompts, size = batch["prompts"], job["group_size"]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -31,7 +30,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 
 from benchmarks.trl_run import Example, Said, same_rates, teller
 from benchmarks.trl_vllm import engine_arguments
-from services.runtime.process_tools import die_with_parent
+from services.runtime.process_tools import die_with_parent, free_port
 
 MEMORY = Path("/dev/shm")
 READY_S = 600.0
@@ -120,10 +119,8 @@ class Unseeded(rollout_worker._AsyncRolloutLoop):
 
 def serve(example: Example, threads: int) -> tuple[subprocess.Popen[bytes], str]:
     """Start vLLM's server with what our own generator gives vLLM; it and its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     config, given = example.config, engine_arguments(example)
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model.path, "--host", "127.0.0.1",
         "--port", str(port), "--dtype", given["dtype"], "--enforce-eager", "--kv-cache-memory-bytes",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.multiprocessing.spawn import spawn
 
+from services.runtime.process_tools import free_port
 from services.weights.collective import plan_buckets
 from services.weights.host_memory import describe
 from services.weights.sparse.encoder import ChangeEncoder
@@ -108,12 +108,9 @@ def collective(bench: Bench) -> Figures:
 
 
 def _broadcast(bench: Bench, ranks: int) -> float:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = processes.get_context("spawn")
     answers: Any = context.Queue()
-    arguments = (ranks, port, bench.dry, bench.size(2**30, 2**16), answers)
+    arguments = (ranks, free_port(), bench.dry, bench.size(2**30, 2**16), answers)
     spawn(_rank, args=arguments, nprocs=ranks, join=True)
     return answers.get(timeout=LIMIT_S)
 
