@@ -351,32 +351,32 @@ async def test_a_run_whose_folder_is_elsewhere_shows_what_redis_has(
 
 
 @pytest.mark.parametrize(
-    "payload",
+    ("payload", "shown"),
     [
-        b"\xc1",
-        codec.encode([1, 2]),
-        codec.encode(Payload(*(np.zeros(0, np.int32) for _ in range(3)), np.zeros(0, np.float32), np.zeros((0, 4), np.int32))),
-        codec.encode(
+        (b"\xc1", "damaged"),
+        (codec.encode([1, 2]), "damaged"),
+        (codec.encode(Payload(*(np.zeros(0, np.int32) for _ in range(3)), np.zeros(0, np.float32), np.zeros((0, 4), np.int32))), "do not match"),
+        (codec.encode(
             Payload(
                 np.zeros((2, 2), np.int32), np.array([-1, 3, 0, 0], np.int32), np.zeros(2, np.float32), np.zeros(2, np.float32),
                 np.zeros((1, 3), np.int32),
             )
-        ),
-        codec.encode(
+        ), "do not match"),
+        (codec.encode(
             Payload(
                 np.array([-5, 2**31 - 1], np.int32), np.array([1, 1, 0, 0], np.int32), np.array([-1, 9_999_999], np.int32),
                 np.zeros(2, np.float32), np.array([[9, 9, 9, 9]], np.int32),
             )
-        ),
+        ), "9999999"),
     ],
 )  # fmt: skip
-async def test_tokens_that_make_no_sense_are_said_to(store: Store, run: Path, show: Show, payload: bytes) -> None:
+async def test_tokens_that_make_no_sense_are_said_to(store: Store, run: Path, show: Show, payload: bytes, shown: str) -> None:
     await one_group(store, run)
     (name,) = [key async for key in store.client.scan_iter(match="*:payload:*")]
     await store.client.set(name, codec.seal(payload))
     code, text = await show(verbs.group, "0-0", 0, 16)
     assert code == EXIT_OK
-    assert "its tokens do not match" in text or "its tokens are deleted" in text or "9999999" in text
+    assert shown in text
 
 
 async def place(store: Store, ticket: str) -> tuple[str, str]:

@@ -194,7 +194,9 @@ async def test_payloads_that_are_gone_or_changed_are_named_all_at_once(any_store
     assert {name: why[:14] for name, why in raised.value.reasons.items()} == {
         "0-9.1": "it is gone fro", names[1]: f"its {len(data)} bytes a"[:14], names[2]: "not a Payload:",
     }  # fmt: skip
-    assert await any_store.inspection.payload(names[1]) is None
+    with pytest.raises(codec.CorruptMessage, match="checksum"):
+        await any_store.inspection.payload(names[1])
+    assert await any_store.inspection.payload("0-9.1") is None
     assert await any_store.steps.payloads([]) == {}
 
 

@@ -89,10 +89,10 @@ class Completion(Answer):
 def read_completions(
     header: Header, payload: Payload | None, reader: TextReader, kind: Kind | None, shown: slice
 ) -> tuple[Passage | None, list[Completion], list[str]]:
-    """Return the prompt, the completions `shown`, and notes on missing or damaged data. `kind`: how to compute advantages."""
+    """Return the prompt, the completions `shown`, and notes on what does not fit. `kind`: how to compute advantages."""
     held = None if payload is None else _held(payload, header)
     if held is None:
-        prompt, note = None, ["its tokens are deleted" if payload is None else "its tokens do not match its header"]
+        prompt, note = None, [] if payload is None else ["its tokens do not match its header"]
     else:
         prompt, note = read_passage(held.payload.prompt.tolist(), reader), notes_on_text(reader)
     given, why = _advantages(header, kind)

@@ -22,6 +22,7 @@ from services.operations.inspection.completions import (
     read_completions,
 )
 from services.operations.inspection.text import Passage, TextReader, notes_on_text, read_passage
+from services.protocol import codec
 from services.protocol.errors import NotFound
 from services.protocol.messages import Header, Ticket
 from services.protocol.payloads import Payload
@@ -131,9 +132,19 @@ async def inspect_group(
         notes = [] if header else ["unreadable header"]
     else:
         return Group(group=ticket, **_ended(found))
-    tokens = await store.inspection.payload(payload) if payload else None
+    tokens, fault = await _tokens(store, payload) if header else (None, "")
+    notes += [fault] if fault else []
     shown = slice(offset, offset + min(limit, MAX_COMPLETIONS))
     return await asyncio.to_thread(_with_tokens, about, header, tokens, notes, reader, kind, shown)
+
+
+async def _tokens(store: Store, payload: str) -> tuple[Payload | None, str]:
+    """Return a payload, or why there is none."""
+    try:
+        found = await store.inspection.payload(payload) if payload else None
+    except codec.CorruptMessage as error:
+        return None, f"its tokens are damaged: {error}"
+    return found, "" if found else "its tokens are deleted"
 
 
 _FINISHED = {"place": "finished", "where": "generated, waiting for dataprep to settle it"}

@@ -139,16 +139,13 @@ class Inspection(Facet):
         return found and read_header(found[0], [part for pair in found[1].items() for part in pair])
 
     async def payload(self, name: str) -> Payload | None:
-        """Return a payload, or None if it is missing or unreadable."""
+        """Return a payload, or None if it is deleted. Raises `CorruptMessage` if it is damaged."""
         from services.protocol.payloads import Payload  # needs numpy, which takes long to import
 
         raw = await self._redis.ask(self._redis.commands.get(self._keys.payload(name)))
         if raw == ELSEWHERE:
             [raw] = await self._payloads.sealed([name])
-        try:
-            return None if raw is None else codec.decode(codec.unseal(raw), Payload)
-        except codec.CorruptMessage:
-            return None
+        return None if raw is None else codec.decode(codec.unseal(raw), Payload)
 
     async def kept_step(self, step: int) -> KeptStep | None:
         """Return a step that was prepared and is not retired, complete."""
