@@ -216,7 +216,7 @@ SHARED_LAYERS = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention",
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of code in transformers that torch will not support for ever
+@pytest.mark.filterwarnings("ignore:::(transformers|torch)")  # about models' code in transformers, not about ours
 @pytest.mark.parametrize(("model_type", "changes"), [*((name, {}) for name in LISTED), ("gemma4_text", SHARED_LAYERS)])
 def test_the_page_says_what_happens(model_type: str, changes: dict[str, Any]) -> None:
     found = architectures.try_out(model_type, **changes)
