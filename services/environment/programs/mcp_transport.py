@@ -84,7 +84,7 @@ async def _listen(process: asyncio.subprocess.Process, said: Incoming) -> None:
 
 
 async def _tell(process: asyncio.subprocess.Process, told: MemoryObjectReceiveStream[SessionMessage], said: Incoming) -> None:
-    """Write to the server what it is told; if that fails, close what it says, too, so that no call waits for an answer."""
+    """Write messages to the server. If that fails, close the stream of its answers as well, so that no call waits for one."""
     assert process.stdin is not None
     with said, contextlib.suppress(ConnectionError, anyio.BrokenResourceError, anyio.ClosedResourceError, ValueError):
         async for message in told:  # ValueError: it cannot be encoded

@@ -88,5 +88,5 @@ class GapSender:
                 await self._store.samples.send_gaps(step, self._rank, made)
         except (StoreError, OSError, TimeoutError) as error:
             log.info("the sample log does not get the logprob gaps of a step", step=step, error=str(error))
-        except Exception:  # nobody asks what came of it, and no step waits for it or fails by it
+        except Exception:  # no step waits for this, and none may fail because of it
             log.warning("the logprob gaps of a step could not be made", step=step, exc_info=True)
