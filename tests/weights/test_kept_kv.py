@@ -117,7 +117,7 @@ async def cached_tokens(engine: VllmEngine, prompt: list[int], request_id: str) 
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
 
-    salted = tokens_input(prompt, cache_salt=f"weights {engine._loads}")
+    salted = tokens_input(prompt, cache_salt=f"weights {engine._loaded.loads}")
     outputs = [output async for output in engine._llm.generate(salted, SamplingParams(max_tokens=1), request_id)]
     return outputs[-1].num_cached_tokens or 0
 

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 import services.generator.engines.vllm as vllm_engine
+import services.generator.engines.vllm_weights as vllm_weights
 from services.generator.engines.vllm import VllmEngine
 from services.rollouts.generated import SamplingParameters
 from services.weights import nccl_transport
@@ -42,7 +43,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     )
     with pytest.MonkeyPatch.context() as patch, wired():
         patch.setattr(vllm_engine, "transport", lambda config, gpu: "nccl")
-        for module in (vllm_engine, nccl_transport):
+        for module in (vllm_weights, nccl_transport):
             patch.setattr(module, "BUCKET_BYTES", BUCKET_BYTES)
         engine = VllmEngine()
         await engine.start(config)
@@ -132,13 +133,13 @@ async def test_weights_that_change_on_their_way_leave_a_mixture_that_samples_not
 
 async def test_an_abort_by_the_timer_leaves_a_mixture_and_a_full_update_mends_it(pair: Pair) -> None:
     """The sender never sends: the member's own limit ends its broadcast, in the worker, which goes on answering."""
-    config = pair.engine._config
-    pair.engine._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
+    config = pair.engine._loaded._config
+    pair.engine._loaded._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
     await pair.make_group()
     await pair.engine.pause()
     with pytest.raises(TransferFailed, match="no complete update within 1"):
         await pair.engine.receive(77)
-    pair.engine._config = config
+    pair.engine._loaded._config = config
     assert not pair.engine.whole
     assert pair.engine.version != 77
     with pytest.raises(TransferFailed, match="applied only in part"):

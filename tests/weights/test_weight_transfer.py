@@ -352,13 +352,13 @@ async def test_nothing_listens_at_the_rounds_address(pair: Pair) -> None:
 
 
 async def test_a_receive_without_a_sender_ends_at_its_deadline(pair: Pair) -> None:
-    config = pair.engine._config
-    pair.engine._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
+    config = pair.engine._loaded._config
+    pair.engine._loaded._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
     await pair.make_group()
     await pair.engine.pause()
     with pytest.raises(TransferFailed):
         await pair.engine.receive(77)
-    pair.engine._config = config
+    pair.engine._loaded._config = config
     assert pair.engine.whole
     await pair.engine.resume()
     await pair.make_group()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +28,11 @@ from services.generator.engines.vllm_arguments import (
     transport,
 )
 from services.generator.engines.vllm_requests import continued_seed, generated, last, sampling_params
+from services.generator.engines.vllm_weights import WorkerWeights, bounded
 from services.protocol.messages import Round
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.runtime import garbage_collection
-from services.weights.collective import BUCKET_BYTES
-from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged, WeightsMisloaded
+from services.weights.receiver import EngineDead, TransferFailed
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -41,11 +40,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_GRACE_S = 15.0
-"""A worker has its own limits; an answer this much later will never come. Long enough for one iteration."""
 _CLOSE_S = 5.0
 """Seconds for vLLM to shut down before its processes are killed."""
-_JOIN_POLL_S = 0.02
 _ABORT_POLL_S = 0.005
 
 
@@ -53,14 +49,10 @@ class VllmEngine:
     """One `AsyncLLM`, owned by the event loop that called `start`."""
 
     def __init__(self) -> None:
-        self.version = -1
-        self.whole = True
         self.world = 1
         self.stages = False
-        self.fetched_bytes: int | None = None
-        self._staged = -1  # the version staged in the workers, ready to be applied
-        self._loads = 0  # weights applied; a version that is trained again is other weights
         self._started: AsyncLLM | None = None
+        self._weights: WorkerWeights | None = None
         self._prefixes: dict[str, Generated | None] = {}  # of running completions, by request id
         self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, start time
         self._resent: set[str] = set()  # running completions that were stopped to be sent to vLLM again
@@ -74,6 +66,7 @@ class VllmEngine:
         self.stages = transport(config, has_gpu()) != "nccl"
         self._strangers = {child.pid for child in multiprocessing.active_children()}
         await asyncio.to_thread(self._load)
+        self._weights = WorkerWeights(self._llm, config, self.stages)
         garbage_collection.freeze()  # as vLLM's own server does
         await self._llm.update_weight_version("-1")
         await self._llm.get_supported_tasks()  # vLLM keeps the answer: later requests are registered without waiting
@@ -102,6 +95,27 @@ class VllmEngine:
         if self._started is None:
             raise EngineDead("the engine is not running")
         return self._started
+
+    @property
+    def _loaded(self) -> WorkerWeights:
+        if self._weights is None:
+            raise EngineDead("the engine is not running")
+        return self._weights
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights held; -1: none received yet."""
+        return self._weights.version if self._weights else -1
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all weights are of one version."""
+        return self._weights is None or self._weights.whole
+
+    @property
+    def fetched_bytes(self) -> int | None:
+        """Return the bytes that the last `stage` read from a store of versions; None without one."""
+        return self._weights.fetched_bytes if self._weights else None
 
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
@@ -136,7 +150,9 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         while True:
-            salted = tokens_input(tokens, cache_salt=f"weights {self._loads}")  # KV of older weights may still be in the cache
+            salted = tokens_input(
+                tokens, cache_salt=f"weights {self._loaded.loads}"
+            )  # KV of older weights may still be in the cache
             output = await last(self._llm.generate(salted, parameters, request_id))
             if request_id not in self._resent:
                 return output
@@ -182,7 +198,7 @@ class VllmEngine:
         """Stop after the current iteration; keep the requests, and drop the KV cache and the prefix cache unless `sync.kv` keeps
         them for completions in flight (`sync.in_flight = "keep"`).
         """
-        async with self._limit(self._config.sync.join_deadline_s, "pause"):
+        async with bounded(self._config.sync.join_deadline_s, "pause"):
             # Not `pause_generation`, which then sleeps for 20 ms: outputs may come later, since the core stamps them.
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._keeps_kv)
 
@@ -194,97 +210,20 @@ class VllmEngine:
         """Resume sampling."""
         if not self.whole:
             raise TransferFailed("an update was applied only in part: sampling cannot resume until a complete one arrives")
-        async with self._limit(self._config.sync.join_deadline_s, "resume"):
+        async with bounded(self._config.sync.join_deadline_s, "resume"):
             await self._llm.resume_generation()
 
     async def join(self, round: Round, first_rank: int) -> None:
-        """Join while generation continues: the worker connects in a thread, and its state is polled."""
-        limit_s = self._config.sync.join_deadline_s
-        places = {"filesystem": self._config.weights_folder.absolute(), "store": self._config.weights_place}
-        folder = f"{places[round.backend]}/{round.host}" if round.backend in places else None
-        info = {
-            "host": folder or round.host,
-            "port": round.port,
-            "first_rank": first_rank,
-            "world_size": round.world_size,
-            "bucket_bytes": BUCKET_BYTES,
-            "timeout_s": limit_s,
-        }
-        async with self._limit(limit_s + _GRACE_S, "join"):
-            deadline = time.monotonic() + limit_s
-            await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
-            while True:
-                states = set(await self._llm.collective_rpc("weight_group_state"))
-                if states == {"joined"}:
-                    return
-                if failures := sorted(states - {"joined", "joining"}):
-                    where = f"epoch {round.epoch} at {folder or f'{round.host}:{round.port}'}"
-                    raise TransferFailed(f"weight group of {where}: {'; '.join(failures)}")
-                if time.monotonic() > deadline:
-                    raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks joined within {limit_s} s")
-                await asyncio.sleep(_JOIN_POLL_S)
+        """Join while generation continues."""
+        await self._loaded.join(round, first_rank)
 
     async def stage(self, version: int, limit_s: float | None = None) -> None:
-        """Receive while generation continues: the worker receives in a thread, and its state is polled."""
-        self._staged = -1
-        limit_s = limit_s or self._config.sync.transfer_deadline_s
-        async with self._limit(limit_s + _GRACE_S, "weight transfer"):
-            failures = {said for said in await self._llm.collective_rpc("stage_weights", args=(limit_s, version)) if said}
-            while not failures:
-                states = set(await self._llm.collective_rpc("weight_stage_state"))
-                if states == {"staged"}:
-                    fetched = await self._llm.collective_rpc("weights_fetched")
-                    self.fetched_bytes = None if None in fetched else sum(fetched)
-                    self._staged = version
-                    return
-                if "staging" not in states:
-                    failures = states - {"staged"}
-                    break
-                await asyncio.sleep(_JOIN_POLL_S)
-            for changed in await self._llm.collective_rpc("weights_changed"):
-                if changed:
-                    raise WeightsChanged(changed)
-        raise TransferFailed(f"weight transfer of version {version} failed: {'; '.join(sorted(failures))}")
+        """Receive while generation continues."""
+        await self._loaded.stage(version, limit_s)
 
     async def receive(self, version: int) -> None:
         """Receive the weights, or use the staged ones; apply them and set the version."""
-        if self.stages and self._staged != version:
-            await self.stage(version)
-        self._staged = -1
-        await self._apply(version)
-
-    async def _apply(self, version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        limit_s, verify = self._config.sync.transfer_deadline_s, self._config.sync.verify_loaded
-        async with self._limit(limit_s + _GRACE_S, "weight transfer"):
-            try:
-                await self._llm.start_weight_update()
-                await self._llm.update_weights(
-                    WeightTransferUpdateRequest(update_info={"timeout_s": limit_s, "verify_loaded": verify})
-                )
-                changed = [name for name in await self._llm.collective_rpc("weights_changed") if name]
-                loaded = await self._llm.collective_rpc("weights_loaded")
-                wrong = [name for name, _, _ in loaded if name]
-                refused = [why for why in await self._llm.collective_rpc("weights_refused") if why]
-                await self._llm.finish_weight_update(None if changed or wrong or refused else str(version))
-            except Exception as error:  # vLLM has no exception type for failures in a worker
-                if self._llm.errored or self.world > 1:  # with several workers, late replies would answer the next call
-                    raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
-                self.whole = all(await self._llm.collective_rpc("weights_whole"))
-                raise TransferFailed(f"weight transfer of version {version} failed: {error}") from error
-            if changed or refused:  # one worker may have applied weights that another has not
-                self.whole = self.world == 1 and all(await self._llm.collective_rpc("weights_whole"))
-                if changed:
-                    raise WeightsChanged(changed[0])
-                raise TransferFailed(f"version {version} was not applied: {refused[0]}")
-            if wrong:
-                self.whole = False
-                raise WeightsMisloaded(wrong[0])
-        if verify and not self._loads:
-            log.info("compared loaded weights", compared=sum(n for _, n, _ in loaded), of=sum(n for _, _, n in loaded))
-        self.version, self.whole = version, True
-        self._loads += 1
+        await self._loaded.receive(version)
         if self._keeps_kv:
             await self._send_waiting_again()
 
@@ -312,7 +251,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Fail what is still running, ask vLLM to shut down, then kill what is left."""
-        llm, self._started = self._started, None
+        llm, self._started, self._weights = self._started, None, None
         try:
             if llm is not None:
                 _release(llm)
@@ -326,19 +265,6 @@ class VllmEngine:
             if child.name.startswith("EngineCore") and child.pid not in self._strangers:
                 child.kill()
                 child.join(1.0)
-
-    @asynccontextmanager
-    async def _limit(self, seconds: float, what: str) -> AsyncIterator[None]:
-        """Bound calls to the engine core. If one does not answer in time, the engine is stuck."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            async with asyncio.timeout(seconds):
-                yield
-        except TimeoutError:
-            raise EngineDead(f"vLLM did not answer within {seconds} s: {what}") from None
-        except EngineDeadError as error:
-            raise EngineDead(f"vLLM's engine core died: {what}") from error
 
 
 def _release(llm: AsyncLLM) -> None:

@@ -13,6 +13,7 @@ import pytest_asyncio
 import torch
 
 import services.generator.engines.vllm as vllm_engine
+import services.generator.engines.vllm_weights as vllm_weights
 from services.generator.engines.vllm import VllmEngine
 from services.weights import nccl_transport
 from services.weights.receiver import TransferFailed, WeightsChanged, WeightsMisloaded
@@ -59,10 +60,12 @@ class SparsePair(Pair):
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
         """Give the member `seconds` for a transfer."""
-        config = self.engine._config
-        self.engine._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": seconds})})
+        config = self.engine._loaded._config
+        self.engine._loaded._config = config.model_copy(
+            update={"sync": config.sync.model_copy(update={"transfer_deadline_s": seconds})}
+        )
         yield
-        self.engine._config = config
+        self.engine._loaded._config = config
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[(1, True), (2, False)], ids=["one", "split"])
@@ -84,7 +87,7 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )
     with pytest.MonkeyPatch.context() as patch, wired():
         patch.setattr(vllm_engine, "transport", lambda config, gpu: "nccl")
-        for module in (vllm_engine, nccl_transport):
+        for module in (vllm_weights, nccl_transport):
             patch.setattr(module, "BUCKET_BYTES", BUCKET_BYTES)
         engine = VllmEngine()
         await engine.start(config)
