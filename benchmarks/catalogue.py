@@ -190,7 +190,7 @@ SUITE = (
         "the bare function; the same generator with an instant verifier; nothing lost",
         240,
         (
-            Figure("overhead_us", "overhead of a Python function per completion, besides its call, µs", 200, "lower", ratio=False),
+            Figure("overhead_us", "overhead of a Python function call, per completion, µs", 200, "lower", ratio=False),
             Figure("seats_idle_share", "share of an engine's seats idle because a verifier takes 2 s", 0.05, "lower"),
             Figure("lost", "tickets lost with a judge that hangs, fails, disconnects and dies", 0, "lower"),
             Figure("zeros", "scores that the judge did not give", 0, "lower"),
@@ -281,7 +281,9 @@ SUITE = (
                 for n in (1, 2, 4)
             ),
             *(
-                Figure(f"100mb_{n}.verified_{key}", f"{what}, with checksums, {n} receiver{'s' * (n > 1)}, s", None, "lower", ratio=False)
+                Figure(
+                    f"100mb_{n}.verified_{key}", f"{what}, with checksums, {n} receiver{'s' * (n > 1)}, s", None, "lower", ratio=False
+                )
                 for key, what in (("first_s", "the first round of a group"), ("round_s", "a round"), ("pause_s", "its pause"))
                 for n in (1, 2, 4)
             ),
@@ -458,7 +460,7 @@ SUITE = (
             Figure("step_s", "duration of such a step, 256 completions, s", None, "lower", ratio=False),
             Figure("us_a_logged_completion", "CPU added by the log, per completion, µs", None, "lower", ratio=False),
             Figure("us_a_completion", "CPU of rows, texts and files alone, per completion, µs", None, "lower", ratio=False),
-            Figure("bytes_a_completion", "file bytes per completion (48 tokens, some 170 characters)", None, "lower", ratio=False),
+            Figure("bytes_a_completion", "file bytes per completion (48 tokens, 170 characters)", None, "lower", ratio=False),
         ),
         gap="The example's steps take 0.6 s and produce 256 completions; a completion costs some 33 µs of a busy core: 20 for "
         "texts, rows and files, the rest for reading from Redis. Steps of more than 0.85 s meet the goal.",
@@ -495,7 +497,7 @@ SUITE = (
         550,
         (
             Figure("replay_equal", "share of bundles whose stages all replay bit-equal", 1.0, ratio=False),
-            Figure("account_closes", "error of the account against externally measured device-seconds", 0.01, "lower", ratio=False),
+            Figure("account_closes", "error of the account against measured device-seconds", 0.01, "lower", ratio=False),
             Figure("record_share", "share of a step's time that Redis spends on a recorder", 0.01, "lower", ratio=False),
             Figure("bundle_bytes", "size of a bundle that refers to its weights, bytes", None, "lower", ratio=False),
         ),
