@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import uuid
@@ -20,6 +21,7 @@ from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store
 from tests.support.preloading import starter
+from tests.support.preloading.memory import freeze_for_good
 
 # Hundreds of processes read the same modules: they are compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -60,7 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Of tests in this process: it imports what those that were chosen may need."""
+    """Of tests in this process: it imports what those that were chosen may need. What was collected stays."""
+    gc.collect()
+    freeze_for_good()
     if not session.config.getoption("collectonly"):
         starter.start("heavy" if any(item.get_closest_marker("slow") for item in session.items) else "light")
 

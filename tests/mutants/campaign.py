@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import os
 import resource
@@ -21,6 +20,7 @@ from services.console.local.redis_server import RedisServer
 from tests.mutants.explained import EXPLAINED
 from tests.mutants.guards import Guard
 from tests.mutants.killers import Killer, killers, survives
+from tests.support.preloading.memory import freeze_for_good
 
 MUTANT_LIMIT_S = 1800.0  # a test may wait for what never comes
 SERVER_LIMITS = {resource.RLIMIT_CPU: 60, resource.RLIMIT_AS: 2 << 30}
@@ -83,7 +83,7 @@ def _try(guard: Guard, order: Sequence[Killer], answer: Connection) -> None:
     os.setpgid(0, 0)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-    gc.freeze()  # what the process that forked had loaded may have threads there, and cannot be collected here
+    freeze_for_good()  # what the process that forked had loaded may have threads there, and cannot be collected here
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder))
         server.start()

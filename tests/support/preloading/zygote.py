@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.preloading import fork, starter
+from tests.support.preloading import fork, memory, starter
 from tests.support.preloading.request import Request, receive
 
 LIGHT = (
@@ -69,7 +69,8 @@ def _preload(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
     logging.disable(logging.NOTSET)
     gc.collect()
-    gc.freeze()  # so that a collection touches none of it, in no process
+    memory.freeze_for_good()  # so that a collection touches none of it, in no process
+    memory.use_huge_pages()
 
 
 def _serve(connection: socket.socket) -> None:

@@ -1,0 +1,40 @@
+"""Memory that is there before a fork: no garbage collection looks through it, and a fork copies few page tables."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+
+HUGE_BYTES = 2 << 20
+MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1; Python's mmap does not name it
+RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(?:\[heap\])?$")
+"""Line of /proc/self/maps of memory that is written and no file's."""
+
+_freeze = gc.freeze
+_libc = ctypes.CDLL(None)
+
+
+def freeze_for_good() -> None:
+    """Exclude everything that is alive now from garbage collections, whoever freezes and thaws later.
+
+    vLLM's engines and our services thaw when they end. In a process that was forked, the collection that follows would look
+    through 700,000 objects that it has not made, and copy their pages: 0.7 s of processor time each.
+    """
+    _freeze()
+    gc.freeze = gc.unfreeze = _leave  # type: ignore[assignment]
+
+
+def _leave() -> None:
+    """Leave what is frozen, and what is not, as it is."""
+
+
+def use_huge_pages() -> None:
+    """Move this process' memory into huge pages, where the kernel can: a fork of 650 MiB then takes 10 ms instead of 35."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if found := RANGE.match(line):
+            start, end = (int(address, 16) for address in found.groups())
+            start, end = -(-start // HUGE_BYTES) * HUGE_BYTES, end // HUGE_BYTES * HUGE_BYTES
+            if start < end:
+                _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
