@@ -22,6 +22,8 @@ def pattern_of(text: str, groups: int = 0) -> str:
     return text
 
 
+HUB = "hf://"
+"""What a path begins with that names files on the hub, as Hugging Face's own libraries write it."""
 Capture = Annotated[str, AfterValidator(partial(pattern_of, groups=1))]
 """A regular expression whose first group is what is looked for, or empty."""
 
@@ -38,12 +40,13 @@ class NamedSource(Section):
 
 
 class FileSource(NamedSource):
-    """Prompts from a JSONL or parquet file, one per row."""
+    """Prompts from JSONL or parquet files, one per row."""
 
     kind: Literal["jsonl", "parquet"]
     """`jsonl` (one JSON object per line) or `parquet`."""
     path: str
-    """Path of the file. Relative paths start at the working directory."""
+    """Path of the file, or of several as a pattern such as `data/*.parquet`. Relative paths start at the working directory. In a
+    dataset on the hub: `hf://datasets/OWNER/NAME/FILE`, with a branch, tag or commit `hf://datasets/OWNER/NAME@REVISION/FILE`."""
     prompt_field: str = "prompt"
     """Field that contains the question: a string, or a list of chat messages with `role` and `content`."""
     answer_field: str = "answer"
@@ -53,6 +56,11 @@ class FileSource(NamedSource):
     whole field."""
     columns: list[str] = []
     """Fields that verifiers of the kinds `python`, `http` and `judge` receive as `row`. Empty: all."""
+
+    @property
+    def on_hub(self) -> bool:
+        """Return whether the files are those of a dataset on the hub."""
+        return self.path.startswith(HUB)
 
 
 class ReasoningGymSource(NamedSource):

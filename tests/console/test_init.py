@@ -118,7 +118,7 @@ def test_an_existing_file_is_left_as_it_is(tmp_path: Path, capsys: pytest.Captur
     ("arguments", "message"),
     [
         (["--data", "prompts.csv"], "must end in .jsonl or .parquet"),
-        (["--data", "prompts.jsonl"], "there is no such file: correct the path"),
+        (["--data", "prompts.jsonl"], "prompts.jsonl is not a file (resolved to "),
         (["--model", "./model"], "neither a folder nor a name on the hub (owner/name): correct the path"),
         (["--reward", "own.py"], "own.py cannot be read (No such file or directory): correct the path"),
         (["--reward", "accuracy"], "give FILE.py:FUNCTION, or one of math, exact"),

@@ -1,4 +1,4 @@
-"""A hub of models for tests: one repository with its files, by the part of the hub's protocol that a download needs."""
+"""A hub for tests: one model or dataset with its files, by the part of the hub's protocol that a download needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from urllib.parse import urlsplit
 
 
 class Hub:
-    """A server of the model `name`. `commit` is its newest, `cut_after` how much of a large file a connection gets to deliver."""
+    """A server of the model or dataset `name`. `commit` is its newest, `cut_after` how much of a large file a connection gets to
+    deliver.
+    """
 
-    def __init__(self, name: str, files: dict[str, bytes]) -> None:
+    def __init__(self, name: str, files: dict[str, bytes], dataset: bool = False) -> None:
         self.name, self.files, self.commit = name, files, "a" * 40
+        self._api, self._resolve = (
+            (f"/api/datasets/{name}", f"/datasets/{name}") if dataset else (f"/api/models/{name}", f"/{name}")
+        )
         self.status = 200
         """Status of every answer; another than 200: of an error."""
         self.cut_after: int | None = None
@@ -48,7 +53,7 @@ class Hub:
         path = urlsplit(request.path).path
         self.asked.append(" ".join((request.command, path, request.headers.get("Range", ""))).strip())
         path = path.replace("/resolve/main/", f"/resolve/{self.commit}/")
-        api, resolve = f"/api/models/{self.name}", f"/{self.name}/resolve/{self.commit}/"
+        api, resolve = self._api, f"{self._resolve}/resolve/{self.commit}/"
         if self.status != 200:
             self._send(request, b"", self.status)
         elif path in (api, f"{api}/revision/main", f"{api}/revision/{self.commit}"):
@@ -60,7 +65,8 @@ class Hub:
         elif path.startswith(resolve) and path.removeprefix(resolve) in self.files:
             self._send_file(request, self.files[path.removeprefix(resolve)])
         else:
-            code = "RevisionNotFound" if path.startswith(f"{api}/") else "RepoNotFound"
+            code = "RevisionNotFound" if path.startswith((f"{api}/", f"{self._resolve}/resolve/")) else "RepoNotFound"
+            code = "EntryNotFound" if path.startswith(resolve) else code
             self._send(request, b"", 404, {"X-Error-Code": code})
 
     def _send(

@@ -56,7 +56,11 @@ def _asked(model: str, data: str, reward: str) -> tuple[str, str, str]:
 
     model = model or typer.prompt("Model: a folder, or a name on the Hugging Face Hub", default=MODEL)
     if not data:
-        data = typer.prompt("Data: a JSONL or parquet file; empty for a made-up task", default="", show_default=False)
+        data = typer.prompt(
+            "Data: a JSONL or parquet file, or hf://datasets/OWNER/NAME/FILE; empty for a made-up task",
+            default="",
+            show_default=False,
+        )
     if not reward and data:
         what = "Reward: FILE.py:FUNCTION, math or exact; empty to choose by the data"
         reward = typer.prompt(what, default="", show_default=False)

@@ -15,7 +15,12 @@ from services.console.options import SMOKE_WAIT_S, File, Json, Listen, Overrides
 def init(
     file: Annotated[Path, typer.Argument(metavar="PATH", help="File to write; it must not exist.")] = Path("run.toml"),
     model: Annotated[str, typer.Option(help="Folder or hub name of the model; default: Qwen/Qwen3-0.6B.")] = "",
-    data: Annotated[str, typer.Option(help="JSONL or parquet file of prompts; default: a reasoning-gym task.")] = "",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="JSONL or parquet file of prompts, also as hf://datasets/OWNER/NAME/FILE; default: a reasoning-gym task."
+        ),
+    ] = "",
     reward: Annotated[
         str, typer.Option(metavar="FILE.py:NAME", help="Your reward function, or math or exact; default: depends on the data.")
     ] = "",

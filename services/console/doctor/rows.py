@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from services.config import ConfigError, RunConfig
@@ -76,23 +76,23 @@ def _of_rows(what: str, key: str, source: FileSource, faults: Sequence[str]) -> 
 
 def _faults(source: FileSource, config: RunConfig) -> Iterator[str]:
     """Return the faults of all rows of a file, one each; only the first of a file that cannot be read by lines."""
-    from services.dataprep.prompts.rows import read_jsonl_row, read_rows
+    from services.dataprep.prompts.rows import files_of, lines_of, read_jsonl_row, read_rows
 
     needs = _needs(source, config)
-    if source.kind == "jsonl" and Path(source.path).is_file():
-        with Path(source.path).open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        yield from _empty(read_jsonl_row(line, source, needs, f"{source.path}:{number}"), source, needs)
-                    except ConfigError as error:
-                        yield str(error)
-        return
     try:
-        for row in read_rows(source, needs):
-            yield from _empty(row, source, needs)
+        if source.kind == "parquet":
+            for row in read_rows(source, needs):
+                yield from _empty(row, source, needs)
+            return
+        files = files_of(source)
     except ConfigError as error:
         yield str(error)
+        return
+    for where, line in chain.from_iterable(lines_of(file) for file in files):
+        try:
+            yield from _empty(read_jsonl_row(line, source, needs, where), source, needs)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _empty(row: PromptRow, source: FileSource, needs: Needs) -> Iterator[str]:

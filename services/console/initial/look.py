@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from services.config import ConfigError
 from services.config.model_files import HUB_NAME
 from services.config.reading.derived import context_of
 from services.console.errors import EXIT_CONFIG, ConsoleError
+
+if TYPE_CHECKING:
+    from services.dataprep.prompts.files import SourceFile
 
 ROWS = 200  # of the data that are looked at
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "text")
@@ -40,7 +44,7 @@ class SeenModel:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """A file of prompts."""
+    """Files of prompts, of which the first was looked at."""
 
     path: str
     kind: str
@@ -80,13 +84,17 @@ def look_at_model(path: str) -> SeenModel:
 
 
 def look_at_data(path: str) -> SeenRows:
-    """Return how a file's rows are to be read. Raise `ConsoleError` if they cannot be."""
+    """Return how the rows of files are to be read, from the first of them. Raise `ConsoleError` if they cannot be."""
     kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(path).suffix)
     if kind is None:
         raise ConsoleError(f"--data {path}: the name of the file must end in .jsonl or .parquet", EXIT_CONFIG)
-    if not Path(path).is_file():
-        raise ConsoleError(f"--data {path}: there is no such file: correct the path", EXIT_CONFIG)
-    rows = _jsonl(path) if kind == "jsonl" else _parquet(path)
+    from services.dataprep.prompts.files import find_files
+
+    try:
+        first = find_files(path)[0]
+    except ConfigError as error:
+        raise ConsoleError(f"--data {path} {error}", EXIT_CONFIG) from None
+    rows = _jsonl(first) if kind == "jsonl" else _parquet(first)
     if not rows:
         raise ConsoleError(f"--data {path}: it has no rows: add prompts", EXIT_CONFIG)
     names = [name for name in rows[0] if all(name in row for row in rows)]
@@ -127,9 +135,9 @@ def look_at_reward(text: str, folder: Path) -> SeenReward:
     return SeenReward("python", f"{there.relative_to(folder) if there.is_relative_to(folder) else there}:{name}")
 
 
-def _jsonl(path: str) -> list[dict[str, Any]]:
-    rows = list[dict[str, Any]]()
-    with Path(path).open("rb") as lines:
+def _jsonl(file: SourceFile) -> list[dict[str, Any]]:
+    rows, path = list[dict[str, Any]](), file.shown
+    with file.path.open("rb") as lines:
         for number, line in enumerate(islice(lines, ROWS), start=1):
             if not line.strip():
                 continue
@@ -145,14 +153,15 @@ def _jsonl(path: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _parquet(path: str) -> list[dict[str, Any]]:
+def _parquet(given: SourceFile) -> list[dict[str, Any]]:
+    path = given.shown
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ConsoleError(f"--data {path} needs pyarrow: pip install 'grpo[dataprep]'", EXIT_CONFIG) from None
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(given.path) as file:
             return [row for batch in islice(file.iter_batches(ROWS), 1) for row in batch.to_pylist()]
     except pyarrow.ArrowInvalid as error:
         raise ConsoleError(f"--data {path}: it is not a parquet file ({error}): correct the path", EXIT_CONFIG) from None

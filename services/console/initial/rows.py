@@ -43,7 +43,7 @@ async def rows(file: Path, overrides: Sequence[str], limit: int | None, as_json:
     found: list[dict[str, Any]] = []
     for each in wanted:
         path = Path(each.source.path)
-        count = None if _exists(path) else await _write(path, each, limit)
+        count = None if _exists(each.source) else await _write(path, each, limit)
         found.append({"path": str(path), "source": each.source.name, "environment": each.environment.name, "rows": count})
         if not as_json:
             told = f"{printable(path)} exists: kept" if count is None else f"wrote {printable(path)}: {count:,} rows"
@@ -61,8 +61,8 @@ def _wanted(config: RunConfig) -> Iterator[WantedRows]:
                 yield WantedRows(source, environment, evaluation)
 
 
-def _exists(path: Path) -> bool:
-    return path.exists()
+def _exists(source: FileSource) -> bool:
+    return source.on_hub or Path(source.path).exists()
 
 
 async def _write(path: Path, wanted: WantedRows, limit: int | None) -> int:

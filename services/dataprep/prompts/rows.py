@@ -1,4 +1,4 @@
-"""Reads the rows of a prompt source: JSONL, parquet or a reasoning-gym task, one at a time.
+"""Reads the rows of a prompt source: JSONL or parquet files, or a reasoning-gym task, one at a time.
 
 Guarantees: every row that is yielded has a prompt, and an answer if one is needed; anything else raises a `DataError` that names
 file and line.
@@ -12,7 +12,6 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -20,6 +19,7 @@ import msgspec
 from services.config.data import FileSource, ReasoningGymSource, Source
 from services.config.verifiers import VerifierConfig, needs_answer, needs_row
 from services.dataprep.prompts.errors import DataError
+from services.dataprep.prompts.files import SourceFile, find_files
 from services.protocol.entries import encode_entry
 
 PARQUET_BATCH = 1024  # rows held at a time
@@ -62,13 +62,17 @@ def read_rows(source: Source, needs: Needs = Needs()) -> Iterator[PromptRow]:
 
 
 def _file_rows(source: FileSource, needs: Needs) -> Iterator[PromptRow]:
-    path = Path(source.path)
-    if not path.is_file():
-        raise DataError(
-            f'path of source "{source.name}" = {source.path!r} is not a file (resolved to {path.absolute()}): correct the path'
-        )
-    for where, record in _jsonl(path) if source.kind == "jsonl" else _parquet(path, source, needs):
-        yield read_record(record, source, needs, where)
+    for file in files_of(source):
+        for where, record in _jsonl(file) if source.kind == "jsonl" else _parquet(file, source, needs):
+            yield read_record(record, source, needs, where)
+
+
+def files_of(source: FileSource) -> list[SourceFile]:
+    """Return the files of a source, downloaded if they are on the hub. Raises `DataError`."""
+    try:
+        return find_files(source.path)
+    except DataError as error:
+        raise DataError(f'path of source "{source.name}" = {source.path!r} {error}') from None
 
 
 def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where: str) -> PromptRow:
@@ -89,12 +93,17 @@ def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where:
     return PromptRow(prompt, answer, where, columns)
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as lines:
+def _jsonl(file: SourceFile) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, line in lines_of(file):
+        yield where, _record(line, where)
+
+
+def lines_of(file: SourceFile) -> Iterator[tuple[str, bytes]]:
+    """Return the lines of a JSONL file that are not blank, with their places for messages."""
+    with file.path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                where = f"{path}:{number}"
-                yield where, _record(line, where)
+                yield f"{file.shown}:{number}", line
 
 
 def read_jsonl_row(line: bytes, source: FileSource, needs: Needs, where: str) -> PromptRow:
@@ -121,23 +130,23 @@ def _columns(record: dict[str, Any], source: FileSource, where: str) -> dict[str
     return {name: _field(record, name, "columns", where) for name in source.columns} if source.columns else record
 
 
-def _parquet(path: Path, source: FileSource, needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(given: SourceFile, source: FileSource, needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(given.path) as file:
             names = file.schema_arrow.names
             read = [source.prompt_field, source.answer_field, *(source.columns or names if needs.columns else ())]
             wanted = [name for name in dict.fromkeys(read) if name in names]
             number = 0
             for batch in file.iter_batches(PARQUET_BATCH, columns=wanted):
                 for record in batch.to_pylist():
-                    yield f"{path}, row {number}", record if len(wanted) > 1 else dict.fromkeys(names) | record
+                    yield f"{given.shown}, row {number}", record if len(wanted) > 1 else dict.fromkeys(names) | record
                     number += 1
     except pyarrow.ArrowInvalid as error:
         raise DataError(
-            f'path of source "{source.name}" = {source.path!r} is not a parquet file ({error}): correct the path or the kind'
+            f'path of source "{source.name}" = {given.shown!r} is not a parquet file ({error}): correct the path or the kind'
         ) from None
 
 
