@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +18,8 @@ LACKING = {
     "0.4.0": (*COMMON, "mcp==2.0.0", "prime-runs", "prime-traces"),
 }
 """Version of verifiers -> what its import needs besides the tests' own libraries, in the versions that it resolves to."""
+IMPORTED = {"0.3.1": "classic_single, classic_tools", "0.4.0": "v1_single, v1_tools"}
+"""Version -> environments that are imported once, which compiles the library: workers write no bytecode. All of it would take longer."""
 
 
 def make_interpreter(folder: Path, version: str) -> Path:
@@ -29,4 +32,7 @@ def make_interpreter(folder: Path, version: str) -> Path:
     (packages / "modules.pth").write_text(f"{MODULES}\n")
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--only-binary", ":all:"]
     subprocess.run([*command, "--target", packages, f"verifiers=={version}", *LACKING[version]], check=True)
-    return folder / "bin" / "python"
+    python = folder / "bin" / "python"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([python, "-c", f"import {IMPORTED[version]}"], env=environ, check=True)
+    return python
