@@ -34,6 +34,9 @@
 {{- if and (not $v.networkPolicy.internet) $v.networkPolicy.enabled (or $v.preload.enabled (not (include "grpo.modelFolder" .))) }}
 {{- fail (printf "config.model.path = %q must be downloaded, but networkPolicy.internet = false forbids it: set it to true, or use a folder on a volume" $v.config.model.path) }}
 {{- end }}
+{{- if and (include "grpo.hubData" .) $v.networkPolicy.enabled (not $v.networkPolicy.internet) }}
+{{- fail "config.data.sources or config.evaluation.sources names a dataset on the hub (hf://), but networkPolicy.internet = false forbids its download: set it to true, or put the files on a volume (storage.data)" }}
+{{- end }}
 {{- end }}
 
 {{- define "grpo.numberChecks" -}}

@@ -158,6 +158,13 @@ http://{{ .Release.Name }}-judge.{{ include "grpo.domain" . }}:{{ .Values.judge.
 {{- if hasPrefix "/" (toString .Values.config.model.path) }}true{{ end }}
 {{- end }}
 
+{{/* Whether prompts are files of a dataset on the hub. */}}
+{{- define "grpo.hubData" -}}
+{{- range concat (dig "data" "sources" list .Values.config) (dig "evaluation" "sources" list .Values.config) }}
+{{- if hasPrefix "hf://" (toString .path) }}true{{ end }}
+{{- end }}
+{{- end }}
+
 {{- define "grpo.tracked" -}}
 {{- $tracking := .Values.config.tracking | default dict }}
 {{- $samples := .Values.config.samples | default dict }}

@@ -180,10 +180,11 @@ envFrom:
 - {name: GRPO_START_S, value: {{ include "grpo.patience" .settings | quote }}}
 {{- end }}
 {{- if .models }}
-{{- if include "grpo.modelFolder" .root }}
+{{- $folder := include "grpo.modelFolder" .root }}
+{{- if and $folder (not (and .data (include "grpo.hubData" .root))) }}
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- else }}
-- {name: HF_HOME, value: {{ ternary "/srv/grpo/models/huggingface" "/tmp/huggingface" $values.storage.models.enabled }}}
+- {name: HF_HOME, value: {{ ternary "/srv/grpo/models/huggingface" "/tmp/huggingface" (and $values.storage.models.enabled (not $folder)) }}}
 {{- include "grpo.hubToken" .root }}
 {{- end }}
 {{- end }}

@@ -324,6 +324,21 @@ def test_who_shows_text_has_the_tokenizer_and_starts_without_waiting_for_it() ->
         assert {"name": "models", "mountPath": "/srv/grpo/models", "readOnly": True} in container["volumeMounts"], label
 
 
+def test_prompts_on_the_hub_are_downloaded_by_the_pods_that_read_them() -> None:
+    source = {"kind": "parquet", "path": "hf://datasets/owner/name/train.parquet"}
+    config = {**PRELOAD["config"], "evaluation": {"sources": [source]}}
+    objects = chart.render({**PRELOAD, "config": config, "hub": {"tokenSecret": "hub"}})
+    pods = dict(chart.pods(objects))
+    for label, online in (("Deployment/demo-dataprep", True), ("Pod/demo-smoke", True), ("Deployment/demo-generator", False)):
+        environ = {each["name"]: each.get("value") for each in pods[label]["spec"]["containers"][0]["env"]}
+        assert environ.get("HF_HUB_OFFLINE") == (None if online else "1"), label
+        assert environ.get("HF_HOME") == ("/tmp/huggingface" if online else None), label
+        assert ("HF_TOKEN" in environ) == online, label
+    policy = chart.named(objects, "NetworkPolicy", "demo-internet")["spec"]
+    (rule,) = policy["podSelector"]["matchExpressions"]
+    assert {"dataprep", "smoke"} <= {*rule["values"]}
+
+
 def test_prometheus_keeps_the_labels_of_a_run() -> None:
     (endpoint,) = chart.named(chart.render({"monitoring": {"podMonitor": True}}), "PodMonitor", "demo-services")["spec"][
         "podMetricsEndpoints"

@@ -142,6 +142,17 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         },
         'judge.model = "a/b" must be downloaded',
     ),
+    (
+        {
+            "networkPolicy": {"internet": False},
+            "storage": {"models": {"enabled": True}},
+            "config": {
+                "model": {"path": "/srv/grpo/models/a"},
+                "data": {"sources": [{"kind": "jsonl", "path": "hf://datasets/owner/name/train.jsonl"}]},
+            },
+        },
+        "names a dataset on the hub (hf://), but networkPolicy.internet = false",
+    ),
     ({"trainer": {"nodes": 2}}, "storage.runs.accessMode"),
     ({"preload": {"enabled": True, "repository": "a/b"}}, "storage.models.enabled"),
     ({"preload": {"enabled": True, "repository": "a/b"}, "storage": {"models": {"enabled": True}}}, "config.model.path"),
