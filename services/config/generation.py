@@ -68,9 +68,9 @@ class Sync(Section):
     """What a round of `gloo`, `nccl` or `filesystem` sends. `full`: all weights. `delta`: the bits that changed, if every member
     of the round has the version sent last, and all weights otherwise. `auto`: whichever of the two took less time; the other is
     tried again from time to time. With `delta` and `auto`, the trainer's rank 0 and each rank of a generator keep a copy of the
-    weights in host memory. `sparse`, only with `backend = "nccl"`: as `delta`, but every rank of the trainer finds on its GPU
-    what changed in its share of the weights, of which it keeps a copy there, and generators write it into the tensors that they
-    sample with, so nothing passes through host memory. It has not run on a GPU. `store` always sends what changed."""
+    weights in host memory. `sparse`, only with `backend = "nccl"`: as `delta`, but every trainer rank finds on its GPU which
+    values of its share of the weights changed, and keeps a copy of that share there; generators write them into the tensors that
+    they sample with, so nothing passes through host memory. It has not run on a GPU. `store` always sends only changes."""
     in_flight: Literal["keep", "drain", "abort"] = "keep"
     """What happens to unfinished completions when new weights are applied. `keep` continues them under the new weights and
     records the policy version of every token; `drain` starts no others and lets them finish first, for up to half of
@@ -79,8 +79,8 @@ class Sync(Section):
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache when new weights are applied. `keep` lets unfinished completions continue with their KV
     cache, computed under older weights; requests that reach the engine later never use it. `recompute` drops it, and they are
-    prefilled again under the new weights, which takes time, but makes their later tokens those of the new weights alone. In both
-    cases the logprobs are those with which the tokens were sampled."""
+    prefilled again under the new weights, which takes time, but then their later tokens depend on the new weights alone. In
+    both cases the logprobs are those with which the tokens were sampled."""
     host: str = ""
     """Address at which generators reach trainer rank 0. Empty: the trainer's host name, or 127.0.0.1 in `grpo run`."""
     verify: bool = True

@@ -65,7 +65,7 @@ class Redis(Section):
     checkpoints are taken early and no new prompts are issued."""
     payload_shards: int = Field(default=0, ge=0, le=MOST)
     """On a Redis Cluster: number of shards over which payloads are spread; as many as there are masters, or a multiple of that.
-    0: payloads stay on one master, with the rest of the run. It cannot change after the run has begun."""
+    0: payloads stay on one master, with the rest of the run. It cannot change once the run exists."""
 
 
 class Model(Section):
@@ -100,7 +100,7 @@ class Api(Section):
     key_file: str = ""
     """PEM file of that certificate's private key."""
     ca_file: str = ""
-    """PEM file of the CA bundle that clients of the endpoints verify certificates with. Empty: the system's CA bundle."""
+    """PEM file of the CA bundle with which clients verify the endpoints' certificates. Empty: the system's CA bundle."""
     server_name: str = ""
     """Host name in the endpoints' certificate, where pods share one and are called by address. Empty: the address."""
 
@@ -109,9 +109,9 @@ class Web(Section):
     """The console as a web page (docs/console.md)."""
 
     host: str = "127.0.0.1"
-    """Address to serve the page on. Use `0.0.0.0` inside a pod."""
+    """Address to serve the web console on. Use `0.0.0.0` inside a pod."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port on which `grpo run` serves the page. 0: it serves none, except with --web, which picks a free port."""
+    """Port on which `grpo run` serves the web console. 0: not served, unless `--web` is given, which picks a free port."""
 
 
 class RunConfig(Section):

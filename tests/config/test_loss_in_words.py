@@ -49,13 +49,13 @@ def test_what_the_ratio_is_taken_to_is_said() -> None:
                                                              ("gspo", "token", True), ("gspo", "sequence", False),
                                                              ("dapo", "token", False)])  # fmt: skip
 def test_a_mean_other_than_the_papers_is_said(policy: str, denominator: str, said: bool) -> None:
-    assert ("the paper of" in _words(loss={"policy": policy, "denominator": denominator})) == said
+    assert ("whereas the" in _words(loss={"policy": policy, "denominator": denominator})) == said
 
 
 def test_clip_bounds_other_than_the_papers_are_said() -> None:
-    assert "the paper of" not in _words(loss={"policy": "gspo"})
+    assert "whereas the" not in _words(loss={"policy": "gspo"})
     words = _words(loss={"policy": "gspo", "clip_low": 0.2})
-    assert "loss.clip_low = 0.2, where the paper of GSPO has 0.0003." in words
+    assert "loss.clip_low = 0.2, whereas the GSPO paper has 0.0003." in words
     assert "loss.clip_high" not in words
 
 

@@ -15,13 +15,14 @@ def clips(config: RunConfig, mini_batches: int) -> bool:
 
 
 def loss_in_words(config: RunConfig) -> Iterator[str]:
-    """Return what the loss comes to, a sentence each."""
+    """Describe the effective loss, one sentence at a time."""
     loss, mini_batches = config.loss, config.trainer.mini_batches
     if not clips(config, mini_batches):
         keys = ", ".join(f"loss.{key}" for key in CLIPS if key in POLICIES[loss.policy])
         yield (
             f'The ratio is exactly 1 (loss.old = "{loss.old}", trainer.mini_batches = 1): {keys} never act, and the gradient of '
-            f'loss.policy = "{loss.policy}" is that of -A log p, as for every other one with the same advantages and denominator.'
+            f'loss.policy = "{loss.policy}" is that of -A log p, as for any other policy loss with the same advantages and '
+            "denominator."
         )
         if config.admission.max_staleness:
             yield (
@@ -40,9 +41,9 @@ def loss_in_words(config: RunConfig) -> Iterator[str]:
         )
     if loss.policy == "grpo" and loss.denominator != "sequence":
         yield (
-            f'loss.denominator = "{loss.denominator}", where the paper of GRPO takes the mean of each response first: '
+            f'loss.denominator = "{loss.denominator}", whereas the GRPO paper first takes the mean of each response: '
             'loss.denominator = "sequence".'
         )
     for key, published in PUBLISHED.get(loss.policy, {}).items():
         if (given := getattr(loss, key)) != published:
-            yield f"loss.{key} = {json.dumps(given)}, where the paper of {loss.policy.upper()} has {json.dumps(published)}."
+            yield f"loss.{key} = {json.dumps(given)}, whereas the {loss.policy.upper()} paper has {json.dumps(published)}."
