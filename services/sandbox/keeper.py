@@ -57,7 +57,7 @@ class SandboxKeeper:
             pod = await self._found(name, rollout) or await self._claimed(name, rollout) or await self._created(name, rollout)
         for look in (*LOOK_S, *(LOOK_S[-1] for _ in range(int(wait_s / LOOK_S[-1]) + 1))):
             if pod is None or not pod.alive or pod.sandbox != name.whole:
-                return SandboxOpened(why_not="its pod has ended before it was ready" if pod is None else _state(pod))
+                return SandboxOpened(why_not="its pod ended before it was ready" if pod is None else _state(pod))
             if pod.ready:
                 self._held[pod.name] = name.whole
                 return SandboxOpened(pod.name)

@@ -153,7 +153,7 @@ class ReleaseFollower:
         emptied = state is not None and state.scale.object in (EMPTYING, FINISHED)
         if (replicas := whole_or_none(whole, seen.count, emptied)) is not None:
             await workload.scale(replicas, seen)
-            log.info("scaled to its number of the values", name=workload.name, replicas=replicas)
+            log.info("scaled to the number in the values", name=workload.name, replicas=replicas)
 
     async def _empty(self) -> None:
         """Free the GPUs of a finished run. Interrupted anywhere, it is repeated, or undone if the run was resumed meanwhile."""

@@ -83,7 +83,7 @@ async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_
         assert (await say(process, "a", "wait", seconds=60))[0] == "Error: the tool took longer than 3 s"
         flood, _ = await say(process, "a", "flood", characters=1_000_000)
         assert len(flood) == 200_000
-        assert flood.endswith("(1000000 characters, cut)")
+        assert flood.endswith("(1000000 characters, truncated)")
         assert (await say(process, "a", "babble"))[0] == "said"
         assert (await say(process, "a", "absent"))[0].startswith("Error: there is no tool 'absent'")
         with pytest.raises(ProgramFailed, match="the MCP server was lost during a call of 'die'"):

@@ -166,7 +166,7 @@ for name, options in json.loads(sys.argv[1]):
             [
                 ("classic_single", {}, r"has the v1 API only; for the classic one run .* -m pip install 'verifiers>=0.3,<0.4'"),
                 ("v1_single", {"taskset": {"row": 3}}, r"options = .*: taskset.row: Extra inputs are not permitted"),
-                ("json", {}, "environment = 'json' is no environment of verifiers"),
+                ("json", {}, "environment = 'json' is not an environment of verifiers"),
             ],
         ),
     ],

@@ -190,10 +190,10 @@ async def test_the_calls_of_a_turn_have_limits_together(world: PythonEnvironment
         await one.do("a", "start", {})
         said = await call(one, "a", ("say", {"text": "x"}), ("nap", {"seconds": 5.2}), ("say", {"text": "x"}))
         assert said[:2] == ["x", "rested"]
-        assert said[2].startswith("Error: not called, since the calls before it took too long")
+        assert said[2].startswith("Error: not called, since earlier calls took too long")
         said = await call(one, "a", *[("large", {})] * 3)
         assert sum(map(len, said[:2])) == TURN_CHARACTERS
-        assert said[2].startswith("Error: not called, since the calls before it said too much")
+        assert said[2].startswith("Error: not called, since earlier calls returned too much")
         said = await call(one, "a", *[("say", {"text": "x"})] * (TURN_CALLS + 1))
         assert said[-2:] == ["x", "Error: not called, since one message may call at most 100 tools"]
         assert await call(one, "a", ("say", {"text": "\ud800"}), ("broken", {})) == ["?", "Error: Unprintable"]

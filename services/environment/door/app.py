@@ -196,7 +196,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _lost(request: Request, error: Exception) -> Response:
-    return _error(request, 503, "rollout_lost", "the turn could not be kept: the rollout ends here")
+    return _error(request, 503, "rollout_lost", "the turn could not be stored: the rollout ends here")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -141,7 +141,7 @@ class _CarefulClient(httpx2.AsyncClient):
             raise httpx2.RemoteProtocolError(f"the server answered with status {status}", request=request)
         if response.headers.get("content-encoding", "identity") != "identity":
             await response.aclose()
-            raise httpx2.RemoteProtocolError("the server compresses its answers, unasked", request=request)
+            raise httpx2.RemoteProtocolError("the server compresses its answers without being asked", request=request)
         if not kind.startswith("text/event-stream"):
             response.stream = _Limited(response.stream, request)
         if not stream:

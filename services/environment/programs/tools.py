@@ -119,9 +119,9 @@ async def answered(
         elif number >= TURN_CALLS:
             said = f"Error: not called, since one message may call at most {TURN_CALLS} tools"
         elif time.monotonic() - began > TURN_SHARE * timeout_s:
-            said = "Error: not called, since the calls before it took too long: make fewer calls in one message"
+            said = "Error: not called, since earlier calls took too long: make fewer calls in one message"
         elif not room:
-            said = "Error: not called, since the calls before it said too much: make fewer calls in one message"
+            said = "Error: not called, since earlier calls returned too much: make fewer calls in one message"
         else:
             said = shortened(await tool.call(_arguments(function["arguments"])), min(ANSWER_CHARACTERS, room))
             room -= len(said)
@@ -133,7 +133,7 @@ def shortened(text: str, limit: int) -> str:
     """Return a text, cut to at most `limit` characters with a note of how many it had."""
     if len(text) <= limit:
         return text
-    note = f" … ({len(text)} characters, cut)"
+    note = f" … ({len(text)} characters, truncated)"
     return (text[: max(0, limit - len(note))] + note)[:limit]
 
 

@@ -65,7 +65,7 @@ class Recovery:
             step = cast(int, self.commands.lead("restore", resume.wanted(state)))
             how = self._settle(state, step)
             if skipped := self.worker.checkpoints.passed_over:
-                how += f"; a later checkpoint was passed over: {skipped}"
+                how += f"; a later checkpoint was skipped: {skipped}"
         except (Broken, Fatal):
             if state.restore >= 0 and not self._superseded():
                 self.call(self.store.run.request_restore(None))  # otherwise every new process would fail on it

@@ -89,4 +89,4 @@ class GapSender:
         except (StoreError, OSError, TimeoutError) as error:
             log.info("the sample log does not get the logprob gaps of a step", step=step, error=str(error))
         except Exception:  # no step waits for this, and none may fail because of it
-            log.warning("the logprob gaps of a step could not be made", step=step, exc_info=True)
+            log.warning("the logprob gaps of a step could not be computed", step=step, exc_info=True)

@@ -70,5 +70,5 @@ def test_how_the_trainer_resumed_is_told_once() -> None:
     told = Told()
     announcer = Announcer(told, lambda _: None)
     for at in (1.0, 2.0):
-        announcer.announce(poll(at, {}, resumed="resumed from checkpoint 20; a later checkpoint was passed over: it is damaged"))
-    assert told.events == ["trainer: resumed from checkpoint 20; a later checkpoint was passed over: it is damaged"]
+        announcer.announce(poll(at, {}, resumed="resumed from checkpoint 20; a later checkpoint was skipped: it is damaged"))
+    assert told.events == ["trainer: resumed from checkpoint 20; a later checkpoint was skipped: it is damaged"]

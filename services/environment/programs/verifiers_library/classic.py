@@ -44,7 +44,7 @@ class ClassicEnvironment:
             for rubric in _rubrics(each.rubric):
                 if rubric.has_group_rewards:
                     raise Unusable(
-                        f"environment = {setup.environment!r} scores the rollouts of a group together, which is not served: "
+                        f"environment = {setup.environment!r} scores the rollouts of a group together, which is not supported: "
                         "choose an environment that scores each alone"
                     )
                 rubric.funcs = [_watched(function) for function in rubric.funcs]

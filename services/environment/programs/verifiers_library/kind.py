@@ -71,7 +71,7 @@ class LibraryEnvironment(Kind):
     async def rows(self, start: int, count: int, evaluation: bool, limited: bool) -> list[dict[str, Any]]:
         """Return rows of its data for a source: `prompt`, `answer`, and the columns by which `run` finds the row again."""
         if self._loaded.endless and not limited:
-            raise BadReply("it makes up rows without end: give --limit")
+            raise BadReply("it generates rows endlessly: give --limit")
         found: list[dict[str, Any]] = []
         for index in range(start, start + count):
             row = await self._row(index, evaluation)

@@ -65,7 +65,7 @@ class TasksetEnvironment:
         """Return the prompt and the answer of a task."""
         data, prompt = row.data, cast("str | list[Any] | None", row.data.prompt)
         if prompt is None:
-            raise BadReply("it has a task without a prompt, in which the user begins: this is not served")
+            raise BadReply("it has a task without a prompt, in which the user speaks first: this is not supported")
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         if isinstance(prompt, str):
             messages = [*system, {"role": "user", "content": prompt}]
@@ -88,7 +88,9 @@ class TasksetEnvironment:
             why = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it gives no reason"
             raise RuntimeError(f"the library could not run the rollout: {why}")
         if len(episode.traces) != 1:
-            raise RuntimeError(f"the environment ran its agent {len(episode.traces)} times, each with a reward: one is served")
+            raise RuntimeError(
+                f"the environment ran its agent {len(episode.traces)} times, each with a reward: only one is supported"
+            )
         [trace] = episode.traces
         if not trace.rewards:
             return None
@@ -106,7 +108,7 @@ def _configuration(setup: ProgramSetup) -> Any:
         if len(roles) != 1:
             names = ", ".join(roles) or "none"
             raise Unusable(
-                f"environment = {setup.environment!r} has several agents ({names}), of which one is served: choose another"
+                f"environment = {setup.environment!r} has several agents ({names}), but only one is supported: choose another"
             )
         [(name, role)] = roles.items()
         agent = _table(setup.options, name)
@@ -119,7 +121,7 @@ def _configuration(setup: ProgramSetup) -> Any:
     except ValueError as error:  # of pydantic
         raise Unusable(f"options = {setup.options!r}: {_one_line(error)}") from None
     except (TypeError, AttributeError) as error:  # no task set
-        raise Unusable(f"environment = {setup.environment!r} is no environment of verifiers: {error}") from None
+        raise Unusable(f"environment = {setup.environment!r} is not an environment of verifiers: {error}") from None
 
 
 def _table(options: dict[str, Any], name: str) -> dict[str, Any]:
