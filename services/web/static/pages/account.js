@@ -38,7 +38,7 @@ function Spent({ data, price }) {
 export function AccountPage() {
   const answer = useAnswer("v1/console/account", EVERY_S);
   const price = Number(useStore(route).query.get("price")) || 0;
-  return html`<${Page} title="Account" lead="What the run's devices spent their time on.">
+  return html`<${Page} title="Account" lead="How the run's device time was spent.">
     <${Answer} of=${answer}>${(data) => (data.missing ? html`<p class="empty">${data.missing}</p>` : html`<${Spent} data=${data} price=${price} />`)}<//>
   <//>`;
 }

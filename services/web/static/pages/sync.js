@@ -54,7 +54,7 @@ function Generators({ sync, fleet }) {
   const rest = fleet.total - fleet.pods.length;
   return html`<${Panel} title="Generators">
     <${Table} label="Generators" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.member} empty="There are no generators." />
-    ${rest > 0 && html`<p class="note">The figures of ${count(rest)} more pods are not shown; grpo inspect sync lists all generators.</p>`}
+    ${rest > 0 && html`<p class="note">${count(rest)} more pods are not shown; grpo inspect sync lists all generators.</p>`}
   <//>`;
 }
 
