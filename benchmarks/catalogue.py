@@ -282,7 +282,11 @@ SUITE = (
             ),
             *(
                 Figure(
-                    f"100mb_{n}.verified_{key}", f"{what}, with checksums, {n} receiver{'s' * (n > 1)}, s", None, "lower", ratio=False
+                    f"100mb_{n}.verified_{key}",
+                    f"{what}, with checksums, {n} receiver{'s' * (n > 1)}, s",
+                    None,
+                    "lower",
+                    ratio=False,
                 )
                 for key, what in (("first_s", "the first round of a group"), ("round_s", "a round"), ("pause_s", "its pause"))
                 for n in (1, 2, 4)
