@@ -19,7 +19,7 @@ LACKING = {
 }
 """Version of verifiers -> what its import needs besides the tests' own libraries, in the versions that it resolves to."""
 IMPORTED = {"0.3.1": "classic_single, classic_tools", "0.4.0": "v1_single, v1_tools"}
-"""Version -> environments that are imported once, which compiles the library: workers write no bytecode. All of it would take longer."""
+"""Version -> environments that are imported once, so that what they need of it is compiled: workers write no bytecode."""
 
 
 def make_interpreter(folder: Path, version: str) -> Path:
