@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from services.config import RunConfig
 from services.protocol.errors import StoreError
-from services.runtime import logs
+from services.runtime import garbage_collection, logs
 from services.runtime.entry import EXIT_OK, Arguments, arguments, connect, end_process, open_service, report
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
@@ -74,9 +74,10 @@ def _follow(given: Arguments, portal: Portal) -> None:
 
 
 def _lead(given: Arguments, portal: Portal) -> None:
-    from services.trainer.loop import TrainLoop
-    from services.trainer.metrics import TrainerMetrics
-    from services.trainer.rank_commands import RankCommands
+    with garbage_collection.paused():
+        from services.trainer.loop import TrainLoop
+        from services.trainer.metrics import TrainerMetrics
+        from services.trainer.rank_commands import RankCommands
 
     opened: concurrent.futures.Future[Service] = concurrent.futures.Future()
     trained = asyncio.Event()
@@ -135,10 +136,12 @@ async def _host(given: Arguments, opened: concurrent.futures.Future[Service], tr
 def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
     from pathlib import Path
 
-    from services.runtime import garbage_collection
-    from services.trainer.ranks import World
-    from services.trainer.step.policy import Policy
-    from services.trainer.worker import Worker
+    with garbage_collection.paused():
+        import deepspeed  # noqa: F401 - `World` would import it
+
+        from services.trainer.ranks import World
+        from services.trainer.step.policy import Policy
+        from services.trainer.worker import Worker
 
     policy = Policy(config, World.from_environment())
     garbage_collection.freeze()

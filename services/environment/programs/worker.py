@@ -27,6 +27,7 @@ from services.environment.code_tool.sandboxed import SandboxLost
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone
 from services.environment.programs.kinds import Kind, opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
+from services.runtime import garbage_collection
 from services.runtime.own_code import Unusable
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
 
@@ -49,7 +50,8 @@ async def _serve(pod: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=pod)
     setup = msgspec.msgpack.decode(await _frame(reader), type=ProgramSetup)
     try:
-        kind = await opened(setup)
+        with garbage_collection.paused():
+            kind = await opened(setup)
     except BaseException as error:  # whatever its code raises is reported to the pod, and to the user
         writer.write(frame(Started(str(error) if isinstance(error, Unusable | BadReply) else reason_of(error))))
         await writer.drain()

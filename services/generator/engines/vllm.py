@@ -74,8 +74,9 @@ class VllmEngine:
     def _load(self) -> None:
         gpu = has_gpu()
         set_environment(self._config, gpu)
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with garbage_collection.paused():
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(self._config, gpu)
         if not gpu:
