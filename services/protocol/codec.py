@@ -70,9 +70,12 @@ def _unpack_array(kind: type, value: Any) -> Any:
     if kind is not np.ndarray:
         raise TypeError(f"{kind.__name__} cannot be decoded")
     code, shape, data = value
+    array = np.frombuffer(data, _dtypes().get(code) or _unknown(code))
+    if shape == [len(array)] and type(shape[0]) is int:  # most are, and checking and reshaping takes longer than the rest
+        return array
     if any(not isinstance(size, int) or size < 0 for size in shape):
         raise ValueError("array shape must be non-negative")
-    return np.frombuffer(data, dtype=_dtypes().get(code) or _unknown(code)).reshape(shape)
+    return array.reshape(shape)
 
 
 @cache
