@@ -18,7 +18,7 @@ STD_EPSILON = 1e-8
 
 
 def advantages(rewards: Sequence[float] | np.ndarray, kind: Kind) -> np.ndarray:
-    """Return the advantages [n] float64 of the rewards [n] of one group; formulas in docs/semantics.md.
+    """Return the advantages [..., n] float64 of the rewards [..., n] of groups of n; formulas in docs/semantics.md.
 
     A group of equal rewards has advantages 0, exactly. Rewards are taken relative to the first, so that a large common part does
     not round away their differences.
@@ -28,22 +28,23 @@ def advantages(rewards: Sequence[float] | np.ndarray, kind: Kind) -> np.ndarray:
     quotients are bounded by -1 and n - 1, which those of rewards that are not negative never leave.
     """
     r = np.asarray(rewards, dtype=np.float64)
+    n = r.shape[-1]
     if not np.isfinite(r).all():
         raise ValueError(f"rewards must be finite, not {r.tolist()}")
-    if kind == "rloo" and r.size < 2:
+    if kind == "rloo" and n < 2:
         raise ValueError("rloo compares a completion with the others of its group: a group needs at least 2")
-    if constant(r):
-        return np.zeros_like(r)
-    offsets = r - r[0]
-    centered = offsets - offsets.mean()
-    if kind == "centered":
-        return centered
+    first = r[..., :1]
+    offsets = r - first
+    means = offsets.mean(axis=-1, keepdims=True)
+    found = offsets - means
     if kind == "standard":
-        return centered / (offsets.std() + STD_EPSILON)
-    if kind == "maxrl":
-        mean = r[0] + offsets.mean()
-        return (centered / mean).clip(-1.0, r.size - 1.0) if mean > 0 else np.zeros_like(r)
-    return centered * (r.size / (r.size - 1))  # r_i - mean of the others = (r_i - mean) n / (n - 1)
+        found /= offsets.std(axis=-1, keepdims=True) + STD_EPSILON
+    elif kind == "maxrl":
+        positive = first + means > 0
+        found = np.where(positive, (found / np.where(positive, first + means, 1.0)).clip(-1.0, n - 1.0), 0.0)
+    elif kind == "rloo":
+        found *= n / (n - 1)  # r_i - mean of the others = (r_i - mean) n / (n - 1)
+    return np.where((r == first).all(axis=-1, keepdims=True), 0.0, found)
 
 
 def trained(truncated: Sequence[bool] | np.ndarray, mask_truncated: bool) -> np.ndarray:

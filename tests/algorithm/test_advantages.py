@@ -51,6 +51,12 @@ def test_against_the_slow_twin(r: list[float], kind: Kind):
     assert advantages(r, kind) == pytest.approx(_slow(r, kind), rel=1e-6, abs=1e-6)
 
 
+@given(st.integers(2, 16).flatmap(lambda n: st.lists(st.lists(st.floats(-10, 10), min_size=n, max_size=n), min_size=1)))
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_several_groups_at_once_have_the_advantages_of_each(kind: Kind, groups: list[list[float]]):
+    assert advantages(np.array(groups), kind).tolist() == [advantages(group, kind).tolist() for group in groups]
+
+
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.0, 1e6 / 3, -1e300])
 def test_a_constant_group_teaches_nothing(kind: Kind, value: float):
