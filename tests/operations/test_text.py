@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import hypothesis
@@ -100,3 +101,14 @@ def test_ids_outside_the_vocabulary_have_no_text(tmp_path: Path) -> None:
     assert reader.text([]) == ""
     assert reader.text([5, -1]) is reader.text([5, 10**6]) is None
     assert ByteLevelDecoder.of(Tokenizer(models.WordPiece())) is None
+
+
+def test_parts_have_the_texts_that_they_have_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Also where the end of one cuts a character, and where one has no text."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    reader, alphabet = TextReader(str(tmp_path)), {byte: char for char, byte in _BYTES.items()}
+    ids: list[int] = [tokenizer.token_to_id(alphabet[byte]) or 0 for byte in "é€𝄞 and more".encode()]
+    ends = [0, 1, 1, 4, 8, 17]
+    assert reader.texts(ids, ends) == [reader.text(ids[start:end]) for start, end in pairwise(ends)]
+    assert reader.texts([*ids, -1], [0, 2, len(ids) + 1]) == ["é", None]
+    assert TextReader(None).texts(ids, ends) == [None] * 5

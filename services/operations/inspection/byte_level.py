@@ -6,7 +6,8 @@ and a token with a character outside the alphabet of bytes, such as a special to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 
@@ -24,6 +25,11 @@ class ByteLevelDecoder:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Raise KeyError for one outside the vocabulary."""
         return b"".join(map(self._bytes.__getitem__, tokens)).decode(errors="replace")
+
+    def decode_parts(self, tokens: Iterable[int], ends: Sequence[int]) -> list[str]:
+        """Return the texts of tokens from each of `ends` to the next. Raise KeyError for one outside the vocabulary."""
+        pieces = list(map(self._bytes.__getitem__, tokens))
+        return [b"".join(pieces[start:end]).decode(errors="replace") for start, end in pairwise(ends)]
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ class TextReader:
         if len(tokens) and not 0 <= min(tokens) <= max(tokens) < tokenizer.get_vocab_size():
             return None
         return tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def texts(self, tokens: Sequence[int], ends: Sequence[int]) -> list[str | None]:
+        """Return the texts of tokens from each of `ends` to the next, as `text` does."""
+        if self._load() is not None and self._fast is not None:
+            with contextlib.suppress(KeyError):
+                return [*self._fast.decode_parts(tokens, ends)]
+        return [self.text(tokens[start:end]) for start, end in pairwise(ends)]
 
     def _load(self) -> Any:
         """Return the tokenizer, or None, for the reason in `_why_not`."""
