@@ -7,6 +7,7 @@ a gap is known to 5 % from 1e-4 to 16; a larger one counts as 16. `UNKNOWN` stan
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,7 +37,8 @@ class LogprobGaps(msgspec.Struct, frozen=True, array_like=True):
         if not fits or sum(self.counts) != len(self.codes):
             return {}
         gaps = _values()[np.frombuffer(self.codes, np.uint8)]
-        parts = np.split(gaps, np.cumsum(self.counts)[:-1]) if self.counts else []
+        ends = accumulate(self.counts, initial=0)
+        parts = [gaps[start:end] for start, end in pairwise(ends)]  # `np.split` takes three times as long
         return dict(zip(zip(self.payloads, self.segments, strict=True), parts, strict=True))
 
 

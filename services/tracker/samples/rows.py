@@ -6,22 +6,34 @@ Guarantees: a damaged header, payload or ticket never raises: its row has what c
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from services.algorithm.advantages import Kind, advantages
 from services.operations.inspection.text import TextReader
-from services.operations.samples.columns import SCHEMA
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
 from services.protocol.payloads import Payload
+from services.tracker.samples.arrays import Ragged, column, maps
+from services.tracker.samples.tokens import Gaps, GroupTokens
 
-Gaps = Mapping[tuple[str, int], np.ndarray]
-"""Payload and place of a segment in it -> logprob gaps of the segment's sampled tokens (services/protocol/logprob_gaps.py)."""
+_SHARED = (
+    "group", "step", "outcome", "reason", "incarnation", "payload",
+    "source", "seq", "prompt", "prompt_tokens", "generator", "generate_s", "score_s",
+)  # fmt: skip
+"""Columns with one value for all rows of a group."""
+_OWN = (
+    "sample", "reward", "solved", "truncated", "length", "tool_tokens", "turns", "tool_s", "oldest", "newest", "completion",
+    "notes", "segments",
+)  # fmt: skip
+"""Columns with a value for each row."""
 KEPT_BITS = np.uint32(0xFFFFE000)  # of a logprob: 10 bits after the point of its mantissa, some 3 digits
 
 
@@ -52,57 +64,93 @@ class LoggedRows:
 
     def __init__(self, reader: TextReader, kind: Kind, now_s: float) -> None:
         """`kind`: which advantages the groups have; `now_s`: when the rows are written, Unix seconds."""
-        self._columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         self._reader, self._now_s = reader, now_s
         self._kind: Kind = kind
+        self._counts = list[int]()  # rows of each group
+        self._rewards = list[list[float]]()  # of each group
+        self._shared = list[tuple[Any, ...]]()  # values of each group, by `_SHARED`
+        self._own: dict[str, list[Any]] = {name: [] for name in _OWN}
+        self._scores: tuple[list[int], list[str], list[float]] = [], [], []  # number in each row; names and values of all
+        self._tokens, self._logprobs, self._gaps = Ragged(np.int32), Ragged(np.float32), Ragged(np.float32)
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self._columns["group"])
+        return sum(self._counts)
 
-    def columns(self) -> dict[str, list[Any]]:
-        """Return all columns of `SCHEMA`."""
-        return self._columns | _gap_columns(self._columns["gaps"])
+    def columns(self) -> dict[str, Any]:
+        """Return all columns of `SCHEMA`, as arrays or lists."""
+        group_of = pa.array(np.repeat(np.arange(len(self._counts)), self._counts))
+        shared = [column(name, values) for name, values in zip(_SHARED, zip(*self._shared, strict=True), strict=True)]
+        logprobs = self._logprobs.elements()
+        return {
+            **{name: pc.take(values, group_of) for name, values in zip(_SHARED, shared, strict=True)}, **self._own,
+            **_gap_columns(self._gaps),
+            "logged_s": pa.array(np.full(len(self), self._now_s)), "scores": maps(*self._scores),
+            "advantage": _advantages(self._rewards, self._counts, self._kind), "tokens": self._tokens.column(),
+            "logprobs": self._logprobs.column((logprobs.view(np.uint32) & KEPT_BITS).view(np.float32)),
+        }  # fmt: skip
 
     def add(self, group: EndedGroup, payload: Payload | None, gaps: Gaps | None = None) -> None:
         """Add the rows of a group. `gaps`: those of its step."""
-        outcome, _, reason = group.outcome.partition(":")
-        shared: dict[str, Any] = {
-            "group": group.ticket, "step": group.step, "outcome": outcome, "reason": reason, "incarnation": group.incarnation,
-            "payload": group.key[0], "logged_s": self._now_s, "notes": "",
-        }  # fmt: skip
         header = group.header if isinstance(group.header, Header) else _message(group.header, Header)
+        outcome, _, reason = group.outcome.partition(":")
+        shared = group.ticket, group.step, outcome, reason, group.incarnation, group.key[0]
         if header is None:
-            self._extend(1, shared | self._of_ticket(group.header), {})
+            self._shared.append((*shared, *self._of_ticket(group.header), None, None, None))
+            self._extend(1, [], {}, {"notes": [""]}, None)
             return
-        shared |= {
-            "source": header.source, "generator": header.generator, "generate_s": header.generate_s, "score_s": header.score_s,
-            "seq": header.seq, "prompt_tokens": header.prompt_tokens,
-        }  # fmt: skip
-        places = _places(header)
-        own = _figures(header, places) | {"advantage": _advantages(header, self._kind)}
+        places, prompt, tokens = _places(header), None, None
         if payload is not None and len(payload.lengths) == len(header.lengths):
-            shared["prompt"] = self._reader.text(payload.prompt.tolist())
             with contextlib.suppress(IndexError, ValueError, TypeError):  # columns that do not fit together
-                own |= _Tokens(header, payload, places, self._reader).columns(gaps or {})
-        self._extend(len(header.rewards) or 1, shared, own)
+                prompt = self._reader.text(payload.prompt.tolist())
+                tokens = GroupTokens(header, payload, places, self._reader, gaps or {})
+        said = header.source, header.seq, prompt, header.prompt_tokens, header.generator, header.generate_s, header.score_s
+        self._shared.append((*shared, *said))
+        self._extend(len(header.rewards) or 1, header.rewards, header.scores, _figures(header, places), tokens)
 
-    def _extend(self, count: int, shared: Mapping[str, Any], own: Mapping[str, Sequence[Any]]) -> None:
-        """Add `count` rows, of values that they share and of values that each has; what is missing is null."""
-        for name, column in self._columns.items():
-            values = own.get(name)
-            if values is None:
-                column += [shared.get(name)] * count
-            else:
-                column += values[:count]
-                column += [None] * (count - len(values))
+    def _extend(
+        self,
+        count: int,
+        rewards: list[float],
+        scores: Mapping[str, list[float]],
+        own: Mapping[str, Sequence[Any]],
+        tokens: GroupTokens | None,
+    ) -> None:
+        """Add `count` rows, with their own values by column; what is missing is null."""
+        self._counts.append(count)
+        self._rewards.append(rewards)
+        if tokens is not None:
+            own = {**own, "completion": tokens.completions, "segments": tokens.segments, "notes": tokens.notes}
+        for name, values in self._own.items():
+            found = own.get(name, ())
+            values += found[:count]
+            if len(found) < count:
+                values += [None] * (count - len(found))
+        self._add_scores(count, scores)
+        lengths = [] if tokens is None else tokens.lengths[:count]
+        self._tokens.add(count, lengths, None if tokens is None else tokens.tokens)
+        self._logprobs.add(count, lengths, None if tokens is None else tokens.logprobs)
+        self._gaps.add(count, lengths, None if tokens is None else tokens.gaps)
 
-    def _of_ticket(self, body: bytes | Header) -> dict[str, Any]:
+    def _add_scores(self, count: int, scores: Mapping[str, list[float]]) -> None:
+        counts, names, values = self._scores
+        if all(len(each) == count for each in scores.values()):
+            counts += [len(scores)] * count
+            names += [*scores] * count
+            values += chain.from_iterable(zip(*scores.values(), strict=True))
+            return
+        for row in range(count):
+            own = [(name, each[row]) for name, each in scores.items() if row < len(each)]
+            counts.append(len(own))
+            names += [name for name, _ in own]
+            values += [value for _, value in own]
+
+    def _of_ticket(self, body: bytes | Header) -> tuple[Any, ...]:
+        """Return what a ticket says of source, place in the order of issue and prompt."""
         ticket = _message(body, Ticket)
         if ticket is None:
-            return {}
-        prompt = self._reader.text(ticket.prompt)
-        return {"source": ticket.source, "seq": ticket.seq, "prompt": prompt, "prompt_tokens": len(ticket.prompt)}
+            return None, None, None, None
+        return ticket.source, ticket.seq, self._reader.text(ticket.prompt), len(ticket.prompt)
 
 
 def _places(header: Header) -> list[list[int]] | None:
@@ -126,110 +174,43 @@ def _figures(header: Header, places: Sequence[Sequence[int]] | None) -> dict[str
 
     count = len(header.rewards)
     return {
-        "sample": list(range(count)), "reward": header.rewards, "solved": header.solved, "truncated": header.truncated,
-        "scores": [[(name, scores[i]) for name, scores in header.scores.items() if i < len(scores)] for i in range(count)],
+        "sample": list(range(count)), "notes": [""] * (count or 1),
+        "reward": header.rewards, "solved": header.solved, "truncated": header.truncated,
         "length": over(header.lengths, sum), "tool_tokens": over(header.tool_tokens, sum),
         "turns": header.turns or [1] * count, "tool_s": header.tool_s or [0.0] * count,
         "oldest": over(header.oldest, min), "newest": over(header.newest, max),
     }  # fmt: skip
 
 
-class _Tokens:
-    """The tokens of a group, with their texts, logprobs and gaps."""
-
-    def __init__(self, header: Header, payload: Payload, places: Sequence[Sequence[int]] | None, reader: TextReader) -> None:
-        self._header, self._payload, self._places, self._reader = header, payload, places, reader
-        self._ends: list[int] = [0, *np.cumsum(payload.lengths).tolist()]
-        if self._ends[-1] != len(payload.tokens):
-            raise ValueError(f"{len(payload.tokens)} tokens, not {self._ends[-1]}")
-        if sorted(header.rollout) != header.rollout:
-            raise ValueError("the segments of a rollout do not follow each other")
-
-    def columns(self, gaps: Gaps) -> dict[str, list[Any]]:
-        """Return texts, tokens and logprobs of each rollout."""
-        payload, ids, ends = self._payload, self._payload.tokens.tolist(), self._ends
-        texts = [self._reader.text(ids[start:end]) for start, end in pairwise(ends)]
-        if self._places is None:
-            spans, segments, completions = list(pairwise(ends)), list[Any](), texts
-            if len(payload.context_lengths):
-                segments = self._segments([[place] for place in range(len(texts))], texts)
-        else:
-            spans = [(ends[own[0]], ends[own[-1] + 1]) if own else (0, 0) for own in self._places]
-            segments = self._segments(self._places, texts)
-            completions = [_joined([texts[place] for place in own]) for own in self._places]
-        logprobs, whole = (payload.logprobs.view(np.uint32) & KEPT_BITS).view(np.float32), self._gaps(gaps)
-        return {
-            "completion": completions, "segments": segments, "notes": [*payload.notes, *[""] * (len(spans) - len(payload.notes))],
-            "tokens": [payload.tokens[start:end] for start, end in spans],
-            "logprobs": [logprobs[start:end] for start, end in spans],
-            "gaps": [] if whole is None else [whole[start:end] for start, end in spans],
-        }  # fmt: skip
-
-    def _segments(self, places: Sequence[Sequence[int]], texts: Sequence[str | None]) -> list[list[dict[str, Any]] | None]:
-        """Return the segments of each rollout that has several, or contexts of its own; None for the others."""
-        header, contexts = self._header, self._payload.own_contexts
-        return [
-            [
-                {
-                    "context": self._reader.text(contexts[place].tolist()) if len(contexts[place]) else None,
-                    "text": texts[place], "context_tokens": header.context_sizes[place], "length": header.lengths[place],
-                    "oldest": header.oldest[place], "newest": header.newest[place],
-                }
-                for place in own
-            ]
-            if len(own) > 1 or any(len(contexts[place]) for place in own)
-            else None
-            for own in places
-        ]  # fmt: skip
-
-    def _gaps(self, known: Gaps) -> np.ndarray | None:
-        """Return the logprob gaps of all tokens, [their number] float32, NaN where there is none; None: no token has one."""
-        payload, name, ends = self._payload, self._header.payload, self._ends
-        found = {place: gaps for place in range(len(payload.lengths)) if (gaps := known.get((name, place))) is not None}
-        if not found:
-            return None
-        if not len(payload.tool_spans) and [len(gaps) for gaps in found.values()] == payload.lengths.tolist():
-            return np.concatenate(list(found.values()))
-        whole, sampled = np.full(len(payload.tokens), np.nan, np.float32), np.ones(len(payload.tokens), bool)
-        for place, start, end in payload.tool_spans.tolist():
-            sampled[ends[place] + start : ends[place] + end] = False
-        for place, gaps in found.items():
-            own, chosen = whole[ends[place] : ends[place + 1]], sampled[ends[place] : ends[place + 1]]
-            if len(gaps) == chosen.sum():
-                own[chosen] = gaps
-        return whole
-
-
-def _gap_columns(column: Sequence[np.ndarray | None]) -> dict[str, list[Any]]:
+def _gap_columns(column: Ragged) -> dict[str, Any]:
     """Return the gaps of all rows, with the mean and the largest of their sizes; null: a row has none."""
-    held = [row for row, gaps in enumerate(column) if gaps is not None and len(gaps)]
-    found: dict[str, list[Any]] = {name: [None] * len(column) for name in ("gaps", "gap_mean", "gap_max")}
-    if not held:
-        return found
-    parts: list[Any] = [column[row] for row in held]
-    starts = np.cumsum([0, *map(len, parts[:-1])])
-    sizes = np.abs(np.concatenate(parts))
+    gaps = column.elements()
+    sizes = np.abs(gaps)
     known = np.isfinite(sizes)
     sizes[~known] = 0.0
-    counts = np.add.reduceat(known, starts, dtype=np.int64)
-    means = np.add.reduceat(sizes, starts, dtype=np.float64) / np.maximum(counts, 1)
-    rows = zip(held, parts, counts.tolist(), means.tolist(), np.maximum.reduceat(sizes, starts).tolist(), strict=True)
-    for row, gaps, count, mean, largest in rows:
-        if count:
-            found["gaps"][row], found["gap_mean"][row], found["gap_max"][row] = gaps, mean, largest
-    return found
+    counts = column.reduced(np.add, known.astype(np.int64))
+    means = column.reduced(np.add, sizes.astype(np.float64)) / np.maximum(counts, 1)
+    none = counts == 0
+    return {
+        "gaps": column.column(gaps, none), "gap_mean": pa.array(means.astype(np.float32), mask=none),
+        "gap_max": pa.array(column.reduced(np.maximum, sizes), mask=none),
+    }  # fmt: skip
 
 
-def _joined(texts: Sequence[str | None]) -> str | None:
-    """Return the texts as one; None if one of them is unknown."""
-    return None if None in texts else "".join(text or "" for text in texts)
-
-
-def _advantages(header: Header, kind: Kind) -> list[float]:
-    try:
-        return advantages(header.rewards, kind).tolist()
-    except (ValueError, IndexError):
-        return []
+def _advantages(rewards: Sequence[list[float]], counts: Sequence[int], kind: Kind) -> Any:
+    """Return the advantages of all rows, those of groups of a size at once; null: its group has none."""
+    ends, found = np.cumsum(counts), np.full(sum(counts), np.nan)
+    places: defaultdict[int, list[int]] = defaultdict(list)
+    for place, own in enumerate(rewards):
+        places[len(own)].append(place)
+    for size, held in places.items():
+        groups = np.array([rewards[place] for place in held])
+        finite = np.isfinite(groups).all(axis=-1)
+        if not size or not finite.any() or (kind == "rloo" and size < 2):
+            continue
+        rows = (ends[held] - size)[finite, None] + np.arange(size)
+        found[rows] = advantages(groups[finite], kind)
+    return pa.array(found, mask=np.isnan(found))
 
 
 def _message(raw: bytes | Header, kind: Any) -> Any:

@@ -13,22 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.operations.samples.columns import SCHEMA
 from services.operations.samples.folder import METADATA, STATUS, LogPosition, LogStatus, Part, SampleFolder, name_of, superseded
 from services.runtime.atomic_folders import replace
+from services.tracker.samples.arrays import column
 
 MERGED = 16  # files of a size that become one
 MERGED_BYTES = 64 << 20  # of a merged file at most, which is read whole
 PART_OF_KEPT = 16  # a file has at most this part of all completions, so that deleting the oldest deletes no more
 ROW_GROUP_BYTES = 2 << 20  # of rows that are read together for a page, before compression
-ARRAYS = ("tokens", "logprobs", "gaps")
-"""Columns with an array or null in each row."""
-_UNFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
-"""What values raise that do not fit their columns: numbers of an invalid header may have any size."""
 _PACKED = {"compression": "zstd", "compression_level": 1, "use_dictionary": True}
 
 
@@ -45,9 +41,9 @@ class PartWriter:
             (path / name).rename(path / f"damaged-{name}")
 
     def write(self, columns: Mapping[str, Sequence[Any]], position: LogPosition) -> Part:
-        """Write one batch, all columns of `SCHEMA`, as a file."""
+        """Write one batch, all columns of `SCHEMA`, as a file. `columns`: arrays, or sequences of values."""
         number = self.folder.parts[-1].last + 1 if self.folder.parts else 1
-        table = pa.table({name: _array(name, columns[name]) for name in SCHEMA.names}, schema=SCHEMA)
+        table = pa.table({name: column(name, columns[name]) for name in SCHEMA.names}, schema=SCHEMA)
         return self._put(table, number, number, position)
 
     def tidy(self) -> None:
@@ -92,30 +88,3 @@ class PartWriter:
         part = Part(path, first, last, table.num_rows, path.stat().st_size, position)
         self.folder.parts.append(part)
         return part
-
-
-def _array(name: str, values: Sequence[Any]) -> Any:
-    """Return a column; a value that does not fit it is null."""
-    kind = SCHEMA.field(name).type
-    try:
-        return _flat(values, kind) if name in ARRAYS else pa.array(values, kind)
-    except _UNFIT:
-        return pa.array([value if _fits(value, kind) else None for value in values], kind)
-
-
-def _flat(values: Sequence[np.ndarray | None], kind: Any) -> Any:
-    """Return a column of arrays, from one that has all their elements."""
-    arrow: Any = pa
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = arrow.array(np.cumsum([0, *lengths], dtype=np.int32))
-    whole = np.concatenate([value for value in values if value is not None] or [np.zeros(0)])
-    missing = arrow.array([value is None for value in values])
-    return arrow.ListArray.from_arrays(offsets, arrow.array(whole, kind.value_type), mask=missing)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    try:
-        pa.array([value], kind)
-    except _UNFIT:
-        return False
-    return True

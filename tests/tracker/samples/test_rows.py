@@ -11,11 +11,13 @@ import pytest
 
 from services.algorithm.advantages import Kind
 from services.operations.inspection.text import TextReader
+from services.operations.samples.columns import SCHEMA
 from services.operations.samples.folder import LogPosition
 from services.operations.samples.search import Search
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
 from services.protocol.payloads import Payload
+from services.tracker.samples.arrays import column
 from services.tracker.samples.rows import EndedGroup, Gaps, LoggedRows
 from services.tracker.samples.writer import PartWriter
 from tests.support.harness import ticket
@@ -39,7 +41,9 @@ def group(header: bytes | Header, outcome: str = "filtered:zero") -> EndedGroup:
 def rows_of(one: EndedGroup, payload: Payload | None, kind: Kind, gaps: Gaps | None = None) -> list[dict[str, Any]]:
     rows = LoggedRows(TextReader(None), kind, 5.0)
     rows.add(one, payload, gaps)
-    return [{name: column[i] for name, column in rows.columns().items()} for i in range(len(rows))]
+    columns = {name: column(name, values).to_pylist() for name, values in rows.columns().items()}
+    assert set(columns) == set(SCHEMA.names)
+    return [{name: values[i] for name, values in columns.items()} for i in range(len(rows))]
 
 
 def test_segments_and_tool_tokens_are_in_the_row() -> None:
@@ -117,4 +121,55 @@ def test_rollouts_without_tokens_have_no_gaps() -> None:
     gaps = {("0-0.7", 1): np.array([1.0, -3.0, 2.0], np.float32)}
     rows = rows_of(group(header), payload, "standard", gaps)
     assert [(row["gap_mean"], row["gap_max"]) for row in rows] == [(None, None), (2.0, 3.0), (None, None), (None, None)]
-    assert [row["tokens"].tolist() for row in rows] == [[], [0, 1, 2], [], [3]]
+    assert [row["tokens"] for row in rows] == [[], [0, 1, 2], [], [3]]
+
+
+def test_groups_that_are_written_together_have_the_rows_that_each_has_alone() -> None:
+    """Columns are made of whole files at once: groups of other sizes, without tokens, gaps or header shift nothing."""
+    plain = msgspec.structs.replace(
+        HEADER, lengths=[2, 3, 1], rewards=[1.0, 0.0, 0.5], scores={"exact": [1.0, 0.0, 0.5], "form": [0.0, 1.0]}, rollout=[],
+        contexts=[], context_tokens=[], turns=[], tool_s=[], solved=[], truncated=[False] * 3,
+    )  # fmt: skip
+    flat = msgspec.structs.replace(PAYLOAD, rollout=PAYLOAD.rollout[:0], context_lengths=PAYLOAD.rollout[:0], notes=[])
+    fewer = msgspec.structs.replace(plain, rewards=[1.0, 3.0])  # than it has completions
+    gaps = {("0-0.7", place): np.full(size, 0.5, np.float32) for place, size in enumerate((2, 3, 1))}
+    added: list[tuple[bytes | Header, Payload | None, Gaps | None]] = [
+        (HEADER, PAYLOAD, gaps), (plain, None, gaps), (fewer, flat, gaps), (codec.encode(ticket(0)), None, None),
+        (b"damaged", None, None),
+        (plain, flat, {}), (plain, flat, {("0-0.7", 1): np.array([0.1, np.nan, 0.2], np.float32)}),
+        (msgspec.structs.replace(plain, rewards=[]), flat, gaps), (HEADER, PAYLOAD, None), (plain, flat, gaps),
+        (msgspec.structs.replace(plain, rewards=[1.0, np.inf, 0.0]), flat, gaps),
+    ]  # fmt: skip
+    rows = LoggedRows(TextReader(None), "standard", 5.0)
+    for header, payload, known in added:
+        rows.add(group(header), payload, known)
+    together = [column(name, values).to_pylist() for name, values in rows.columns().items()]
+    alone = [row for header, payload, known in added for row in rows_of(group(header), payload, "standard", known)]
+    np.testing.assert_equal([dict(zip(rows.columns(), row, strict=True)) for row in zip(*together, strict=True)], alone)
+    assert [row["scores"] for row in alone[2:5]] == [
+        [("exact", 1.0), ("form", 0.0)], [("exact", 0.0), ("form", 1.0)], [("exact", 0.5)],
+    ]  # fmt: skip
+    assert [row["advantage"] for row in alone[-3:]] == [None] * 3, "a reward is not finite"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"lengths": np.array([7, -2, 1], np.int32)}, {"lengths": np.array([[2], [3], [1]], np.int32)},
+        {"logprobs": np.zeros(5, np.float32)}, {"logprobs": np.zeros(6, np.int32)}, {"tokens": np.zeros(6, np.float32)},
+        {"tokens": np.zeros((6, 1), np.int32)},
+    ],
+)  # fmt: skip
+def test_a_damaged_payload_leaves_its_own_rows_without_tokens_and_the_others_whole(damage: dict[str, np.ndarray]) -> None:
+    rows = LoggedRows(TextReader(None), "standard", 5.0)
+    rows.add(group(HEADER), msgspec.structs.replace(PAYLOAD, **damage))
+    rows.add(group(HEADER), PAYLOAD)
+    columns = rows.columns()
+    assert column("tokens", columns["tokens"]).to_pylist() == [None, None, [0, 1, 2, 3, 4], [5]]
+    assert [len(each or ()) for each in column("logprobs", columns["logprobs"]).to_pylist()] == [0, 0, 5, 1]
+    assert column("reward", columns["reward"]).to_pylist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_segment_of_no_rollout_leaves_the_figures() -> None:
+    before = msgspec.structs.replace(HEADER, rollout=[-1, 0, 1])
+    assert [(row["reward"], row["tokens"]) for row in rows_of(group(before), PAYLOAD, "standard")] == [(1.0, None), (0.0, None)]
