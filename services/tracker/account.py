@@ -1,7 +1,8 @@
 """Keeps the account of a run, in its folder (services/operations/account.py).
 
-Guarantees: what a pod has reported is on disk within `WRITE_S`; a tracker that is restarted continues from the file. A process of
-this machine is accounted for until it has ended, which takes seconds after it has left the fleet.
+Guarantees: what a pod has reported is on disk within `WRITE_S`; a tracker that is restarted continues from the file, and renames
+one that it cannot read to `UNREADABLE`. A process of this machine is accounted for until it has ended, which takes seconds after
+it has left the fleet.
 Waits for: the fleet's heartbeats. Unblocked by: `LOOK_S`, the end of the run.
 """
 
@@ -32,6 +33,9 @@ LOOK_S = 0.5
 LAST_LOOKS_S = 0.1  # while the others end
 WRITE_S = 5.0
 OTHERS_S = 10.0  # how long to stay for pods that are about to leave and to end
+READS = 10  # attempts to read the account, `LOOK_S` apart, since a shared file system may be away for a moment
+UNREADABLE = account.FILE + ".unreadable"
+"""Name of an account that could not be read."""
 SAME_S = 1.0  # a process that began at another time than the pod said is another one
 
 
@@ -74,7 +78,7 @@ class Accountant:
 
     async def follow(self, loop: Loop) -> None:
         """Observe until told to stop, and then until the others have left, too."""
-        found, written = await asyncio.to_thread(self._read), 0.0
+        found, written = await self._read(loop), 0.0
         fleet, until = self._config.fleet, float("inf")
         while True:
             if self._stopping.is_set():
@@ -112,12 +116,19 @@ class Accountant:
             found.lives_on(name, boot, time.time())
         return bool(left)
 
-    def _read(self) -> account.Account:
-        try:
-            return account.read(self._folder)
-        except FolderError as error:
-            log.warning("beginning another account: the time before counts no longer", error=str(error))
-            return account.Account()
+    async def _read(self, loop: Loop) -> account.Account:
+        """Return the account so far; after several attempts a new one, and move the other aside."""
+        for attempt in range(1, READS + 1):
+            try:
+                return await asyncio.to_thread(account.read, self._folder)
+            except FolderError as error:
+                loop.progress()
+                if attempt == READS:
+                    kept = self._folder / UNREADABLE
+                    (self._folder / account.FILE).replace(kept)
+                    log.warning("starting a new account: earlier time is not included", error=str(error), moved_to=str(kept))
+            await asyncio.sleep(LOOK_S)
+        return account.Account()
 
     def _write(self, found: account.Account) -> None:
         try:

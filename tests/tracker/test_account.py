@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -19,8 +18,11 @@ from services.console.__main__ import main
 from services.console.errors import EXIT_CONFIG
 from services.operations import account
 from services.protocol.messages import PodStatus
+from services.runtime.atomic_folders import FolderError
+from services.runtime.loops import Loop
 from services.runtime.processes.activity import process_age_s
-from services.tracker.account import Accountant, Neighbours
+from services.store import Store
+from services.tracker.account import READS, UNREADABLE, Accountant, Neighbours
 from tests.support.harness import small_config
 
 
@@ -65,15 +67,54 @@ def test_other_processes_are_not_looked_at() -> None:
     assert neighbours.left() == [("generator-0", "a")]
 
 
-def test_an_account_that_cannot_be_read_is_said_to_and_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    accountant = Accountant(small_config(tmp_path), MagicMock(), tmp_path, asyncio.Event())
-    with capture_logs() as logs:
-        assert accountant._read() == account.Account(), "there is none"
-        (tmp_path / account.FILE).write_text('{"pods": 1}')
-        assert accountant._read() == account.Account()
-    (warning,) = logs
-    assert warning["log_level"] == "warning"
-    assert "account.json cannot be read: Expected `object`, got `int`" in warning["error"]
+async def follow_once(store: Store, folder: Path) -> None:
+    """Account for the fleet as a tracker does that is told to stop at once."""
+    stopping = asyncio.Event()
+    stopping.set()
+    accountant = Accountant(small_config(folder), store, folder, stopping)
+    await accountant.follow(Loop("account", accountant.follow, 60))
+    assert accountant.done.is_set()
+
+
+async def test_an_unreadable_account_is_reported_and_started_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("services.tracker.account.LOOK_S", 0.01)
+    monkeypatch.setattr("services.tracker.account.OTHERS_S", 0.1)
+    damaged = '{"pods": 1}'
+    (tmp_path / account.FILE).write_text(damaged)
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path)))
-    assert main(["cost", str(tmp_path)]) == EXIT_CONFIG
+    assert await asyncio.to_thread(main, ["cost", str(tmp_path)]) == EXIT_CONFIG
     assert "account.json cannot be read" in capsys.readouterr().err
+    await store.fleet.beat(status(1, 5.0, host="elsewhere"), 60)
+    with capture_logs() as logs:
+        await follow_once(store, tmp_path)
+    (warning,) = logs
+    assert (warning["log_level"], warning["event"]) == ("warning", "starting a new account: earlier time is not included")
+    assert "account.json cannot be read: Expected `object`, got `int`" in warning["error"]
+    assert warning["moved_to"] == str(tmp_path / UNREADABLE)
+    assert (tmp_path / UNREADABLE).read_text() == damaged
+    assert set(account.read(tmp_path).pods) == {"generator-0"}
+
+
+async def test_an_account_that_cannot_be_read_for_a_moment_is_continued(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.tracker.account.LOOK_S", 0.01)
+    monkeypatch.setattr("services.tracker.account.OTHERS_S", 0.1)
+    await store.fleet.beat(status(1, 5.0, host="elsewhere"), 60)
+    await follow_once(store, tmp_path)
+    before, real, failures = account.read(tmp_path), account.read, iter(range(READS - 1))
+
+    def read(folder: Path) -> account.Account:
+        if next(failures, None) is not None:
+            raise FolderError("Stale file handle")
+        return real(folder)
+
+    monkeypatch.setattr(account, "read", read)
+    await store.fleet.beat(status(1, 5.0, host="elsewhere", name="generator-1"), 60)
+    with capture_logs() as logs:
+        await follow_once(store, tmp_path)
+    assert logs == []
+    assert set(real(tmp_path).pods) == {*before.pods, "generator-1"}
+    assert not (tmp_path / UNREADABLE).exists()
