@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = with_waits(sys.argv[1:] if argv is None else argv)
         if any(word.partition("=")[0] == KUBE_CONTEXT for word in given):
-            from services.console import cluster
+            from services.console.cluster.command import asked, run
 
-            return cluster.run(cluster.asked(given), typer.main.get_command(app))
+            return run(asked(given), typer.main.get_command(app))
         quicken()
         result = typer.main.get_command(only(app, given)).main(args=given or ["--help"], prog_name="grpo", standalone_mode=False)
     except ConsoleError as error:

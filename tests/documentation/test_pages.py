@@ -21,7 +21,7 @@ from documentation.__main__ import made
 from services.config.explain import keys
 from services.config.load import validate
 from services.console.__main__ import app, with_waits
-from services.console.cluster import asked
+from services.console.cluster.command import asked
 from services.console.options import KUBE_CONTEXT
 
 ROOT = Path(__file__).parents[2]

@@ -9,17 +9,15 @@ Waits for: the command in the pod. Unblocked by: its end, Ctrl-C, or a lost conn
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, BinaryIO
 
 from services.console.arguments import USAGE_ERROR
+from services.console.cluster.access import Remote, access, chosen, explained, opened, pods_of
 from services.console.commands.control import who
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, ConsoleError
 from services.console.options import KUBE_CONTEXT, NAMESPACES, confirm
@@ -39,23 +37,11 @@ ELSEWHERE = ("dataprep",)
 INSTEAD = {
     "logs": "its pods log to the cluster: run kubectl logs --prefix --selector app.kubernetes.io/instance={release}",
 }
-INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 STDOUT, STDERR, STATUS = 1, 2, 3
 """Channels of the remote command's protocol (v4.channel.k8s.io): the first byte of each message."""
 NO_RELEASE = re.compile(r"generators|[0-9]+(-[0-9]+)?")
 """What stands beside the name of a release: a number, its unit, or the id of a dead letter."""
 NARROWEST = 80
-
-
-@dataclass(frozen=True)
-class Remote:
-    """A command for a release on a cluster."""
-
-    context: str
-    namespace: str
-    """Empty: the context's own."""
-    command: list[str]
-    """The arguments without those above."""
 
 
 def asked(argv: Sequence[str]) -> Remote:
@@ -90,9 +76,9 @@ def run(given: Remote, tree: Any) -> int:
     if not release:
         raise ConsoleError(f"grpo {verb} {KUBE_CONTEXT} {given.context} needs the name of a release in place of RUN", EXIT_CONFIG)
     if verb == "web":
-        from services.console import forwarding
+        from services.console.cluster.forwarding import serve
 
-        return asyncio.run(_served(given, release, words[1:], tree, forwarding.serve))
+        return asyncio.run(_served(given, release, words[1:], tree, serve))
     if verb == "stop" and not {"--yes", "-y"}.intersection(words):
         confirm(f"End the run of release {release} permanently?")  # the pod has nobody to ask
     return asyncio.run(_in_pod(given, release, verb, words))
@@ -141,13 +127,13 @@ async def _served(given: Remote, release: str, words: Sequence[str], tree: Any, 
         options = dict(parsed.params)
     if options["redis_url"]:
         raise ConsoleError(f"grpo web {KUBE_CONTEXT} reads no Redis from here: leave out --redis-url", EXIT_CONFIG)
-    configuration, namespace = await _access(given)
+    configuration, namespace = await access(given)
     with explained(f"namespace {namespace} of {given.context}"):
         return await serve(configuration, namespace, release, options)
 
 
 async def _in_pod(given: Remote, release: str, verb: str, words: Sequence[str]) -> int:
-    configuration, namespace = await _access(given)
+    configuration, namespace = await access(given)
     where = f"namespace {namespace} of {given.context}"
     with explained(where):
         found = await pods_of(configuration, namespace, release)
@@ -158,54 +144,6 @@ async def _in_pod(given: Remote, release: str, verb: str, words: Sequence[str]) 
         return await _executed(configuration, f"/api/v1/namespaces/{namespace}/pods/{pod}/exec", component, words)
 
 
-async def pods_of(configuration: Any, namespace: str, release: str) -> Sequence[Any]:
-    """Return the pods of a release."""
-    from kubernetes.aio.client.api.core_v1_api import CoreV1Api
-    from kubernetes.aio.client.api_client import ApiClient
-
-    async with ApiClient(configuration) as client:
-        pods: Any = CoreV1Api(client)
-        return (await pods.list_namespaced_pod(namespace, label_selector=f"{INSTANCE}={release}")).items
-
-
-@contextlib.contextmanager
-def explained(where: str) -> Iterator[None]:
-    """Raise `ConsoleError` for what the cluster refuses, and when it cannot be reached."""
-    import aiohttp
-    from kubernetes.aio.client.exceptions import ApiException
-
-    try:
-        yield
-    except ApiException as error:
-        refused: Any = error
-        raise ConsoleError(f"the cluster refused: {refused.status} {refused.reason} ({where})", EXIT_FAILED) from None
-    except aiohttp.ClientError as error:
-        raise ConsoleError(f"the cluster cannot be reached: {error} ({where})", EXIT_FAILED) from None
-
-
-async def _access(given: Remote) -> tuple[Any, str]:
-    """Return how the context reaches its cluster, and the namespace."""
-    try:
-        from kubernetes.aio.client.configuration import Configuration
-        from kubernetes.aio.config import (
-            KUBE_CONFIG_DEFAULT_LOCATION,
-            ConfigException,
-            list_kube_config_contexts,
-            load_kube_config,
-        )
-    except ImportError as error:
-        raise ConsoleError(f"{KUBE_CONTEXT} needs {error.name}: pip install 'grpo[cluster]'", EXIT_CONFIG) from None
-    configuration: Any = Configuration()
-    try:
-        file = os.environ.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION  # the library reads the variable as it is imported
-        await load_kube_config(file, given.context, client_configuration=configuration)
-        contexts: Any = list_kube_config_contexts(file)[0]
-    except (ConfigException, OSError) as error:
-        raise ConsoleError(f"{KUBE_CONTEXT} {given.context}: {error}", EXIT_CONFIG) from None
-    own = next((each["context"].get("namespace") for each in contexts if each["name"] == given.context), "")
-    return configuration, given.namespace or own or "default"
-
-
 async def _executed(configuration: Any, path: str, container: str, words: Sequence[str]) -> int:
     """Run `grpo` with `words` in a container, and return its exit code."""
     columns = [f"COLUMNS={shutil.get_terminal_size((NARROWEST, 24)).columns}"] if sys.stdout.isatty() else []
@@ -213,42 +151,6 @@ async def _executed(configuration: Any, path: str, container: str, words: Sequen
     query += [("command", word) for word in ("env", *columns, f"LOGNAME={who()}", "grpo", *words)]
     async with opened(configuration, path, query) as socket:
         return await passed_on(socket)
-
-
-@contextlib.asynccontextmanager
-async def opened(configuration: Any, path: str, query: Sequence[tuple[str, str]]) -> AsyncIterator[Any]:
-    """Open a WebSocket of a pod."""
-    from kubernetes.aio.stream import WsApiClient
-
-    place = f"{configuration.host}{path}"
-    async with WsApiClient(configuration) as client:  # its generated methods wait for the end, and lose the exit code
-        headers: dict[str, str] = {}
-        await client.update_params_for_auth(headers, [], ["BearerToken"], place, "GET", None)
-        connecting: Any = await client.request("GET", place, query_params=query, headers=headers, _preload_content=False)
-        async with connecting as socket:
-            yield socket
-
-
-def chosen(pods: Sequence[Any], components: Sequence[str], volume: str = "") -> tuple[str, str] | None:
-    """Return the component and the name of the pod to run in; None: no pod of the `components` runs and mounts `volume`.
-
-    It is one that is ready, or else one that runs; of these the first in the order of the components, then by name.
-    """
-
-    def rank(pod: Any) -> tuple[bool, int, str]:
-        ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or [])
-        return not ready, components.index(pod.metadata.labels.get(COMPONENT)), pod.metadata.name
-
-    there = [
-        pod
-        for pod in pods
-        if pod.status.phase == "Running"
-        and pod.metadata.deletion_timestamp is None
-        and pod.metadata.labels.get(COMPONENT) in components
-        and (not volume or any(each.name == volume for each in pod.spec.volumes or []))
-    ]
-    first = min(map(rank, there), default=None)
-    return None if first is None else (components[first[1]], first[2])
 
 
 def nowhere(verb: str, release: str, namespace: str, where: str, installed: bool) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.console.cluster import chosen, opened, pods_of
+from services.console.cluster.access import chosen, opened, pods_of
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.runtime.http.credentials import ApiTokens
 

@@ -1,0 +1,1 @@
+"""Commands for a release on a cluster: `--kube-context`."""
