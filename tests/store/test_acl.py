@@ -41,7 +41,7 @@ def as_user(server: RedisServer, kind: str) -> redis.Redis:
 
 
 def every_command(admin: redis.Redis) -> Iterator[tuple[str, int, set[str]]]:
-    """Name as an access list writes it, fewest words, flags; a subcommand as `container|sub`."""
+    """Name as an access list writes it (a subcommand as `container|sub`), minimum number of words, flags."""
     waiting = list(admin.execute_command("COMMAND").values())
     while waiting:
         info = waiting.pop()
@@ -53,13 +53,13 @@ def every_command(admin: redis.Redis) -> Iterator[tuple[str, int, set[str]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_command_outside_its_set_is_refused(guarded: RedisServer, kind: str) -> None:
+def test_commands_that_are_not_granted_are_rejected(guarded: RedisServer, kind: str) -> None:
     granted = {rule[1:] for rule in acl.rules(RUN, kind) if rule.startswith("+")}
     refused, allowed = 0, set[str]()
     with redis.Redis(port=guarded.port, password=guarded.password) as admin, as_user(guarded, kind) as user:
         for name, words, flags in every_command(admin):
             if "no_auth" in flags:
-                continue  # AUTH, HELLO and the like are for everybody
+                continue  # AUTH, HELLO and the like are open to all
             if name in granted:
                 allowed.add(name)
                 continue
@@ -67,11 +67,11 @@ def test_every_command_outside_its_set_is_refused(guarded: RedisServer, kind: st
                 user.execute_command(*name.split("|"), *["x"] * (words - 1 - name.count("|")))
             refused += 1
     assert refused > 150
-    assert granted - allowed <= {"auth", "hello"}, "granted, and unknown to the server"
+    assert granted - allowed <= {"auth", "hello"}, "granted, but unknown to the server"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_keys_and_channels_are_refused(guarded: RedisServer, kind: str) -> None:
+def test_other_keys_and_channels_are_rejected(guarded: RedisServer, kind: str) -> None:
     mine, other = Keys(RUN), Keys("another")
     with as_user(guarded, kind) as user:
         assert user.hgetall(mine.run) == {}
@@ -91,7 +91,7 @@ def test_other_keys_and_channels_are_refused(guarded: RedisServer, kind: str) ->
                     user.execute_command(*refused)
 
 
-async def test_a_function_of_another_service_ends_at_its_first_forbidden_command(guarded: RedisServer) -> None:
+async def test_another_services_function_stops_at_its_first_command(guarded: RedisServer) -> None:
     store = await Store.connect(guarded.url, RUN, Login(password(guarded, "dataprep"), acl.user_name(RUN, "dataprep")))
     pod = await Store.connect(guarded.url, RUN, Login(password(guarded, "generator"), acl.user_name(RUN, "generator")))
     try:
@@ -113,7 +113,7 @@ async def test_a_function_of_another_service_ends_at_its_first_forbidden_command
         await admin.close()
 
 
-async def test_whoever_may_not_load_the_functions_says_who_does(tmp_path: Path) -> None:
+async def test_a_user_who_cannot_load_functions_names_who_can(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, run=RUN)
     server.start()
     try:
@@ -130,7 +130,7 @@ async def test_whoever_may_not_load_the_functions_says_who_does(tmp_path: Path) 
         server.stop()
 
 
-def test_a_list_holds_no_password() -> None:
+def test_access_lists_hold_no_password() -> None:
     secret = uuid.uuid4().hex
     lines = acl.access_list(RUN, secret, dict.fromkeys(KINDS, secret))
     assert secret not in lines
@@ -138,6 +138,6 @@ def test_a_list_holds_no_password() -> None:
     assert [line.split()[1] for line in lines.splitlines()] == ["default", *(f"{RUN}.{kind}" for kind in KINDS)]
 
 
-def test_grants_name_functions_that_there_are() -> None:
+def test_grants_name_existing_functions() -> None:
     granted = {name for grant in acl.GRANTS.values() for name in grant.functions} | {"beat", "leave", "members", "desire"}
-    assert granted == set(footprints()), "every function is somebody's, and every grant is a function's"
+    assert granted == set(footprints()), "every function is granted, and every grant names a function"

@@ -1,4 +1,4 @@
-"""A function takes effect as a whole or not at all: whatever its arguments are, an error comes before its first write."""
+"""Functions are atomic: whatever their arguments are, an error comes before the first write."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.repeats.whole_run import ACTORS, WholeRun
 from tests.support import flow
 
 WRONG = (b"", b"x", b"-1", b"0", b"2", b"nan", b"-inf", b"1e400", b"0.5", b"9007199254740993", b"99999999999999999999", b"1-1")
-"""What an argument is replaced with: each is wrong for some kind of argument, and right for another."""
-MOST = 30  # arguments of a call that are replaced, the first ones
-EACH = 1  # calls of each function, the first ones
+"""Replacements for an argument: each is invalid for some kind of argument, and valid for another."""
+MOST = 30  # leading arguments of a call that are replaced
+EACH = 1  # calls of each function that are varied
 SAVE = """
 local saved = {}
 for _, key in ipairs(redis.call('KEYS', '*')) do
@@ -37,14 +37,14 @@ for i = 1, #ARGV, 3 do redis.call('RESTORE', ARGV[i], ARGV[i + 2], ARGV[i + 1]) 
 
 
 class Fuzzer(Connection):
-    """Sends a call with wrong arguments before the right ones; what these do is undone."""
+    """Sends each call with wrong arguments before the right ones, and undoes what they do."""
 
     seen: Counter[str]
     refused: Counter[str]
     halves: list[str]
 
     async def send(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Send commands, those with a function after variants of it."""
+        """Send commands, each function call preceded by variants of it."""
         for at, command in enumerate(commands):
             if (name := called(command)) and self.seen[name] < EACH:
                 self.seen[name] += 1
@@ -71,7 +71,7 @@ class Fuzzer(Connection):
 
 
 class Body(tuple[bytes, int]):
-    """A key's value and its time to live, which alone may pass."""
+    """A key's value and its time to live, which may only elapse."""
 
     def __new__(cls, body: bytes, ttl_ms: int) -> Body:
         return super().__new__(cls, (body, ttl_ms))
@@ -84,7 +84,7 @@ class Body(tuple[bytes, int]):
 
 
 def variants(command: tuple[Any, ...], seed: int) -> list[tuple[Any, ...]]:
-    """Return calls with one argument that is another, with one that is missing, and with one too many."""
+    """Return calls with one argument replaced, one missing, and one too many."""
     head, args, dice = command[:4], list(command[4:]), random.Random(seed)
     found = [(*head, *args, b"more"), (*head, *args[:-1]), head] if args else [(*head, b"more")]
     for place in range(min(len(args), MOST)):
@@ -93,7 +93,7 @@ def variants(command: tuple[Any, ...], seed: int) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-async def test_an_error_comes_before_the_first_write_of_every_function(server: RedisServer, tmp_path: Path) -> None:
+async def test_every_function_fails_before_its_first_write(server: RedisServer, tmp_path: Path) -> None:
     seen, refused, halves = Counter[str](), Counter[str](), list[str]()
     stores = dict[str, Store]()
     for actor in ACTORS:
@@ -108,7 +108,7 @@ async def test_an_error_comes_before_the_first_write_of_every_function(server: R
             await store.close()
     assert not halves, "\n".join(halves)
     assert seen.keys() == footprints().keys()
-    assert refused.keys() == footprints().keys(), "every function refuses some arguments"
+    assert refused.keys() == footprints().keys(), "every function rejects some arguments"
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ async def test_an_error_comes_before_the_first_write_of_every_function(server: R
         (TableRules(max_uses=-1), 'max uses: "-1" is not a whole number, 0 or more'),
     ],
 )
-async def test_a_table_with_rules_that_it_could_not_keep_is_not_created(any_store: Store, rules: TableRules, why: str) -> None:
+async def test_a_table_with_invalid_rules_is_not_created(any_store: Store, rules: TableRules, why: str) -> None:
     with pytest.raises(StoreError, match=why):
         await any_store.run.create("config", "dataset", 10, 4, rules)
     assert await any_store.run.state() is None
 
 
 @pytest.mark.parametrize("variate", ["nan", "inf", "0", "-1", "x"])
-async def test_a_step_with_a_bad_variate_is_refused_and_loses_no_group(any_store: Store, variate: str) -> None:
+async def test_an_invalid_variate_is_rejected_and_loses_no_group(any_store: Store, variate: str) -> None:
     team = await flow.start(any_store, table=TableRules("prioritized"))
     await flow.buffer(any_store, team, 2)
     args = [team.leader, 0, 0, "0-0 0-1", f"1.0 {variate}", -1, b"plan"]
@@ -136,11 +136,11 @@ async def test_a_step_with_a_bad_variate_is_refused_and_loses_no_group(any_store
     await flow.prepare(any_store, team, 0, ["0-0", "0-1"])
 
 
-async def test_a_claim_of_no_tickets_gets_none(any_store: Store) -> None:
-    """To the commands of streams, a count of 0 means all."""
+async def test_a_claim_of_zero_tickets_gets_none(any_store: Store) -> None:
+    """Stream commands take a count of 0 to mean all."""
     team = await flow.start(any_store)
     await flow.issue(any_store, team, 3)
     assert await flow.claim(any_store, "g", 0) == []
     assert await flow.claim(any_store, "g", 0, adopt=True, lease_s=0.0) == []
     assert len(await flow.claim(any_store, "g", 3)) == 3
-    assert await flow.claim(any_store, "g", 0, adopt=True, lease_s=0.0) == [], "not all that it holds"
+    assert await flow.claim(any_store, "g", 0, adopt=True, lease_s=0.0) == [], "instead of all that it holds"

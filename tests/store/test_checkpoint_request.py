@@ -1,4 +1,4 @@
-"""A request for a checkpoint lives in Redis until one is whole."""
+"""A request for a checkpoint stays in Redis until one is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def _state(store: Store) -> RunState:
     return state
 
 
-async def test_asked_for_written_and_asked_again(any_store: Store) -> None:
+async def test_a_request_is_met_and_can_be_repeated(any_store: Store) -> None:
     store = any_store
     with pytest.raises(NotFound, match="does not exist yet"):
         await request_checkpoint_of(store, "by hand")
@@ -39,7 +39,7 @@ async def test_asked_for_written_and_asked_again(any_store: Store) -> None:
     assert not (await _state(store)).checkpoint
 
 
-async def test_a_run_without_a_trainer_is_not_asked(store: Store) -> None:
+async def test_a_finished_run_rejects_the_request(store: Store) -> None:
     await store.run.create("config", "dataset", steps=9, slots=8)
     await store.run.finish("lost its disk")
     with pytest.raises(NotFound, match=r"has finished \(lost its disk\) without a checkpoint of step 0"):

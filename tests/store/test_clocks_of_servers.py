@@ -1,4 +1,4 @@
-"""Servers whose clock goes back, by a failover or a step of NTP: leases, freezes and heartbeats end all the same."""
+"""Servers whose clock goes back, by a failover or an NTP step: leases, freezes and heartbeats still expire."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Back = Callable[[], Awaitable[None]]
 async def back(
     request: pytest.FixtureRequest, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Store, Back]]:
-    """A store on a server, and what makes its clock go back: faketime moves it, or the run has seen the time of another one."""
+    """A store, and a function that sets the clock back: by faketime, or by a run that has seen another server's time."""
     if request.param == "behind":
         mine = await Store.connect(server.url, "clocks", server.password)
 
@@ -75,14 +75,14 @@ async def back(
     own.stop()
 
 
-async def test_a_lease_of_a_ticket_expires_although_the_clock_went_back(back: tuple[Store, Back]) -> None:
+async def test_a_ticket_lease_expires_after_the_clock_went_back(back: tuple[Store, Back]) -> None:
     store, step_back = back
     team = await start(store)
     await issue(store, team, 2)
     held, released = await claim(store, "dead", 2)
     assert await store.tickets.release("dead", released)
     await step_back()
-    assert await flow.submit(store, "alive", (await claim(store, "alive"))[0]), "what was handed back is claimed at once"
+    assert await flow.submit(store, "alive", (await claim(store, "alive"))[0]), "a released ticket is claimed at once"
 
     async def taken() -> bool:
         return [one.ticket_id for one in await claim(store, "alive", lease_s=LEASE_S)] == [held.ticket_id]
@@ -90,7 +90,7 @@ async def test_a_lease_of_a_ticket_expires_although_the_clock_went_back(back: tu
     await wait_until(taken, LIMIT_S)
 
 
-async def test_a_leader_is_replaced_although_the_clock_went_back(back: tuple[Store, Back]) -> None:
+async def test_a_leader_is_replaced_after_the_clock_went_back(back: tuple[Store, Back]) -> None:
     store, step_back = back
     await start(store)
     await store.run.lead("leader-0:boot", LEASE_S)
@@ -102,7 +102,7 @@ async def test_a_leader_is_replaced_although_the_clock_went_back(back: tuple[Sto
     await wait_until(led, LIMIT_S)
 
 
-async def test_a_freeze_ends_although_the_clock_went_back(back: tuple[Store, Back]) -> None:
+async def test_a_freeze_ends_after_the_clock_went_back(back: tuple[Store, Back]) -> None:
     store, step_back = back
     team = await start(store)
     await store.connection.call("snapshot_begin", team.trainer, 1, int(1000 * LEASE_S))
@@ -118,7 +118,7 @@ async def test_a_freeze_ends_although_the_clock_went_back(back: tuple[Store, Bac
     await wait_until(thawed, LIMIT_S)
 
 
-async def test_a_silent_pod_is_missed_although_the_clock_went_back(back: tuple[Store, Back]) -> None:
+async def test_a_silent_pod_is_detected_after_the_clock_went_back(back: tuple[Store, Back]) -> None:
     store, step_back = back
     await start(store)
     await store.fleet.beat(POD, LEASE_S)
@@ -135,7 +135,7 @@ async def test_a_silent_pod_is_missed_although_the_clock_went_back(back: tuple[S
     assert age_s < LIMIT_S
 
 
-async def test_a_lease_of_an_evaluation_expires_although_the_clock_went_back(back: tuple[Store, Back]) -> None:
+async def test_an_evaluation_lease_expires_after_the_clock_went_back(back: tuple[Store, Back]) -> None:
     store, step_back = back
     team = await start(store)
     await store.fleet.beat(POD, 60.0)

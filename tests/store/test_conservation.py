@@ -32,12 +32,12 @@ LEFT_AT_THE_END = (
 
 
 class Walk:
-    """Everybody who may call the store, with what they believe."""
+    """All callers of the store, each with its own view of it."""
 
     def __init__(self, store: Store, seed: int) -> None:
         self.store, self.random = store, random.Random(seed)
-        self.held: list[tuple[str, Claim]] = []  # claims somebody once had, lost ones included
-        self.leaders: list[int] = []  # fencing numbers, the last is the valid one
+        self.held: list[tuple[str, Claim]] = []  # claims that were ever made, including lost ones
+        self.leaders: list[int] = []  # fencing numbers; the last one is valid
         self.trainers: list[int] = []
         self.operations = [
             *[self.issue] * 3, *[self.claim] * 4, *[self.submit] * 8, *[self.settle] * 4, *[self.prepare] * 3, *[self.commit] * 3,
@@ -55,7 +55,7 @@ class Walk:
         await self.store.steps.publish(self.trainers[-1], 0)
 
     async def step(self) -> str:
-        """One operation, sometimes twice, as after a lost reply; sometimes by one who was superseded."""
+        """One operation, sometimes repeated as after a lost reply, sometimes by a superseded caller."""
         operation = self.random.choice(self.operations)
         with contextlib.suppress(OutOfOrder, Fenced):
             await operation()
@@ -118,7 +118,7 @@ class Walk:
             await self.store.tickets.save_partial(*one, b"tokens", flow.TTL_S)
 
     async def corrupt(self) -> None:
-        """A submission whose header is damaged."""
+        """Submit a damaged header."""
         one = self.anybody()
         if one and one[1].ticket is not None:
             bad = flow.header(one[1], ticket="no such ticket")
@@ -189,7 +189,7 @@ class Walk:
         await self.store.run.resume("generator")
 
     async def wind_up(self) -> None:
-        """Everything still under way comes to its end, as it would in a run."""
+        """Finish everything in flight, as a run would."""
         version = (await self.state()).published_version
         while (await self.store.run.audit())["tickets"]:
             for claim in await flow.claim(self.store, "last", 20, version, lease_s=0.0, max_expiries=100):
@@ -210,12 +210,12 @@ class Walk:
 
 
 async def names(store: Store) -> set[str]:
-    """Keys of the run without their prefix."""
+    """Keys of the run, without their prefix."""
     return {key.decode().removeprefix(store.keys.prefix + ":") async for key in store.client.scan_iter()}
 
 
 async def check_keys(store: Store) -> None:
-    """Known names only; every payload is awaited by a header or a group, or expires; every group is in the table or a plan."""
+    """Check that keys are known, payloads belong to a header or group or expire, and groups are in the table or a plan."""
     present = await names(store)
     assert [name for name in present if not any(re.fullmatch(pattern, name) for pattern in PATTERNS)] == []
     groups = {name.removeprefix("group:") for name in present if name.startswith("group:")}
@@ -237,7 +237,7 @@ async def check_keys(store: Store) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_nothing_is_lost_or_doubled_whatever_happens(any_store: Store, seed: int) -> None:
+async def test_a_random_walk_conserves_tickets(any_store: Store, seed: int) -> None:
     walk = Walk(any_store, seed)
     await walk.begin()
     done: list[str] = []
@@ -250,7 +250,7 @@ async def test_nothing_is_lost_or_doubled_whatever_happens(any_store: Store, see
         if i % 25 == 0:
             await check_keys(any_store)
     assert report.outcomes["trained"] > 0
-    assert report.issued > SLOTS, "the walk got somewhere"
+    assert report.issued > SLOTS, "the walk made progress"
     await walk.wind_up()
     report = assess("walk", await any_store.run.audit())
     assert report.ok, report.messages

@@ -12,7 +12,7 @@ from tests.support.flow import start
 from tests.support.harness import ticket, wait_until
 
 
-async def test_creating_attaches_to_the_same_run(any_store: Store) -> None:
+async def test_creating_an_existing_run_attaches_to_it(any_store: Store) -> None:
     assert await any_store.run.state() is None
     assert await any_store.run.create("config", "data", 10, 4)
     assert not await any_store.run.create("config", "data", 10, 4)
@@ -23,7 +23,7 @@ async def test_creating_attaches_to_the_same_run(any_store: Store) -> None:
     assert not state.ended
 
 
-async def test_a_run_may_be_given_another_number_of_steps_and_goes_on_if_any_are_left(any_store: Store) -> None:
+async def test_more_steps_resume_a_finished_run(any_store: Store) -> None:
     assert not await any_store.run.set_steps(3), "there is no run yet"
     await any_store.run.create("config", "data", 10, 4)
     fence = await any_store.run.attach_trainer()
@@ -42,13 +42,13 @@ async def test_a_run_may_be_given_another_number_of_steps_and_goes_on_if_any_are
 
 
 @pytest.mark.parametrize(("config", "data", "what"), [("other", "data", "configuration"), ("config", "other", "data set")])
-async def test_another_run_of_the_name_is_refused(any_store: Store, config: str, data: str, what: str) -> None:
+async def test_a_different_run_of_the_same_name_is_rejected(any_store: Store, config: str, data: str, what: str) -> None:
     await any_store.run.create("config", "data", 10, 4)
     with pytest.raises(DifferentRun, match=rf"exists with another {what} .*, not other: choose another run.name"):
         await any_store.run.create(config, data, 10, 4)
 
 
-async def test_another_protocol_version_is_refused(any_store: Store) -> None:
+async def test_another_protocol_version_is_rejected(any_store: Store) -> None:
     await any_store.run.create("config", "data", 10, 4)
     await any_store.client.hset(any_store.keys.run, "protocol", "999")  # type: ignore[misc]
     with pytest.raises(DifferentRun, match="protocol version 999, but this program speaks"):
@@ -57,8 +57,8 @@ async def test_another_protocol_version_is_refused(any_store: Store) -> None:
         await any_store.run.create("config", "data", 10, 4)
 
 
-async def test_what_comes_before_the_run_is_created_is_kept(any_store: Store) -> None:
-    """A pause, a leader and a trainer may come first; their fencing numbers stay valid."""
+async def test_state_set_before_the_run_is_created_is_kept(any_store: Store) -> None:
+    """A pause, a leader or a trainer may come first; fencing numbers stay valid."""
     await any_store.run.pause("generator", "early")
     leader = await any_store.run.lead("a", 60.0)
     trainer = await any_store.run.attach_trainer()
@@ -73,7 +73,7 @@ async def test_what_comes_before_the_run_is_created_is_kept(any_store: Store) ->
     assert state.paused == {"generator": "early"}
 
 
-async def test_one_leads_at_a_time(any_store: Store) -> None:
+async def test_only_one_leads_at_a_time(any_store: Store) -> None:
     await any_store.run.create("config", "data", 10, 4)
     first = await any_store.run.lead("a", 60.0)
     assert first is not None
@@ -99,8 +99,8 @@ async def test_an_expired_leadership_is_taken_over(any_store: Store) -> None:
     assert await any_store.run.lead("a", 60.0) is None
 
 
-async def test_fencing_numbers_are_not_given_again_after_a_server_forgot_the_last(any_store: Store) -> None:
-    """With `appendfsync everysec` a crash may take the last second back, numbers included."""
+async def test_fencing_numbers_are_not_reused_after_a_lost_write(any_store: Store) -> None:
+    """With `appendfsync everysec` a crash may undo the last second, including fencing numbers."""
     await any_store.run.create("config", "data", 10, 4)
     before = await any_store.client.hgetall(any_store.keys.run)  # type: ignore[misc]
     given = await any_store.run.attach_trainer()
@@ -124,7 +124,7 @@ async def test_desired_state_is_kept_with_its_reason(any_store: Store) -> None:
     assert state.paused == {}
 
 
-async def test_metrics_come_back_in_order_from_any_point(any_store: Store) -> None:
+async def test_metrics_are_read_in_order_from_any_point(any_store: Store) -> None:
     for step in range(3):
         await any_store.monitor.record({"step": float(step), "reward/train/mean": 0.5})
     entries = await any_store.monitor.metrics()
@@ -133,7 +133,7 @@ async def test_metrics_come_back_in_order_from_any_point(any_store: Store) -> No
     assert await any_store.monitor.metrics(after=entries[-1][0]) == []
 
 
-async def test_two_runs_share_a_server_without_seeing_each_other(any_store: Store) -> None:
+async def test_two_runs_on_one_server_are_isolated(any_store: Store) -> None:
     other = Store(Connection(any_store.client, Keys(any_store.keys.name + "-b")))
     try:
         await start(any_store)

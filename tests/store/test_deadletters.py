@@ -1,4 +1,4 @@
-"""Dead letters and the way back: what failed may be issued again, once, and only if its ticket is nowhere else."""
+"""Dead letters and requeueing: a failed ticket can be issued again, once, and only if it is nowhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.harness import ticket
 
 
 async def bury(store: Store, team: flow.Team, reason: str = "verifier broke") -> str:
-    """Issue a ticket and let it fail for good; its dead letter."""
+    """Issue a ticket and let it fail permanently; return its dead letter."""
     assert await issue(store, team, 1) == 1
     (one,) = await claim(store, "g")
     assert await store.tickets.fail("g", one, reason, max_attempts=1)
@@ -24,11 +24,11 @@ async def bury(store: Store, team: flow.Team, reason: str = "verifier broke") ->
 
 
 async def write_letter(store: Store, **fields: str | bytes) -> str:
-    """A dead letter as any program might write it."""
+    """Write a dead letter as any program might."""
     return (await store.client.xadd(store.keys.deadletter, fields)).decode()  # type: ignore[arg-type]
 
 
-async def test_a_requeued_ticket_waits_to_be_issued_and_its_letter_is_gone(any_store: Store) -> None:
+async def test_a_requeued_ticket_waits_and_its_letter_is_gone(any_store: Store) -> None:
     team = await start(any_store)
     id = await bury(any_store, team)
     assert await counts(any_store) == {"ledger:issued": 1, "ledger:failed": 1, "ledger:syncs": 1}
@@ -76,8 +76,8 @@ async def test_a_repeated_requeue_changes_nothing(any_store: Store) -> None:
     assert await any_store.run.audit() == before
 
 
-async def test_the_memory_of_what_was_put_back_is_bounded(any_store: Store) -> None:
-    """10,000 are kept; those put back before go, the first ones first, however young their letters are."""
+async def test_the_history_of_requeued_letters_is_bounded(any_store: Store) -> None:
+    """10,000 are kept; those requeued first go first, however recent their letters are."""
     team = await start(any_store)
     letters = f"{any_store.keys.requeued}:letters"
     await any_store.client.hset(letters, mapping={f"{i}-9": f"9-{i}" for i in range(10_000)})  # type: ignore[misc]
@@ -89,11 +89,11 @@ async def test_the_memory_of_what_was_put_back_is_bounded(any_store: Store) -> N
     assert await any_store.client.hlen(letters) == 10_000  # type: ignore[misc]
 
 
-async def test_many_that_wait_make_putting_back_no_slower(any_store: Store) -> None:
+async def test_requeueing_is_no_slower_with_many_waiting(any_store: Store) -> None:
     await start(any_store)
 
     async def least_s() -> float:
-        """Of some calls, as others use this machine."""
+        """Minimum of several calls, as the machine may be shared."""
         spent_s = []
         for _ in range(8):
             ids = [await write_letter(any_store, ticket=f"0-{next(row)}", outcome="failed") for _ in range(100)]
@@ -109,12 +109,12 @@ async def test_many_that_wait_make_putting_back_no_slower(any_store: Store) -> N
             pipe.zadd(any_store.keys.requeued, {f"1-{first + i}": first + i - 100_000 for i in range(1000)})
         await pipe.execute()
     crowded_s = await least_s()
-    assert crowded_s < 10 * alone_s  # a look at each of those that wait would take hundreds of times as long
+    assert crowded_s < 10 * alone_s  # a scan of those that wait would take hundreds of times as long
     assert await any_store.tickets.requeued(2) == ["1-0", "1-1"]
     assert (await any_store.tickets.requeued(200_000))[-1] == f"0-{next(row) - 1}"
 
 
-async def test_the_bell_tells_the_leader(any_store: Store) -> None:
+async def test_requeueing_notifies_the_leader(any_store: Store) -> None:
     team = await start(any_store)
     id = await bury(any_store, team)
     rings = any_store.monitor.listen()
@@ -125,7 +125,7 @@ async def test_the_bell_tells_the_leader(any_store: Store) -> None:
 
 
 @pytest.mark.parametrize("id", ["", "0-0", "5", "-", "+", "abc", "1-2-3", "99999999999999999999999-0", "(0-0", "\x00"])
-async def test_an_id_that_is_none_is_refused_and_harms_nothing(any_store: Store, id: str) -> None:
+async def test_an_invalid_id_is_rejected_without_side_effects(any_store: Store, id: str) -> None:
     await start(any_store)
     await write_letter(any_store, ticket="0-5", reason="a", body="b", outcome="failed")
     (answer,) = await any_store.dead_letters.requeue([id])
@@ -133,7 +133,7 @@ async def test_an_id_that_is_none_is_refused_and_harms_nothing(any_store: Store,
     assert await any_store.dead_letters.count() == 1
 
 
-async def test_letters_of_tickets_that_nobody_issued_stay(any_store: Store) -> None:
+async def test_letters_of_unknown_tickets_are_not_requeued(any_store: Store) -> None:
     await start(any_store)
     await any_store.client.xadd(any_store.keys.tickets, {"ticket": "0-9", "body": "no ticket"})
     (one,) = await claim(any_store, "g")
@@ -160,8 +160,8 @@ async def test_letters_of_tickets_that_nobody_issued_stay(any_store: Store) -> N
         ({"ticket": "0-3", "outcome": "failed"}, "waits to be issued again already"),
     ],
 )
-async def test_a_ticket_that_is_elsewhere_is_not_issued_twice(any_store: Store, fields: dict[str, str], refusal: str) -> None:
-    """0-0 is in the table, 0-1 in a prepared step, 0-2 was trained and retired, 0-3 is requeued, 0-4 is generated."""
+async def test_a_live_or_trained_ticket_is_not_requeued(any_store: Store, fields: dict[str, str], refusal: str) -> None:
+    """0-0 is in the table, 0-1 in a prepared step, 0-2 was trained and retired, 0-3 is requeued, 0-4 is being generated."""
     team = await start(any_store)
     await buffer(any_store, team, 3)
     await prepare(any_store, team, 0, ["0-2"])
@@ -184,7 +184,7 @@ async def test_a_ticket_that_is_elsewhere_is_not_issued_twice(any_store: Store, 
 
 
 @pytest.mark.parametrize("end", ["stop", "finish"])
-async def test_a_run_that_is_over_issues_nothing_again(any_store: Store, end: str) -> None:
+async def test_a_finished_run_rejects_requeueing(any_store: Store, end: str) -> None:
     team = await start(any_store)
     id = await bury(any_store, team)
     await getattr(any_store.run, end)("trained 4 of 4 steps")
@@ -195,14 +195,14 @@ async def test_a_run_that_is_over_issues_nothing_again(any_store: Store, end: st
 
 
 @pytest.mark.parametrize("end", ["stop", "finish"])
-async def test_what_was_put_back_is_told_as_such_when_the_run_is_over(any_store: Store, end: str) -> None:
+async def test_a_finished_run_still_reports_what_was_requeued(any_store: Store, end: str) -> None:
     id = await bury(any_store, await start(any_store))
     await any_store.dead_letters.requeue([id])
     await getattr(any_store.run, end)("trained 4 of 4 steps")
     assert await any_store.dead_letters.requeue([id]) == [Requeued(id, "0-0", "", before=True)]
 
 
-async def test_many_are_put_back_in_pieces_each_on_its_own(any_store: Store) -> None:
+async def test_many_letters_are_requeued_in_batches(any_store: Store) -> None:
     team = await start(any_store, slots=600)
     await issue(any_store, team, 600)
     for one in await claim(any_store, "g", 600):
@@ -214,7 +214,7 @@ async def test_many_are_put_back_in_pieces_each_on_its_own(any_store: Store) -> 
     assert await counts(any_store) == {"ledger:issued": 600, "requeued": 600, "ledger:syncs": 1}
 
 
-async def test_pages_of_dead_letters_go_from_the_last_to_the_first(any_store: Store) -> None:
+async def test_dead_letters_are_paged_newest_first(any_store: Store) -> None:
     await start(any_store)
     ids = [await write_letter(any_store, ticket=f"0-{i}", reason=f"reason {i}", body="b") for i in range(5)]
     first = await any_store.dead_letters.page(2)
@@ -227,7 +227,7 @@ async def test_pages_of_dead_letters_go_from_the_last_to_the_first(any_store: St
     assert await any_store.dead_letters.get(ids[0]) == (await any_store.dead_letters.page(9))[-1]
 
 
-async def test_every_ticket_that_is_dropped_is_remembered_with_its_outcome(any_store: Store) -> None:
+async def test_dropped_tickets_are_remembered_with_their_outcome(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 3)
     one, two, three = await claim(any_store, "g", 3)
@@ -246,8 +246,8 @@ async def test_every_ticket_that_is_dropped_is_remembered_with_its_outcome(any_s
     assert drops[1] == Drop("failed", letter.id, drops[1].at_s if drops[1] else 0.0)
 
 
-async def test_the_memory_of_drops_is_bounded(any_store: Store) -> None:
-    """10,000 are kept; those before go, the oldest first."""
+async def test_the_history_of_drops_is_bounded(any_store: Store) -> None:
+    """10,000 are kept; the oldest go first."""
     team = await start(any_store, slots=20_000)
     async with any_store.client.pipeline(transaction=False) as pipe:
         pipe.hset(any_store.keys.drops, mapping={f"9-{i}": f"{i} stale" for i in range(10_000)})

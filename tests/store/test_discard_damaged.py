@@ -1,4 +1,4 @@
-"""Groups that cannot be trained leave every step to come, as dead letters: no ticket lost, no slot kept, none trained twice."""
+"""Damaged groups leave every pending step as dead letters: no ticket lost, no slot leaked, no group trained twice."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ WHY = {"0-1": "payload 0-1.7: it is gone"}
 
 
 async def discard_damaged(store: Store, team: Team, first: int, prepared: int, *steps: tuple[int, list[str]]) -> int:
-    """DiscardDamaged 0-1; `steps` have other groups beside it."""
+    """Discard group 0-1 as damaged; `steps` keep their other groups."""
     return await store.steps.discard_damaged(
         team.trainer, first, prepared, WHY, [flow.plan(step, groups) for step, groups in steps]
     )
 
 
 async def whole(store: Store, **outcomes: int) -> None:
-    """Nothing is lost or doubled, slots are right, and so many tickets have these outcomes."""
+    """Check that nothing is lost or duplicated, slots are right, and outcomes have these counts."""
     report = await audit(store)
     assert report.ok, report.messages
     assert {name: count for name, count in report.outcomes.items() if count} == outcomes
 
 
-async def test_a_group_leaves_its_step_as_a_dead_letter_that_can_be_put_back(any_store: Store) -> None:
+async def test_a_discarded_group_is_dead_lettered_and_can_be_requeued(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 4)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
@@ -62,7 +62,7 @@ async def test_a_step_may_lose_all_its_groups(any_store: Store) -> None:
     await whole(any_store, failed=1)
 
 
-async def test_a_step_that_was_prepared_meanwhile_has_to_be_looked_at_first(any_store: Store) -> None:
+async def test_discarding_is_rejected_if_a_step_was_prepared_meanwhile(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 3)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
@@ -77,9 +77,7 @@ async def test_a_step_that_was_prepared_meanwhile_has_to_be_looked_at_first(any_
 
 
 @pytest.mark.parametrize("published", [0, 1])
-async def test_a_step_that_is_trained_again_after_a_crash_takes_back_that_it_was_trained(
-    any_store: Store, published: int
-) -> None:
+async def test_discarding_from_a_retrained_step_undoes_its_outcome(any_store: Store, published: int) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
@@ -93,7 +91,7 @@ async def test_a_step_that_is_trained_again_after_a_crash_takes_back_that_it_was
 
 
 @pytest.mark.parametrize("sampler", ["fifo", "prioritized"])
-async def test_a_replayed_group_leaves_table_and_steps_and_stays_trained(any_store: Store, sampler: str) -> None:
+async def test_a_discarded_replayed_group_stays_trained(any_store: Store, sampler: str) -> None:
     team = await start(any_store, table=TableRules(max_uses=3, sampler=sampler))
     await buffer(any_store, team, 2)
     for step in range(3):

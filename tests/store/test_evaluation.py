@@ -1,4 +1,4 @@
-"""Evaluation rounds in Redis: who is admitted, leases and fences, one count of each result, no key left behind."""
+"""Evaluation rounds in Redis: admission, leases and fences, each result counted once, no key left behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def round_keys(store: Store) -> list[bytes]:
     return [key async for key in store.client.scan_iter(f"{store.keys.prefix.replace('{', '[{]')}*:eval:*")]
 
 
-async def test_a_round_is_answered_reported_once_and_leaves_no_key(any_store: Store) -> None:
+async def test_a_round_is_reported_once_and_leaves_no_key(any_store: Store) -> None:
     store = any_store
     team = await start(store)
     names = await open_round(store, team)
@@ -70,7 +70,7 @@ async def test_a_round_is_answered_reported_once_and_leaves_no_key(any_store: St
     assert (await store.evaluation.state(TTL_S)).round is None
 
 
-async def test_a_round_opens_once_and_by_the_leader_alone(store: Store) -> None:
+async def test_only_the_leader_opens_a_round_and_only_once(store: Store) -> None:
     team = await start(store)
     with pytest.raises(Fenced):
         await store.evaluation.open(team.leader - 1, 0, [])
@@ -81,7 +81,7 @@ async def test_a_round_opens_once_and_by_the_leader_alone(store: Store) -> None:
     with pytest.raises(Fenced):
         await store.evaluation.abandon(team.leader - 1, 0, "a zombie")
     assert await store.evaluation.abandon(team.leader, 0, "a test")
-    assert not await store.evaluation.open(team.leader, 0, []), "it was dealt with"
+    assert not await store.evaluation.open(team.leader, 0, []), "version 0 was handled"
     state = await store.evaluation.state(TTL_S)
     assert (state.dealt_with, state.abandoned, state.round) == (0, "version 0: a test", None)
     assert await store.evaluation.skip(team.leader, 4, 2)
@@ -91,17 +91,17 @@ async def test_a_round_opens_once_and_by_the_leader_alone(store: Store) -> None:
     assert await round_keys(store) == []
 
 
-async def test_seats_are_given_once_however_many_ask_at_once(store: Store) -> None:
+async def test_concurrent_volunteers_share_a_limited_number_of_seats(store: Store) -> None:
     team = await start(store)
     await open_round(store, team)
     for number in range(8):
         await beat(store, number)
     admitted = await asyncio.gather(*(volunteer(store, number, most=3, training=2) for number in range(8)))
     assert sum(admitted) == 3
-    assert [await volunteer(store, number, most=3) for number in range(8)] == admitted, "asked again, the same answer"
+    assert [await volunteer(store, number, most=3) for number in range(8)] == admitted, "a repeated call gets the same answer"
 
 
-async def test_so_many_generators_stay_for_training(store: Store) -> None:
+async def test_enough_generators_stay_for_training(store: Store) -> None:
     team = await start(store)
     await open_round(store, team)
     await beat(store, 0)
@@ -109,18 +109,18 @@ async def test_so_many_generators_stay_for_training(store: Store) -> None:
     await beat(store, 2, world=0, phase="loading")
     await beat(store, 3, phase="draining")
     await beat(store, 4, kind="trainer")
-    assert not await volunteer(store, 0, most=8, training=2), "one that loads, one that goes and a trainer do not generate"
+    assert not await volunteer(store, 0, most=8, training=2), "loading and draining pods and a trainer do not generate"
     admitted = await asyncio.gather(*(volunteer(store, number, most=8, training=1) for number in (0, 1)))
     assert sum(admitted) == 1
 
 
-async def test_nobody_stays_for_training_after_the_last_version(store: Store) -> None:
+async def test_no_generator_is_reserved_after_the_last_version(store: Store) -> None:
     team = await start(store, steps=7)
     await open_round(store, team, version=7)
     assert all([await volunteer(store, number, 7, most=1, training=5) for number in range(3)])
 
 
-async def test_only_holders_of_the_version_with_work_to_do_are_admitted(store: Store) -> None:
+async def test_only_pods_with_the_version_are_admitted_while_work_is_left(store: Store) -> None:
     team = await start(store)
     assert not await volunteer(store, 0), "no round is open"
     await open_round(store, team, prompts=1)
@@ -128,13 +128,13 @@ async def test_only_holders_of_the_version_with_work_to_do_are_admitted(store: S
     assert await volunteer(store, 0)
     assert await claim(store, 0)
     assert not await volunteer(store, 1, most=2), "nothing is left to claim"
-    assert not await volunteer(store, 0, version=1), "its weights changed, so it is a volunteer no more"
+    assert not await volunteer(store, 0, version=1), "its weights changed, so it no longer volunteers"
     assert await claim(store, 0) is None
     await store.run.stop("a test")
     assert not await volunteer(store, 1, most=2)
 
 
-async def test_a_silent_volunteer_makes_room_and_its_tickets_go_to_another(store: Store) -> None:
+async def test_a_lost_volunteer_is_replaced_and_its_tickets_reclaimed(store: Store) -> None:
     team = await start(store)
     (name,) = await open_round(store, team, prompts=1)
     await beat(store, 0)
@@ -166,7 +166,7 @@ async def test_a_result_sent_twice_counts_once(store: Store) -> None:
     assert await claim(store, 0) == []
 
 
-async def test_a_renewed_lease_holds_and_what_is_handed_back_is_claimed_at_once(store: Store) -> None:
+async def test_a_renewed_lease_holds_and_a_resigned_ticket_is_reclaimed(store: Store) -> None:
     team = await start(store)
     await open_round(store, team, prompts=2)
     await volunteer(store, 0, most=2)
@@ -178,10 +178,10 @@ async def test_a_renewed_lease_holds_and_what_is_handed_back_is_claimed_at_once(
     await store.evaluation.resign(member(0), [first, second])
     assert await claim(store, 0) is None
     (returned,) = await claim(store, 1) or []
-    assert returned.ticket_id == first.ticket_id, "one that another had taken over was handed back for it"
+    assert returned.ticket_id == first.ticket_id, "a ticket that another pod had taken over was handed back"
 
 
-async def test_environments_claim_their_tickets_and_volunteers_stay_until_they_have_results(store: Store) -> None:
+async def test_volunteers_stay_until_environments_finish(store: Store) -> None:
     team = await start(store)
     names = ["held_out:0", "agents:0", "agents:1"]
     tickets = [ticket(i, id=name, epoch=0, source=name.split(":")[0]) for i, name in enumerate(names)]
@@ -212,7 +212,7 @@ async def test_environments_claim_their_tickets_and_volunteers_stay_until_they_h
     assert still is not None
     assert still.environments, "one of them has no result yet"
     await store.evaluation.resign(member(0))
-    assert await volunteer(store, 0), "environments need somebody to ask"
+    assert await volunteer(store, 0), "environments need a generator"
     assert await store.evaluation.submit(pod, second, result(second))
     ended = await store.evaluation.claim(member(0), 0, LEASE_S, 10, 3)
     assert ended is not None
@@ -233,7 +233,7 @@ async def test_a_ticket_that_keeps_failing_ends_the_round_with_its_reason(store:
     seen = (await store.evaluation.state(TTL_S)).round
     assert seen is not None
     assert seen.fault == "ticket held_out:0: verifier broke"
-    assert await claim(store, 0) is None, "a round that cannot be completed costs no more work"
+    assert await claim(store, 0) is None, "a failed round hands out no more work"
     assert not await volunteer(store, 1, most=2)
 
 

@@ -29,7 +29,7 @@ def sync_round(attempt: int, phase: str = "gather") -> Round:
     return Round(attempt, 3, phase, {"g0:b1": 1}, 2, "gloo", "127.0.0.1", 1234, attempt, 1)
 
 
-async def test_members_are_those_heard_of_within_the_limit(any_store: Store) -> None:
+async def test_members_are_pods_with_a_recent_heartbeat(any_store: Store) -> None:
     await any_store.fleet.beat(pod("g0"), 10.0)
     await any_store.fleet.beat(pod("g1"), 10.0)
     assert sorted(status.name for status in await any_store.fleet.members(10.0)) == ["g0", "g1"]
@@ -42,21 +42,21 @@ async def test_members_are_those_heard_of_within_the_limit(any_store: Store) -> 
     assert pod("g1", phase="draining") in await any_store.fleet.members(10.0)
 
 
-async def test_a_pod_that_restarted_is_another_member_and_the_former_is_gone_at_once(any_store: Store) -> None:
+async def test_a_restarted_pod_replaces_its_former_member_at_once(any_store: Store) -> None:
     await any_store.fleet.beat(pod("g0", "b1"), 10.0)
     await any_store.fleet.beat(pod("g01", "b1"), 10.0)
     await any_store.fleet.beat(pod("g0", "b2"), 10.0)
     assert sorted(status.member for status in await any_store.fleet.members(10.0)) == ["g01:b1", "g0:b2"]
 
 
-async def test_long_silent_members_are_forgotten(any_store: Store) -> None:
+async def test_silent_members_are_forgotten(any_store: Store) -> None:
     await any_store.fleet.beat(pod("old"), 10.0)
     await asyncio.sleep(0.05)
     await any_store.fleet.beat(pod("new"), 0.001)
     assert await any_store.client.hkeys(any_store.keys.fleet_status) == [b"new:b1"]  # type: ignore[misc]
 
 
-async def test_a_pod_that_leaves_with_open_leases_does_not_lose_them(any_store: Store) -> None:
+async def test_a_pod_that_leaves_keeps_its_open_leases(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     assert len(await claim(any_store, "g0")) == 1
@@ -75,12 +75,12 @@ async def test_acknowledgements_belong_to_one_attempt(any_store: Store) -> None:
     await any_store.fleet.set_round(team.trainer, sync_round(1, "transfer"))
     assert await any_store.fleet.round() == (sync_round(1, "transfer"), {"g0:b1": ("ready", "paused with 3")})
     await any_store.fleet.set_round(team.trainer, sync_round(2))
-    assert not await any_store.fleet.acknowledge("g0:b1", 1, "applied"), "of a round that is over"
+    assert not await any_store.fleet.acknowledge("g0:b1", 1, "applied"), "the round is over"
     assert await any_store.fleet.round() == (sync_round(2), {})
     assert await any_store.fleet.acknowledge("g0:b1", 2, "ready")
 
 
-async def test_a_member_reads_of_a_round_what_concerns_it(any_store: Store) -> None:
+async def test_a_member_reads_only_its_part_of_a_round(any_store: Store) -> None:
     team = await start(any_store)
     assert await any_store.fleet.round_of("g0:b1") is None
     await any_store.fleet.set_round(
@@ -95,7 +95,7 @@ async def test_a_member_reads_of_a_round_what_concerns_it(any_store: Store) -> N
     assert left_out is not None
     assert (left_out.phase, left_out.members) == ("join", {})
     await any_store.client.hset(any_store.keys.sync, mapping={"mark": b"x", "round": b"\xff"})
-    assert await any_store.fleet.round_of("g0:b1") is None, "foreign bytes end no loop"
+    assert await any_store.fleet.round_of("g0:b1") is None, "malformed bytes do not stop the loop"
 
 
 async def test_only_the_current_trainer_opens_rounds(any_store: Store) -> None:
@@ -107,7 +107,7 @@ async def test_only_the_current_trainer_opens_rounds(any_store: Store) -> None:
 
 @contextlib.asynccontextmanager
 async def hearing(store: Store) -> AsyncIterator[list[str]]:
-    """Topics that rang, as they do."""
+    """Topics in the order of their notifications."""
     heard: list[str] = []
 
     async def listen() -> None:
@@ -124,14 +124,14 @@ async def hearing(store: Store) -> AsyncIterator[list[str]]:
         await end_tasks([task])
 
 
-async def test_listeners_hear_what_changes(any_store: Store) -> None:
+async def test_listeners_are_notified_of_changes(any_store: Store) -> None:
     async with hearing(any_store) as heard:
         team = await start(any_store)
         await issue(any_store, team, 1)
         await wait_until(lambda: {"control", "version", "tickets"} <= set(heard))
 
 
-async def test_the_last_answer_of_a_phase_rings(any_store: Store) -> None:
+async def test_the_last_acknowledgement_of_a_phase_notifies(any_store: Store) -> None:
     team = await start(any_store)
     both = msgspec.structs.replace(sync_round(1), members={"g0:b1": 1, "g1:b1": 2})
     async with hearing(any_store) as heard:
@@ -139,8 +139,8 @@ async def test_the_last_answer_of_a_phase_rings(any_store: Store) -> None:
             current = msgspec.structs.replace(both, phase=phase)
             await any_store.fleet.set_round(team.trainer, current)
             assert await any_store.fleet.acknowledge("g0:b1", 1, stage)
-            await any_store.fleet.set_round(team.trainer, current)  # again, as after a lost reply: it forgets no answer
+            await any_store.fleet.set_round(team.trainer, current)  # repeated, as after a lost reply: acknowledgements are kept
             await wait_until(lambda number=number: heard.count("sync") == 2 * number + 2)
-            assert heard.count("acks") == number, "one has not answered"
+            assert heard.count("acks") == number, "one acknowledgement is missing"
             assert await any_store.fleet.acknowledge("g1:b1", 1, stage)
             await wait_until(lambda number=number: heard.count("acks") == number + 1)

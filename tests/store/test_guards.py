@@ -1,4 +1,4 @@
-"""Guards of the functions, each in the situation that it is there for: without it, this is what goes wrong."""
+"""Guards in the Redis Functions, each tested in the situation that it guards against."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHY = {"0-1": "its payload is gone"}
 
 
 async def come_again(store: Store, team: Team, row: int) -> None:
-    """Requeue the dead letter of a row, and bring its group into the table again."""
+    """Requeue the dead letter of a row and insert its group again."""
     (letter,) = [letter for letter in await store.dead_letters.page() if letter.ticket == f"0-{row}"]
     (answer,) = await store.dead_letters.requeue([letter.id])
     assert answer.refusal == ""
@@ -43,7 +43,7 @@ async def train(store: Store, team: Team, step: int) -> None:
     await store.steps.retire()
 
 
-async def test_a_step_does_not_take_a_group_along_that_was_discarded_and_came_again(any_store: Store) -> None:
+async def test_retiring_a_step_keeps_a_discarded_group_that_returned(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
@@ -53,7 +53,7 @@ async def test_a_step_does_not_take_a_group_along_that_was_discarded_and_came_ag
     assert await is_live(any_store, "0-1")
 
 
-async def test_a_stale_group_that_was_discarded_and_came_again_is_not_taken_along_by_the_next_step(any_store: Store) -> None:
+async def test_the_next_step_keeps_a_stale_group_that_returned(any_store: Store) -> None:
     team = await start(any_store, table=TableRules(max_uses=2))
     await buffer(any_store, team, 3)
     await prepare(any_store, team, 0, ["0-1"])
@@ -70,7 +70,7 @@ async def test_a_stale_group_that_was_discarded_and_came_again_is_not_taken_alon
     assert await is_live(any_store, "0-1")
 
 
-async def test_a_late_issue_issues_nothing_whose_outcome_is_known(any_store: Store) -> None:
+async def test_a_late_issue_skips_settled_tickets(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 1)
     await issue(any_store, team, 1)
@@ -82,7 +82,7 @@ async def test_a_late_issue_issues_nothing_whose_outcome_is_known(any_store: Sto
 
 
 @pytest.mark.parametrize("situation", ["outstanding", "trained"])
-async def test_no_ticket_is_issued_twice_under_another_cursor(any_store: Store, situation: str) -> None:
+async def test_a_ticket_is_not_issued_twice_under_another_cursor(any_store: Store, situation: str) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 1)
     await prepare(any_store, team, 0, ["0-0"])
@@ -109,7 +109,7 @@ async def begin_restore(store: Store, step: int = 0) -> int:
     return trainer
 
 
-async def test_a_run_that_is_being_restored_does_not_stop_and_serves_nobody_of_before(any_store: Store) -> None:
+async def test_a_run_being_restored_cannot_stop_and_voids_old_claims(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 3)
     first, second = await claim(any_store, "g", 2)
@@ -127,7 +127,7 @@ async def test_a_run_that_is_being_restored_does_not_stop_and_serves_nobody_of_b
     assert await any_store.run.lead("leader-0:boot", 60) is None
 
 
-async def test_a_superseded_trainer_restores_nothing(any_store: Store) -> None:
+async def test_a_superseded_trainer_cannot_restore(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     before = await any_store.run.audit()
@@ -153,7 +153,7 @@ async def test_pieces_of_a_restore_are_written_once_and_in_order(any_store: Stor
     with pytest.raises(OutOfOrder, match="piece 4 does not follow piece 2"):
         await any_store.connection.call("restore_write", trainer, 0, 4, 3, "RPUSH", key, "0-4")
     assert await any_store.connection.call("restore_begin", trainer, 0) == 1
-    assert await any_store.client.llen(key) == 2, "a repeated beginning begins nothing"  # type: ignore[misc]
+    assert await any_store.client.llen(key) == 2, "a repeated restore_begin changes nothing"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ async def test_pieces_of_a_restore_are_written_once_and_in_order(any_store: Stor
         ("RPUSH", "{run}"), ("XADD", "{run}"),
     ],
 )  # fmt: skip
-async def test_a_restore_writes_only_what_restores_write(any_store: Store, words: tuple[str, ...]) -> None:
+async def test_a_restore_rejects_other_commands_and_keys(any_store: Store, words: tuple[str, ...]) -> None:
     await start(any_store)
     trainer = await begin_restore(any_store)
     command = [word.replace("{run}", any_store.keys.run) for word in words]
@@ -172,7 +172,7 @@ async def test_a_restore_writes_only_what_restores_write(any_store: Store, words
         await any_store.connection.call("restore_write", trainer, 0, 1, len(command), *command)
 
 
-async def test_a_newer_request_to_restore_outlives_the_restore_of_an_older_one(any_store: Store) -> None:
+async def test_a_restore_keeps_a_newer_restore_request(any_store: Store) -> None:
     await start(any_store)
     await any_store.run.request_restore(0)
     trainer = await begin_restore(any_store)
@@ -184,7 +184,7 @@ async def test_a_newer_request_to_restore_outlives_the_restore_of_an_older_one(a
     assert (state.restore, state.restoring, state.cursor) == (2, -1, 0)
 
 
-async def test_a_header_without_its_payload_is_not_accepted_and_its_ticket_stays(any_store: Store) -> None:
+async def test_a_header_without_payload_is_rejected_and_its_ticket_kept(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (held,) = await claim(any_store, "g")
@@ -194,7 +194,7 @@ async def test_a_header_without_its_payload_is_not_accepted_and_its_ticket_stays
     assert await submit(any_store, "g", held)
 
 
-async def test_a_superseded_leader_passes_over_nothing(any_store: Store) -> None:
+async def test_a_superseded_leader_cannot_pass_over_tickets(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (held,) = await claim(any_store, "g")
@@ -209,7 +209,7 @@ async def test_a_superseded_leader_passes_over_nothing(any_store: Store) -> None
 
 
 @pytest.mark.parametrize("how", ["stopping", "finished", "paused"])
-async def test_a_run_that_ends_or_pauses_gives_out_no_claims(any_store: Store, how: str) -> None:
+async def test_an_ending_or_paused_run_grants_no_claims(any_store: Store, how: str) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     end = {"stopping": any_store.run.stop, "finished": any_store.run.finish}.get(how)
@@ -217,7 +217,7 @@ async def test_a_run_that_ends_or_pauses_gives_out_no_claims(any_store: Store, h
     assert await claim(any_store, "g") == []
 
 
-async def test_a_prompt_that_was_trained_twice_is_counted(any_store: Store) -> None:
+async def test_a_prompt_trained_twice_is_counted(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 1)
     await prepare(any_store, team, 0, ["0-0"])
@@ -227,13 +227,13 @@ async def test_a_prompt_that_was_trained_twice_is_counted(any_store: Store) -> N
     assert (report.doubled, report.ok) == (1, False)
 
 
-async def test_a_step_that_is_not_prepared_is_not_committed(any_store: Store) -> None:
+async def test_an_unprepared_step_is_not_committed(any_store: Store) -> None:
     team = await start(any_store)
     with pytest.raises(OutOfOrder, match="step 0 does not follow committed step -1"):
         await any_store.steps.commit(team.trainer, 0)
 
 
-async def test_a_checkpoint_never_goes_back_and_meets_no_request_that_came_after_it(any_store: Store) -> None:
+async def test_a_late_checkpoint_report_is_ignored(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
     for step in (0, 1):
@@ -256,7 +256,7 @@ async def test_a_checkpoint_never_goes_back_and_meets_no_request_that_came_after
     assert (state.checkpointed_step, state.checkpoint) == (1, "")
 
 
-async def test_a_sweep_is_made_in_calls_of_bounded_length(any_store: Store) -> None:
+async def test_a_sweep_is_split_into_bounded_calls(any_store: Store) -> None:
     team = await start(any_store, slots=600)
     for _ in range(6):
         await buffer(any_store, team, 85)
@@ -265,7 +265,7 @@ async def test_a_sweep_is_made_in_calls_of_bounded_length(any_store: Store) -> N
     assert (await any_store.replay.sweep_and_peek(team.leader, 1, 0)).stale == 310
 
 
-async def test_a_header_that_is_too_large_for_an_entry_is_refused_and_its_ticket_stays(any_store: Store) -> None:
+async def test_an_oversized_header_is_rejected_and_its_ticket_kept(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (held,) = await claim(any_store, "g")
@@ -274,7 +274,7 @@ async def test_a_header_that_is_too_large_for_an_entry_is_refused_and_its_ticket
     assert await submit(any_store, "g", held)
 
 
-async def test_memories_of_drops_are_bounded_and_lose_the_oldest_even_when_the_clock_goes_back(any_store: Store) -> None:
+async def test_old_drops_are_forgotten_even_if_the_clock_goes_back(any_store: Store) -> None:
     team = await start(any_store, slots=20)
     drops, order = any_store.keys.drops, f"{any_store.keys.drops}:order"
     pipe: Any = any_store.client.pipeline(transaction=False)
@@ -290,7 +290,7 @@ async def test_memories_of_drops_are_bounded_and_lose_the_oldest_even_when_the_c
     assert {"9-0", "9-1"} & kept == set()
 
 
-async def test_the_numbers_of_fences_and_incarnations_grow_even_when_the_clock_goes_back(any_store: Store) -> None:
+async def test_fences_and_incarnations_grow_even_if_the_clock_goes_back(any_store: Store) -> None:
     await start(any_store)
     ahead = 9_000_000_000_000_000
     await any_store.client.hset(any_store.keys.run, mapping={"trainer_fence": ahead, "incarnation": 9_000_000_000})  # type: ignore[misc]
@@ -300,7 +300,7 @@ async def test_the_numbers_of_fences_and_incarnations_grow_even_when_the_clock_g
     assert (trainer, state.incarnation) == (ahead + 1, 9_000_000_001)
 
 
-async def test_calls_of_which_the_last_counts_are_ignored_when_they_come_late(any_store: Store) -> None:
+async def test_late_calls_do_not_overwrite_newer_ones(any_store: Store) -> None:
     team = await start(any_store, table=TableRules("prioritized"))
     await buffer(any_store, team, 2)
     call = any_store.connection.call
@@ -315,10 +315,10 @@ async def test_calls_of_which_the_last_counts_are_ignored_when_they_come_late(an
     sync = await any_store.client.hgetall(any_store.keys.sync)  # type: ignore[misc]
     assert (sync[b"mark"].split(b" ")[2], sync[b"ack:g:b"], sync[b"answers"]) == (b"pause", b"ready ", b"1")
     trainer = await any_store.run.attach_trainer()
-    assert await call("reweigh", trainer, 1, "0-0", 3.0) == 1, "another trainer counts for itself"
+    assert await call("reweigh", trainer, 1, "0-0", 3.0) == 1, "each trainer has its own sequence"
 
 
-async def test_a_claim_whose_reply_was_lost_gets_the_same_tickets_and_a_late_one_none(any_store: Store) -> None:
+async def test_a_retried_claim_gets_the_same_tickets(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 6)
     args = ("g", 0, team.trainer, 60_000, 2, "0-0", 0, 16, "boot")
@@ -327,13 +327,13 @@ async def test_a_claim_whose_reply_was_lost_gets_the_same_tickets_and_a_late_one
     assert await any_store.connection.call("claim", *args, 1, 0) == first
     second = await any_store.connection.call("claim", *args, 2, 0)
     assert second[1] != first[1]
-    assert await any_store.connection.call("claim", *args, 1, 0) == [b"0-0"], "what came after it holds"
+    assert await any_store.connection.call("claim", *args, 1, 0) == [b"0-0"], "a later claim was made"
     await any_store.connection.call("release", "g", second[1], second[2], 0)
     assert await any_store.connection.call("claim", *args, 2, 0) == [second[0], *second[5:]], "what is still held"
     assert len(await any_store.connection.call("claim", *args[:-1], "another boot", 1, 0)) == 9
 
 
-async def test_requests_take_effect_once_even_if_they_arrive_again_after_others(any_store: Store) -> None:
+async def test_a_repeated_request_takes_effect_once(any_store: Store) -> None:
     team = await start(any_store)
     call = any_store.connection.call
     await call("desire", "a", "paused:trainer", "keep by hand")
@@ -359,7 +359,7 @@ async def test_settling_twice_in_one_call_settles_once(any_store: Store) -> None
     assert (await any_store.run.audit())["buffered"] == 1
 
 
-async def test_a_group_that_is_submitted_twice_in_one_call_has_one_header(any_store: Store) -> None:
+async def test_submitting_twice_in_one_call_stores_one_header(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (held,) = await claim(any_store, "g")
@@ -369,7 +369,7 @@ async def test_a_group_that_is_submitted_twice_in_one_call_has_one_header(any_st
     assert (await any_store.run.audit())["headers"] == 1
 
 
-async def test_a_superseded_trainer_reweighs_nothing(any_store: Store) -> None:
+async def test_a_superseded_trainer_cannot_reweigh(any_store: Store) -> None:
     team = await start(any_store, table=TableRules("prioritized"))
     await buffer(any_store, team, 1)
     await any_store.run.attach_trainer()
@@ -378,7 +378,7 @@ async def test_a_superseded_trainer_reweighs_nothing(any_store: Store) -> None:
     assert await any_store.client.zscore(any_store.keys.replay_weight, "0-0") == 1.0
 
 
-async def test_passing_over_late_passes_over_nothing_that_came_since(any_store: Store) -> None:
+async def test_a_late_pass_over_keeps_newer_drops(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 2)
     first, second = await claim(any_store, "g", 2)
@@ -392,7 +392,7 @@ async def test_passing_over_late_passes_over_nothing_that_came_since(any_store: 
 
 
 @pytest.mark.parametrize("weight", ["nan", "-1", "2e9"])
-async def test_a_weight_that_is_none_is_refused_with_its_batch(any_store: Store, weight: str) -> None:
+async def test_a_batch_with_an_invalid_weight_is_rejected(any_store: Store, weight: str) -> None:
     team = await start(any_store, table=TableRules("prioritized"))
     await issue(any_store, team, 2)
     for one in await claim(any_store, "g", 2):

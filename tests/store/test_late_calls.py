@@ -1,4 +1,4 @@
-"""Calls of whoever was superseded, that come late, or again after others: each finds what holds by then."""
+"""Late, repeated and superseded calls: each is judged by the current state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BOOT = "boot"
 
 
 async def succeeded(store: Store) -> flow.Team:
-    """Another leader and another trainer, which took over."""
+    """Let another leader and another trainer take over."""
     await store.client.hset(store.keys.run, "leader_until_ms", "0")
     leader = await store.run.lead("leader-1:boot", 60.0)
     assert leader is not None
     return flow.Team(leader, await store.run.attach_trainer())
 
 
-async def test_a_leader_that_was_superseded_skips_no_round(store: Store) -> None:
+async def test_a_superseded_leader_cannot_skip_a_round(store: Store) -> None:
     team = await start(store)
     new = await succeeded(store)
     with pytest.raises(Fenced):
@@ -35,7 +35,7 @@ async def test_a_leader_that_was_superseded_skips_no_round(store: Store) -> None
     assert await store.evaluation.skip(new.leader, 3, 1)
 
 
-async def test_nobody_volunteers_for_a_round_that_cannot_be_completed(store: Store) -> None:
+async def test_a_failed_round_admits_no_volunteers(store: Store) -> None:
     team = await start(store)
     await open_round(store, team)
     assert await volunteer(store, 0)
@@ -44,7 +44,7 @@ async def test_nobody_volunteers_for_a_round_that_cannot_be_completed(store: Sto
     assert not await volunteer(store, 1, most=2), "although two tickets wait"
 
 
-async def test_a_repeated_claim_of_a_round_has_what_is_still_held(store: Store) -> None:
+async def test_a_repeated_evaluation_claim_returns_what_is_still_held(store: Store) -> None:
     team = await start(store)
     await open_round(store, team)
     await volunteer(store, 0)
@@ -58,7 +58,7 @@ async def test_a_repeated_claim_of_a_round_has_what_is_still_held(store: Store) 
 
 
 @pytest.mark.parametrize("ended", ["stop", "finish"])
-async def test_nothing_of_a_round_is_claimed_once_the_run_ends(store: Store, ended: str) -> None:
+async def test_evaluation_tickets_are_not_claimed_once_the_run_ends(store: Store, ended: str) -> None:
     team = await start(store)
     await open_round(store, team)
     assert await volunteer(store, 0)
@@ -66,7 +66,7 @@ async def test_nothing_of_a_round_is_claimed_once_the_run_ends(store: Store, end
     assert await claim(store, 0) is None
 
 
-async def test_a_round_of_any_size_opens_whole_and_once(store: Store) -> None:
+async def test_a_large_round_opens_atomically(store: Store) -> None:
     team = await start(store)
     tickets = [ticket(i, id=f"held_out:{i}", source="held_out") for i in range(4500)]
     assert await store.evaluation.open(team.leader, 0, tickets)
@@ -74,7 +74,7 @@ async def test_a_round_of_any_size_opens_whole_and_once(store: Store) -> None:
     assert await store.client.hlen(store.keys.evaluation("tickets")) == 4500
 
 
-async def test_a_trainer_that_was_superseded_takes_no_snapshot(store: Store) -> None:
+async def test_a_superseded_trainer_cannot_take_a_snapshot(store: Store) -> None:
     team = await start(store)
     new = await succeeded(store)
     await store.connection.call("snapshot_begin", new.trainer, 1, 60_000)
@@ -84,7 +84,7 @@ async def test_a_trainer_that_was_superseded_takes_no_snapshot(store: Store) -> 
     assert await store.connection.call("snapshot_end", new.trainer, 1) == 1
 
 
-async def test_a_snapshot_that_others_followed_does_not_begin_again(store: Store) -> None:
+async def test_an_ended_snapshot_cannot_begin_again(store: Store) -> None:
     team = await start(store)
     for token in (1, 2):
         await store.connection.call("snapshot_begin", team.trainer, token, 60_000)
@@ -93,21 +93,21 @@ async def test_a_snapshot_that_others_followed_does_not_begin_again(store: Store
     assert await store.client.hget(store.keys.run, "frozen_by") == b"2"
 
 
-async def test_a_snapshot_whose_lease_has_expired_is_not_held(store: Store) -> None:
+async def test_an_expired_snapshot_lease_cannot_be_renewed(store: Store) -> None:
     team = await start(store)
     await store.connection.call("snapshot_begin", team.trainer, 1, 0)
     assert await store.connection.call("snapshot_hold", team.trainer, 1, 60_000) == 0
     assert await store.connection.call("snapshot_end", team.trainer, 1) == 0
 
 
-async def test_a_copy_that_was_given_up_holds_nobody_and_is_forgotten(store: Store) -> None:
+async def test_an_abandoned_snapshot_blocks_nothing_and_is_forgotten(store: Store) -> None:
     team = await start(store)
     await store.connection.call("snapshot_begin", team.trainer, 1, 0)
     assert await flow.issue(store, team, 1) == 1
     assert await store.client.hmget(store.keys.run, "frozen_by", "frozen_until_ms") == [None, None]
 
 
-async def test_a_restore_ends_an_open_round_and_begins_an_incarnation_that_no_server_had(store: Store) -> None:
+async def test_a_restore_ends_the_round_and_starts_a_new_incarnation(store: Store) -> None:
     team = await start(store)
     await open_round(store, team)
     assert await round_keys(store)
@@ -123,7 +123,7 @@ async def test_a_restore_ends_an_open_round_and_begins_an_incarnation_that_no_se
     [("x", "UNLINK", "{}:a"), ("1", "UNLINK"), ("3", "UNLINK", "{}:kept"), ("0",), ("-1", "UNLINK", "{}:kept"), ("2", "UNLINK")],
     ids=["no number", "no key", "too few words", "none", "negative", "no word"],
 )
-async def test_a_piece_of_a_restore_that_is_not_whole_writes_nothing(store: Store, words: tuple[str, ...]) -> None:
+async def test_an_incomplete_piece_of_a_restore_writes_nothing(store: Store, words: tuple[str, ...]) -> None:
     team = await start(store)
     await store.connection.call("restore_begin", team.trainer, 0)
     kept = f"{store.keys.prefix}:kept"
@@ -135,7 +135,7 @@ async def test_a_piece_of_a_restore_that_is_not_whole_writes_nothing(store: Stor
     assert await store.client.hget(store.keys.run, "restored_pieces") == b"0"
 
 
-async def test_only_the_trainer_that_restored_ends_a_restore_again(store: Store) -> None:
+async def test_only_the_restoring_trainer_may_repeat_the_end(store: Store) -> None:
     team = await start(store)
     await store.connection.call("restore_begin", team.trainer, 0)
     assert await store.connection.call("restore_end", team.trainer, 0) == 1
@@ -149,13 +149,13 @@ def pod(phase: str = "ready", name: str = "generator-0") -> PodStatus:
     return PodStatus("generator", name, BOOT, "here", 1, "", phase, 0, 1, {})
 
 
-async def test_a_pod_that_no_longer_shares_the_tickets_is_no_claimer(store: Store) -> None:
+async def test_a_draining_pod_is_not_counted_as_a_claimer(store: Store) -> None:
     assert await store.fleet.beat(pod(), 60.0) == 1
     assert await store.fleet.beat(pod("draining"), 60.0) == 0
     assert await store.fleet.beat(pod("draining", "generator-1"), 60.0) == 0
 
 
-async def test_a_claim_is_answered_again_after_a_heartbeat(store: Store) -> None:
+async def test_a_retried_claim_is_answered_after_a_heartbeat(store: Store) -> None:
     team = await start(store)
     await flow.issue(store, team, 2)
     await store.fleet.beat(pod(), 60.0)
@@ -166,12 +166,12 @@ async def test_a_claim_is_answered_again_after_a_heartbeat(store: Store) -> None
     assert await store.connection.call(*arguments) == first, "and no second ticket is claimed"
 
 
-async def test_a_pod_may_leave_a_run_that_is_not_there(store: Store) -> None:
+async def test_a_pod_may_leave_a_missing_run(store: Store) -> None:
     await store.fleet.leave(pod())
     assert await store.fleet.members(60.0) == []
 
 
-async def test_the_clock_of_a_run_does_not_go_back_with_its_servers(store: Store) -> None:
+async def test_the_clock_of_a_run_never_goes_back(store: Store) -> None:
     team = await start(store)
     ahead = int(1000 * time.time()) + 10_000_000
     await store.client.hset(store.keys.run, "clock_ms", str(ahead))
@@ -179,7 +179,7 @@ async def test_the_clock_of_a_run_does_not_go_back_with_its_servers(store: Store
     assert int(await store.client.hget(store.keys.evaluation("round"), "opened_ms") or 0) == ahead
 
 
-async def test_what_the_log_has_and_until_when_it_is_held_never_goes_back(store: Store) -> None:
+async def test_logged_step_and_tracker_lease_never_go_back(store: Store) -> None:
     await start(store, table=TableRules())
     state = store.keys.samples_state
     await store.samples.log(2, 5, 1.0, 100.0)
@@ -193,7 +193,7 @@ async def test_what_the_log_has_and_until_when_it_is_held_never_goes_back(store:
     assert int(await store.client.hget(state, "until_ms") or 0) > until
 
 
-async def test_what_is_logged_leaves_and_frees_its_bytes(store: Store) -> None:
+async def test_logged_samples_are_removed_and_free_their_bytes(store: Store) -> None:
     team = await start(store)
     run = await store.run.state()
     assert run is not None

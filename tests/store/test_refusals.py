@@ -1,4 +1,4 @@
-"""What a function refuses or leaves alone, whole: calls with parts that are missing, late, or of a superseded leader."""
+"""Calls that a function rejects or ignores as a whole: incomplete, late, or by a superseded leader."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from tests.support.harness import ticket
 
 
 async def dump(store: Store) -> dict[bytes, bytes | None]:
-    """All keys and what they hold."""
+    """All keys and their values."""
     return {key: await store.client.dump(key) for key in sorted(await store.client.keys("*"))}
 
 
 async def refused(store: Store, why: str, *call: Any) -> None:
-    """Check that a call is refused with a reason, and changes nothing."""
+    """Check that a call is rejected with a reason and changes nothing."""
     before = await dump(store)
     with pytest.raises(StoreError, match=why):
         await store.connection.call(*call)
     assert await dump(store) == before
 
 
-async def test_a_call_has_as_many_arguments_as_its_function(store: Store) -> None:
+async def test_a_wrong_number_of_arguments_is_rejected(store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 1)
     await prepare(store, team, 0, ["0-0"])
     await refused(store, "3 arguments for commit, more than it has", "commit", team.trainer, 0, "more")
     await refused(store, "1 arguments for commit: step is missing", "commit", team.trainer)
     await refused(store, "arguments for settle: ticket is missing", "settle", team.leader, "1-1")
-    assert await store.connection.call("settle", team.leader) == 0, "none is as many as there are"
+    assert await store.connection.call("settle", team.leader) == 0, "no groups are a valid number of groups"
 
 
 @pytest.mark.parametrize("row", [("x", "0.5", "1"), ("7", "1.5", "1"), ("7", "0.5", "2")])
-async def test_a_pass_rate_that_is_none_is_refused_with_its_batch(store: Store, row: tuple[str, ...]) -> None:
+async def test_a_batch_with_an_invalid_pass_rate_is_rejected(store: Store, row: tuple[str, ...]) -> None:
     team = await start(store)
     await issue(store, team, 1)
     (held,) = await claim(store, "g")
@@ -50,7 +50,7 @@ async def test_a_pass_rate_that_is_none_is_refused_with_its_batch(store: Store, 
     await refused(store, "INVALID row", "settle", team.leader, *args)
 
 
-async def test_what_is_dropped_needs_no_weight(store: Store) -> None:
+async def test_a_dropped_group_needs_no_valid_weight(store: Store) -> None:
     team = await start(store)
     await issue(store, team, 1)
     (held,) = await claim(store, "g")
@@ -64,7 +64,7 @@ async def test_what_is_dropped_needs_no_weight(store: Store) -> None:
 async def test_the_pass_rate_of_a_row_does_not_depend_on_the_order_of_settling(
     store: Store, solved: tuple[bool, ...], order: tuple[int, ...]
 ) -> None:
-    """Of a row's groups the first issued that is solved counts, or if none is, the last issued."""
+    """The first issued group of the row that is solved counts, or if none is, the last issued."""
     team = await start(store)
     await issue(store, team, 3)
     items: dict[str, HeaderEntry] = {}
@@ -80,7 +80,7 @@ async def test_the_pass_rate_of_a_row_does_not_depend_on_the_order_of_settling(
     assert held.decode().split() == [str(counts), str((counts + 1) / 10), str(int(solved[counts]))]
 
 
-async def test_a_table_without_weights_is_not_reweighed(store: Store) -> None:
+async def test_reweighing_a_table_without_weights_changes_nothing(store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 2)
     before = await dump(store)
@@ -88,7 +88,7 @@ async def test_a_table_without_weights_is_not_reweighed(store: Store) -> None:
     assert await dump(store) == before
 
 
-async def test_a_superseded_leader_neither_rescales_nor_issues_again(store: Store) -> None:
+async def test_a_superseded_leader_cannot_rescale_or_reissue(store: Store) -> None:
     team = await start(store, table=TableRules("prioritized"))
     await buffer(store, team, 2)
     await issue(store, team, 1)
@@ -103,14 +103,14 @@ async def test_a_superseded_leader_neither_rescales_nor_issues_again(store: Stor
     assert await dump(store) == before
 
 
-async def test_a_ticket_has_a_name_of_its_epoch_and_row(store: Store) -> None:
+async def test_a_malformed_ticket_name_is_rejected(store: Store) -> None:
     team = await start(store)
     with pytest.raises(StoreError, match="INVALID ticket nonsense is not of the form <epoch>-<row>"):
         await store.tickets.issue(team.leader, 0, [ticket(0), ticket(1, id="nonsense")])
     assert await store.tickets.issue(team.leader, 0, [ticket(0)]) == 1
 
 
-async def test_a_step_takes_the_groups_that_are_next_and_a_variate_for_each(store: Store) -> None:
+async def test_a_step_needs_the_next_groups_and_a_variate_each(store: Store) -> None:
     team = await start(store, table=TableRules("prioritized"))
     await buffer(store, team, 4)
     names = [name for name, _ in (await store.replay.sweep_and_peek(team.leader, 0, 4)).first]
@@ -121,7 +121,7 @@ async def test_a_step_takes_the_groups_that_are_next_and_a_variate_for_each(stor
     await prepare(store, team, 0, names[:2])
 
 
-async def test_groups_that_left_the_table_leave_with_one_step(store: Store) -> None:
+async def test_departed_groups_are_retired_with_one_step(store: Store) -> None:
     team = await start(store, table=TableRules(max_uses=2))
     await buffer(store, team, 3)
     await prepare(store, team, 0, ["0-1"])
@@ -133,7 +133,7 @@ async def test_groups_that_left_the_table_leave_with_one_step(store: Store) -> N
     assert departed == [b"0-1", b""]
 
 
-async def test_the_last_epoch_is_the_highest_that_was_trained(store: Store) -> None:
+async def test_the_last_epoch_is_the_highest_one_trained(store: Store) -> None:
     team = await start(store)
     assert await store.tickets.issue(team.leader, 0, [ticket(0), ticket(1, id="2-1", epoch=2)]) == 2
     for held in await claim(store, "g", 2):
@@ -149,7 +149,7 @@ async def test_the_last_epoch_is_the_highest_that_was_trained(store: Store) -> N
     [("x", b"plan", 0), (0, b"plan", "x"), (0, b"plan", 2, b"rank"), (0, b"plan")],
     ids=["no step", "no number of ranks", "a rank short", "cut off"],
 )
-async def test_damaged_groups_come_with_whole_plans(store: Store, plans: tuple[Any, ...]) -> None:
+async def test_incomplete_plans_of_damaged_groups_are_rejected(store: Store, plans: tuple[Any, ...]) -> None:
     team = await start(store)
     await buffer(store, team, 2)
     await prepare(store, team, 0, ["0-0", "0-1"])
@@ -158,7 +158,7 @@ async def test_damaged_groups_come_with_whole_plans(store: Store, plans: tuple[A
     await refused(store, "INVALID groups or plans: they are incomplete", *args[:5])
 
 
-async def test_groups_that_no_step_has_are_not_discarded(store: Store) -> None:
+async def test_groups_in_no_step_are_not_discarded(store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 3)
     await prepare(store, team, 0, ["0-0", "0-1"])
@@ -170,7 +170,7 @@ async def test_groups_that_no_step_has_are_not_discarded(store: Store) -> None:
     assert [letter.ticket for letter in await store.dead_letters.page()] == ["0-1"]
 
 
-async def test_a_ticket_that_is_given_up_takes_its_turns_and_its_claim_along(store: Store) -> None:
+async def test_a_failed_ticket_deletes_its_turns_and_claim(store: Store) -> None:
     team = await start(store)
     assert await store.tickets.issue(team.leader, 0, [ticket(0)], environments={"main"}) == 1
     (held,) = await claim(store, "e", rollouts=True)
@@ -182,7 +182,7 @@ async def test_a_ticket_that_is_given_up_takes_its_turns_and_its_claim_along(sto
     assert (await store.client.xpending(stream, "environments"))["pending"] == 0
 
 
-async def test_a_new_trainer_takes_over_only_the_version_that_is_published(store: Store) -> None:
+async def test_a_new_trainer_takes_over_only_the_published_version(store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 1)
     await prepare(store, team, 0, ["0-0"])
@@ -190,12 +190,12 @@ async def test_a_new_trainer_takes_over_only_the_version_that_is_published(store
     await store.steps.publish(team.trainer, 1)
     newer = await store.run.attach_trainer()
     assert not await store.steps.publish(newer, 0)
-    assert await flow.trainer_fence(store) == team.trainer, "generators hold what the former one published"
+    assert await flow.trainer_fence(store) == team.trainer, "generators hold what the previous one published"
     assert not await store.steps.publish(newer, 1)
     assert await flow.trainer_fence(store) == newer
 
 
-async def test_a_dead_letter_is_named_in_full_and_has_a_ticket_of_the_run(store: Store) -> None:
+async def test_only_a_full_id_of_an_issued_ticket_is_requeued(store: Store) -> None:
     team = await start(store)
     fields = {"ticket": "1234567890-0", "outcome": "failed", "reason": "a test", "body": b""}
     foreign = (await store.client.xadd(store.keys.deadletter, fields)).decode()  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ async def test_a_pod_that_leaves_is_forgotten_everywhere(store: Store) -> None:
     assert left == []
 
 
-async def test_an_audit_before_anything_is_published_counts_what_there_is(store: Store) -> None:
+async def test_an_audit_before_the_first_publication_counts_tickets(store: Store) -> None:
     fence = await store.run.create("config", "data", 4, 8) and await store.run.lead("d", 60)
     assert fence is not None
     assert await store.tickets.issue(fence, 0, [ticket(0)]) == 1

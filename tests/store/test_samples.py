@@ -1,4 +1,4 @@
-"""Groups that end wait for the sample log, as many as may, and no longer than its tracker lives."""
+"""Finished groups wait for the sample log, up to a limit, and only while its tracker is alive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def incarnation(store: Store) -> int:
 
 
 async def drop(store: Store, team: Team, count: int, action: str = "filtered:zero") -> list[str]:
-    """Finish `count` groups that are dropped; the names of their payloads."""
+    """Drop `count` finished groups; return the names of their payloads."""
     await issue(store, team, count)
     claims = await claim(store, "g", count)
     for one in claims:
@@ -59,7 +59,7 @@ async def test_without_a_tracker_nothing_waits(any_store: Store) -> None:
     assert await any_store.samples.missed() == {}
 
 
-async def test_what_a_tracker_that_is_gone_misses_is_counted(any_store: Store) -> None:
+async def test_samples_missed_by_a_lost_tracker_are_counted(any_store: Store) -> None:
     team = await attached(any_store, lease_s=0.0)
     names = await drop(any_store, team, 2) + await drop(any_store, team, 1, "stale")
     assert await any_store.samples.waiting(10) == []
@@ -67,7 +67,7 @@ async def test_what_a_tracker_that_is_gone_misses_is_counted(any_store: Store) -
     assert await any_store.samples.missed() == {"filtered": 2, "stale": 1}
 
 
-async def test_no_more_wait_than_may(any_store: Store) -> None:
+async def test_the_bytes_that_wait_are_limited(any_store: Store) -> None:
     team = await attached(any_store)
     await any_store.client.hset(any_store.keys.samples_state, "bytes", str(64 << 20))
     await drop(any_store, team, 1)
@@ -75,7 +75,7 @@ async def test_no_more_wait_than_may(any_store: Store) -> None:
     assert await any_store.samples.missed() == {"filtered": 1}
 
 
-async def test_a_share_of_tickets_is_the_same_in_redis_and_here(any_store: Store) -> None:
+async def test_redis_and_python_sample_the_same_tickets(any_store: Store) -> None:
     team = await attached(any_store, share=0.3)
     await drop(any_store, team, 20)
     there = {one.ticket for one in await any_store.samples.waiting(100)}
@@ -85,7 +85,7 @@ async def test_a_share_of_tickets_is_the_same_in_redis_and_here(any_store: Store
     assert round(1.0 * WHOLE) == WHOLE
 
 
-async def test_tickets_that_fail_and_stale_groups_wait_too(any_store: Store) -> None:
+async def test_failed_tickets_and_stale_groups_wait_too(any_store: Store) -> None:
     team = await attached(any_store)
     await issue(any_store, team, 1)
     [one] = await claim(any_store, "g", 1)
@@ -107,7 +107,7 @@ async def test_a_step_is_deleted_once_it_is_logged_or_too_many_wait(any_store: S
         await any_store.steps.commit(team.trainer, step)
         await any_store.steps.publish(team.trainer, step + 1)
     await any_store.steps.checkpointed(team.trainer, covered)
-    late = max(0, covered + 1 - 8)  # more than may wait
+    late = max(0, covered + 1 - 8)  # above the limit
     assert await any_store.steps.retire() == late
     assert await any_store.samples.missed() == ({"trained": late} if late else {})
     await any_store.samples.log(await incarnation(any_store), covered, 1.0, 60.0)
@@ -122,14 +122,14 @@ async def train(store: Store, team: Team, step: int) -> None:
     await store.steps.checkpointed(team.trainer, step)
 
 
-async def test_a_step_does_not_wait_for_a_tracker_that_is_gone(any_store: Store) -> None:
+async def test_a_step_does_not_wait_for_a_lost_tracker(any_store: Store) -> None:
     team = await attached(any_store, lease_s=0.0)
     await train(any_store, team, 0)
     assert await any_store.steps.retire() == 1
     assert await any_store.samples.missed() == {"trained": 1}
 
 
-async def test_a_late_report_of_an_earlier_incarnation_does_not_count_as_logged(any_store: Store) -> None:
+async def test_reports_of_an_earlier_incarnation_are_ignored(any_store: Store) -> None:
     team = await attached(any_store)
     now = await incarnation(any_store)
     await any_store.samples.log(now - 5, 40, 1.0, 60.0)
@@ -139,7 +139,7 @@ async def test_a_late_report_of_an_earlier_incarnation_does_not_count_as_logged(
     assert await any_store.steps.retire() == 1
 
 
-async def test_what_was_logged_before_a_restore_does_not_count_as_logged_after_it(any_store: Store, tmp_path: Path) -> None:
+async def test_a_restore_resets_what_counts_as_logged(any_store: Store, tmp_path: Path) -> None:
     team = await attached(any_store)
     await train(any_store, team, 0)
     await any_store.samples.log(await incarnation(any_store), 40, 1.0, 60.0)

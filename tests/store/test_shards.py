@@ -1,4 +1,4 @@
-"""Payloads in shards: on all masters of a Cluster, as safe as with the index, and gone when nothing names them."""
+"""Payload shards: spread over all masters of a Cluster, as safe as the index, and deleted when nothing refers to them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHARDS = 6
 
 @pytest.fixture(scope="module", params=SERVERS)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """A Cluster of each kind of server."""
+    """A cluster of each kind of server."""
     skip_without(request.param)
     with redis_cluster(tmp_path_factory.mktemp(request.param), request.param, RUN) as cluster:
         yield cluster
@@ -57,7 +57,7 @@ async def connected(cluster: RedisCluster, run: str = RUN, kind: str = "") -> As
 
 @asynccontextmanager
 async def run_of(cluster: RedisCluster) -> AsyncIterator[Store]:
-    """A store of a run of its own that has shards; nothing of it is left on any node."""
+    """A store of a separate run with shards; deletes it from every node."""
     async with connected(cluster, f"t-{uuid.uuid4().hex[:12]}") as store:
         await store.run.create("config", "dataset", 100, 12, payload_shards=SHARDS)
         yield store
@@ -66,13 +66,13 @@ async def run_of(cluster: RedisCluster) -> AsyncIterator[Store]:
 
 
 def keys_of(cluster: RedisCluster, node: RedisServer, run: str, what: str = "") -> list[str]:
-    """Keys of a run's index and shards, by what follows the name of either."""
+    """Keys of a run's index and shards that match a suffix."""
     found = (key.decode() for key in cluster.call(node, "KEYS", "*"))
     return [key for key in found if key.startswith((f"grpo:{{{run}}}:{what}", f"grpo:{{{run}/")) and what in key]
 
 
 async def held(store: Store) -> list[str]:
-    """Payloads that lie in shards, by name: as the shards list them, which is as they are."""
+    """Payloads in the shards, by name; checks that each shard's list matches its keys."""
     listed = []
     for shard in store.payloads.shards:
         names = [name.decode() for name in cast("list[bytes]", await shard.client.zrange(shard.keys.payloads, 0, -1))]
@@ -82,19 +82,19 @@ async def held(store: Store) -> list[str]:
 
 
 async def named(store: Store) -> list[str]:
-    """Payloads that the index names."""
+    """Payloads that the index refers to."""
     prefix = store.keys.payload("")
     pattern = prefix.replace("{", "[{]").replace("}", "[}]")
     return sorted([key.decode().removeprefix(prefix) async for key in store.client.scan_iter(f"{pattern}*", count=1000)])
 
 
 async def lay(store: Store, claim: Claim) -> None:
-    """What a generator has done that dies before it submits."""
+    """Store a payload as a generator that dies before it submits."""
     await store.payloads.lay({claim.payload: codec.seal(flow.payload_bytes(claim))})
 
 
 async def start(store: Store) -> Team:
-    """As dataprep and trainer do."""
+    """Start a run as dataprep and trainer do."""
     leader = await store.run.lead("leader-0:boot", 60.0)
     assert leader is not None
     team = Team(leader, await store.run.attach_trainer())
@@ -108,13 +108,13 @@ def test_shards_are_evenly_spread_over_the_slots(count: int) -> None:
     share = 16384 / count
     assert [int(slot // share) for slot in slots] == list(range(count))
     assert all(abs(slot % share - share / 2) <= share / 16 for slot in slots)
-    assert {key_slot(keys.payload("0-1.2").encode()) for keys in shards(RUN, count)} == set(slots), "by the prefix alone"
+    assert {key_slot(keys.payload("0-1.2").encode()) for keys in shards(RUN, count)} == set(slots), "the prefix alone decides"
     held = Counter(shard_of(f"0-{i}.{i}", count) for i in range(1000 * count))
     assert min(held.values()) > 800
 
 
-async def test_payloads_lie_on_all_masters_by_the_rights_of_each_service(cluster: RedisCluster) -> None:
-    """Each service with its own Redis user; no other has to be told that there are shards."""
+async def test_payloads_spread_over_all_masters_under_each_users_rights(cluster: RedisCluster) -> None:
+    """Each service uses its own Redis user; only dataprep is configured with the number of shards."""
     async with (
         connected(cluster, kind="dataprep") as dataprep,
         connected(cluster, kind="generator") as generator,
@@ -137,7 +137,7 @@ async def test_payloads_lie_on_all_masters_by_the_rights_of_each_service(cluster
         assert looked_at is not None
         assert (looked_at.tokens == claims[0].fence % 1000).all()
         per_node = [len(keys_of(cluster, node, f"{RUN}", "payload:")) for node in cluster.nodes[:3]]
-        assert min(per_node) >= 10, "of 60, and of 60 names on the one with the index"
+        assert min(per_node) >= 10, "of 60 payloads, plus 60 names on the node with the index"
         for claim in claims:
             assert await trainer.client.get(trainer.keys.payload(claim.payload)) == b""
         assert await dataprep.payloads.sweep() == 0
@@ -151,13 +151,13 @@ async def test_payloads_lie_on_all_masters_by_the_rights_of_each_service(cluster
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_is_named_is_there_and_nothing_else_stays_whatever_happens(cluster: RedisCluster, seed: int) -> None:
-    """The random walk of test_conservation.py; generators die between payload and header, sweeps come at any time, also by those
-    who sleep before they delete."""
+async def test_a_random_walk_leaves_exactly_the_referenced_payloads(cluster: RedisCluster, seed: int) -> None:
+    """The random walk of test_conservation.py; generators die between payload and header, and sweeps come at any time,
+    some by callers that sleep before they delete."""
     async with run_of(cluster) as store:
         walk, dice = Walk(store, seed), random.Random(seed)
         await walk.begin()
-        late: list[list[str]] = []  # what somebody found and has not deleted yet
+        late: list[list[str]] = []  # found by a sweep and not yet deleted
         for i in range(200):
             await walk.step()
             if dice.random() < 0.1 and (one := walk.anybody()) and one[1].ticket is not None:
@@ -174,14 +174,14 @@ async def test_what_is_named_is_there_and_nothing_else_stays_whatever_happens(cl
         report = assess("walk", await store.run.audit())
         assert report.ok, report.messages
         assert report.outcomes["trained"] > 0
-        for name in await named(store):  # of refused submissions; they expire
+        for name in await named(store):  # of rejected submissions; they expire
             assert await store.client.ttl(store.keys.payload(name)) > 0
             await store.client.delete(store.keys.payload(name))
         await store.payloads.sweep()
         assert await held(store) == []
 
 
-async def test_a_payload_whose_claim_may_still_submit_it_is_not_swept(cluster: RedisCluster) -> None:
+async def test_a_payload_that_may_still_be_submitted_is_not_swept(cluster: RedisCluster) -> None:
     """A generator dies, or is merely slow, between payload and header."""
     async with run_of(cluster) as store:
         team = await start(store)
@@ -194,8 +194,8 @@ async def test_a_payload_whose_claim_may_still_submit_it_is_not_swept(cluster: R
         assert await store.payloads.sweep() == 0
         (again,) = await flow.claim(store, "h", 1, lease_s=0.0)
         assert again.ticket_id == dead.ticket_id
-        assert await store.payloads.sweep() == 1, "another holds its ticket"
-        assert not await flow.submit(store, "g", dead), "refused; what was written for it is nobody's"
+        assert await store.payloads.sweep() == 1, "another generator holds the ticket"
+        assert not await flow.submit(store, "g", dead), "rejected; its payload is unreferenced"
         assert await flow.submit(store, "h", again)
         assert await flow.submit(store, "h", again), "a repeated call"
         await flow.settle(store, team)
@@ -203,10 +203,10 @@ async def test_a_payload_whose_claim_may_still_submit_it_is_not_swept(cluster: R
         assert await held(store) == await named(store) == sorted([slow.payload, again.payload])
 
 
-async def test_a_sweep_that_sleeps_at_any_point_takes_nothing_that_is_submitted_or_restored_meanwhile(
+async def test_a_slow_sweep_spares_what_is_submitted_or_restored(
     cluster: RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After it has seen a payload that the index did not name yet; and before it deletes what the index names no more."""
+    """It pauses after it sees a payload not yet in the index, and before it deletes one no longer in it."""
     async with run_of(cluster) as store, connected(cluster, store.keys.name) as sweeper:
         await sweeper.run.state()
         team = await start(store)
@@ -243,17 +243,17 @@ async def test_a_sweep_that_sleeps_at_any_point_takes_nothing_that_is_submitted_
         await store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: None)
         before = await named(store)
         assert [name.rpartition(".")[0] for name in before] == sorted(kept)
-        assert await held(store) == before, "the others made room"
+        assert await held(store) == before, "the others were deleted"
         awake.set()
         await sweeping
         assert await held(store) == before
         assert len(await store.steps.payloads(before)) == 3
 
 
-async def test_a_run_is_taken_back_with_its_payloads_though_the_first_attempt_is_cut_off(
+async def test_a_restore_of_shards_survives_an_interrupted_attempt(
     cluster: RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups, prepared steps and the trainer's rows name payloads that are there, with the tokens of before."""
+    """Groups, prepared steps and the trainer's rows refer to existing payloads with the original tokens."""
     async with run_of(cluster) as store:
         team = await start(store)
         groups = await flow.buffer(store, team, 4)
@@ -289,13 +289,13 @@ async def test_a_run_is_taken_back_with_its_payloads_though_the_first_attempt_is
 
 
 def owner_of(ranges: list[list[Any]], shard: Connection) -> int:
-    """Port of the master that has a shard."""
+    """Port of the master that owns a shard."""
     slot = key_slot(shard.keys.prefix.encode())
     return next(master[1] for first, last, master, *_ in ranges if first <= slot <= last)
 
 
 def offset_of(cluster: RedisCluster, node: RedisServer) -> int:
-    """How much of what its master was told a node has seen."""
+    """Replication offset of a node."""
     lines = cluster.call(node, "INFO", "replication").decode().splitlines()
     return int(next(line.partition(":")[2] for line in lines if line.startswith(("slave_repl_offset", "master_repl_offset"))))
 
@@ -304,7 +304,7 @@ async def tokens_of(store: Store, payload: str) -> list[int]:
     return (await store.steps.payloads([payload]))[payload].tokens.tolist()
 
 
-async def test_a_payload_that_its_shard_lost_is_told_like_a_damaged_one(cluster: RedisCluster) -> None:
+async def test_a_payload_lost_by_its_shard_is_reported_as_damaged(cluster: RedisCluster) -> None:
     async with run_of(cluster) as store:
         team = await start(store)
         groups = await flow.buffer(store, team, 3)
@@ -320,7 +320,7 @@ async def test_a_payload_that_its_shard_lost_is_told_like_a_damaged_one(cluster:
         assert await store.payloads.sweep() == 2
 
 
-async def test_a_run_that_is_gone_leaves_payloads_to_whoever_knows_how_many_shards_it_had(cluster: RedisCluster) -> None:
+async def test_a_lost_run_needs_its_number_of_shards_to_be_deleted(cluster: RedisCluster) -> None:
     async with run_of(cluster) as store:
         team, run = await start(store), store.keys.name
         groups = await flow.buffer(store, team, 12)
@@ -334,7 +334,7 @@ async def test_a_run_that_is_gone_leaves_payloads_to_whoever_knows_how_many_shar
             await other.restores.delete_run(SHARDS)
 
 
-async def test_what_needs_no_payload_goes_on_without_a_shard(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_without_payloads_work_while_a_shard_is_down(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_of(cluster) as store:
 
         async def silent(*_: str) -> dict[str, str]:
@@ -354,24 +354,24 @@ async def test_what_needs_no_payload_goes_on_without_a_shard(cluster: RedisClust
             raise StoreError("a shard is away")
 
         monkeypatch.setattr(store.payloads, "check_shards", refuse)
-        assert not await store.run.create("config", "dataset", 100, 12, payload_shards=SHARDS), "whoever attaches asks no shard"
+        assert not await store.run.create("config", "dataset", 100, 12, payload_shards=SHARDS), "attaching contacts no shard"
 
 
-def test_the_fullest_server_has_the_largest_share_or_the_most() -> None:
+def test_the_fullest_server_is_chosen_by_share_or_by_bytes() -> None:
     said = [{"used_memory": "50", "maxmemory": "100"}, {"used_memory": "60", "maxmemory": "600"}]
     assert fullest(said, 0) == (50, 100)
     assert fullest(said, 1000) == (60, 1000)
     assert fullest([{"used_memory": "50"}, {"used_memory": "60"}], 0) == (60, 0)
 
 
-def test_a_snapshot_that_cannot_be_renamed_is_damaged() -> None:
+def test_an_undecodable_snapshot_entry_is_damaged() -> None:
     with pytest.raises(SnapshotError, match="group 0-1 is damaged"):
         renamed(SnapshotGroup("0-1", 1, {"header": b"?", "payload": b"0-1.3"}, b"x", 1.0), 7)
     with pytest.raises(SnapshotError, match="a plan is damaged"):
         renamed_plan({"plan": b"", "rank:0": b"?"}, 7)
 
 
-async def test_shards_are_refused_where_there_is_no_cluster(server: RedisServer) -> None:
+async def test_shards_on_a_single_server_are_rejected(server: RedisServer) -> None:
     store = await Store.connect(server.url, "alone", server.password)
     try:
         with pytest.raises(
@@ -389,7 +389,7 @@ async def test_shards_are_refused_where_there_is_no_cluster(server: RedisServer)
         await store.close()
 
 
-async def test_every_master_has_to_be_fit(cluster: RedisCluster) -> None:
+async def test_every_master_must_meet_the_requirements(cluster: RedisCluster) -> None:
     async with connected(cluster, "unfit") as store:
         cluster.call(cluster.other, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         try:
@@ -400,8 +400,8 @@ async def test_every_master_has_to_be_fit(cluster: RedisCluster) -> None:
         assert await store.run.state() is None
 
 
-async def test_without_shards_a_payload_goes_and_comes_as_before(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of a group's life to the byte, but for those of functions that have no payload."""
+async def test_without_shards_the_commands_are_unchanged(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares the commands of a group's life byte for byte, except those of functions without a payload."""
     sent: list[tuple[Any, ...]] = []
     exchange = store.connection._exchange
 
@@ -429,9 +429,9 @@ async def test_without_shards_a_payload_goes_and_comes_as_before(store: Store, m
     assert sent == []
 
 
-async def test_a_shard_goes_where_its_slot_goes(tmp_path: Path) -> None:
-    """The master of some shards dies, and its replica takes over; a shard's slot moves to another master, amid work. What was
-    acknowledged before is there."""
+async def test_a_shard_follows_its_slot(tmp_path: Path) -> None:
+    """Under load, the master of some shards dies and its replica takes over, and a shard's slot moves to another master. What was
+    acknowledged before survives."""
     with redis_cluster(tmp_path, find_server(), RUN, replicated=1) as cluster:
         async with connected(cluster) as store:
             await store.run.create("config", "dataset", 100, 10_000, payload_shards=3)

@@ -1,4 +1,4 @@
-"""Snapshots: of one instant, put back whole; what was under way is issued again; nobody of before gets a word in."""
+"""Snapshots are consistent and restored whole; unfinished work is reissued, and callers from before are fenced off."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ VOLATILE = {b"leader", b"leader_until_ms", b"leader_fence", b"published_by", b"i
 
 
 def ignored() -> None:
-    """A restore that nobody has to keep alive."""
+    """A keep-alive that does nothing."""
 
 
 async def everything(store: Store) -> dict[str, Any]:
-    """Every key of the run but those that a restore is to change, and what is on its way, which it issues again."""
+    """Every key of the run except those that a restore changes, and unfinished work, which it reissues."""
     found: dict[str, Any] = {}
     passing = ("tickets", "headers", "claims", "attempts", "expiries", "reissue", "outstanding", "ledger", "payload", "departed",
                "answers", "claimed")  # fmt: skip
@@ -54,7 +54,7 @@ async def everything(store: Store) -> dict[str, Any]:
 
 
 async def busy_run(store: Store, seed: int, operations: int = 150) -> Walk:
-    """A run in the middle of a random walk, everything up to the last commit under a checkpoint."""
+    """A run in the middle of a random walk, with a checkpoint of the last commit."""
     walk = Walk(store, seed)
     await walk.begin()
     for _ in range(operations):
@@ -66,14 +66,14 @@ async def busy_run(store: Store, seed: int, operations: int = 150) -> Walk:
 
 
 async def save(store: Store, trainer: int, path: Path, payloads: bool) -> None:
-    """As the trainer does whose weights are those behind the last committed step."""
+    """Save as a trainer whose weights are those after the last committed step."""
     state = await store.run.state()
     assert state is not None
     await store.snapshots.save(trainer, state.committed_step, path, payloads)
 
 
 async def restore(store: Store, path: Path, keep_plans: bool = True) -> int:
-    """As a new trainer does; its fence."""
+    """Restore as a new trainer; return its fence."""
     trainer = await store.run.attach_trainer()
     await store.restores.restore(trainer, Snapshot(path), keep_plans, ignored)
     return trainer
@@ -84,7 +84,7 @@ async def names_of(store: Store, count: int = 1000) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_run_that_redis_lost_is_put_back_whole(any_store: Store, tmp_path: Path, seed: int) -> None:
+async def test_a_run_lost_by_redis_is_restored_whole(any_store: Store, tmp_path: Path, seed: int) -> None:
     walk = await busy_run(any_store, seed)
     await save(any_store, walk.trainers[-1], tmp_path / "s", payloads=True)
     before, outstanding = (
@@ -104,9 +104,7 @@ async def test_a_run_that_redis_lost_is_put_back_whole(any_store: Store, tmp_pat
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_nothing_is_lost_or_doubled_when_a_run_goes_back_again_and_again(
-    any_store: Store, tmp_path: Path, seed: int
-) -> None:
+async def test_repeated_restores_lose_and_duplicate_nothing(any_store: Store, tmp_path: Path, seed: int) -> None:
     walk, dice = await busy_run(any_store, 100 + seed, 60), random.Random(seed)
     kept, state = list[Path](), await walk.state()
     for number in range(8):
@@ -137,9 +135,7 @@ async def test_nothing_is_lost_or_doubled_when_a_run_goes_back_again_and_again(
     assert (report.places["tickets"], report.places["reissue"], report.slots_used) == (0, 0, 0)
 
 
-async def test_without_payloads_what_was_not_trained_is_generated_again_in_its_old_order(
-    any_store: Store, tmp_path: Path
-) -> None:
+async def test_without_payloads_untrained_tickets_are_reissued_in_order(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store, slots=12)
     await flow.buffer(any_store, team, 6)
     for step, groups in ((0, ["0-0", "0-1"]), (1, ["0-2", "0-3"])):
@@ -158,9 +154,7 @@ async def test_without_payloads_what_was_not_trained_is_generated_again_in_its_o
     assert await any_store.replay.groups(["0-4", "0-2"]) == []
 
 
-async def test_dead_letters_that_were_put_back_wait_in_their_order_and_later_ones_are_letters_again(
-    any_store: Store, tmp_path: Path
-) -> None:
+async def test_a_restore_keeps_the_order_of_requeued_letters(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store, slots=12)
     await flow.issue(any_store, team, 12)
     for one in await flow.claim(any_store, "g", 12):
@@ -179,7 +173,7 @@ async def test_dead_letters_that_were_put_back_wait_in_their_order_and_later_one
     assert report.ok, report.messages
 
 
-async def test_filtered_groups_keep_the_place_they_had_in_a_step_that_is_planned_anew(any_store: Store, tmp_path: Path) -> None:
+async def test_filtered_groups_keep_their_place_in_a_replanned_step(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 1)
     await flow.issue(any_store, team, 1)
@@ -195,7 +189,7 @@ async def test_filtered_groups_keep_the_place_they_had_in_a_step_that_is_planned
     assert (await any_store.replay.sweep_and_peek(leader, 0, 4)).gaps == (1,)
 
 
-async def test_the_leader_is_held_off_while_a_snapshot_is_taken_and_no_longer(any_store: Store) -> None:
+async def test_the_leader_is_blocked_only_while_a_snapshot_is_taken(any_store: Store) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 1)
     await any_store.connection.call("snapshot_begin", team.trainer, 2, 60_000)
@@ -211,14 +205,12 @@ async def test_the_leader_is_held_off_while_a_snapshot_is_taken_and_no_longer(an
     assert await any_store.connection.call("snapshot_end", team.trainer, 2) == 1
     await flow.prepare(any_store, team, 0, ["0-0"])
     await any_store.connection.call("snapshot_begin", team.trainer, 3, 0)
-    assert await flow.issue(any_store, team, 1) == 1, "its maker died: the lease is over"
+    assert await flow.issue(any_store, team, 1) == 1, "the writer died: its lease has expired"
     assert await any_store.connection.call("snapshot_hold", team.trainer, 3, 60_000) == 0
     assert await any_store.connection.call("snapshot_end", team.trainer, 3) == 0
 
 
-async def test_a_copy_that_took_longer_than_its_lease_is_made_anew(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_snapshot_slower_than_its_lease_is_retried(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     team = await flow.start(store)
     await flow.buffer(store, team, 2)
     monkeypatch.setattr(snapshots, "LEASE_S", 0.0)
@@ -230,7 +222,7 @@ async def test_a_copy_that_took_longer_than_its_lease_is_made_anew(
     assert Snapshot(tmp_path / "s").head.whole
 
 
-async def test_whoever_belongs_to_the_time_before_is_refused(any_store: Store, tmp_path: Path) -> None:
+async def test_callers_from_before_a_restore_are_rejected(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store, slots=12)
     await flow.buffer(any_store, team, 2)
     await save(any_store, team.trainer, tmp_path / "s", payloads=True)
@@ -240,19 +232,19 @@ async def test_whoever_belongs_to_the_time_before_is_refused(any_store: Store, t
     for call in (any_store.steps.commit(team.trainer, 0), any_store.replay.sweep_and_peek(team.leader, 0, 1)):
         with pytest.raises(Fenced):
             await call
-    assert not await flow.submit(any_store, "g", held), "a submission of before counted"
+    assert not await flow.submit(any_store, "g", held), "a submission from before the restore counted"
     assert await any_store.tickets.renew("g", [held]) == {held.entry}
-    assert await any_store.tickets.reissue(9) == [], "0-2 and 0-3 were issued later and are not known any more"
+    assert await any_store.tickets.reissue(9) == [], "0-2 and 0-3 were issued later and are no longer known"
     leader = await any_store.run.lead("next", 60)
     assert leader is not None
     assert await flow.issue(any_store, flow.Team(leader, trainer), 1) == 1
-    assert (await any_store.tickets.claim("g", 0, team.trainer, 60, 1))[1] == [], "weights of before"
+    assert (await any_store.tickets.claim("g", 0, team.trainer, 60, 1))[1] == [], "weights from before the restore"
     assert (await any_store.tickets.claim("g", 0, trainer, 60, 1))[1] == [], "nothing is published yet"
     await any_store.steps.publish(trainer, 0)
     assert [claim.ticket_id for claim in (await any_store.tickets.claim("g", 0, trainer, 60, 1))[1]] == ["0-2"]
 
 
-async def test_a_restore_that_is_cut_off_leaves_nothing_to_do_but_to_begin_it_again(any_store: Store, tmp_path: Path) -> None:
+async def test_an_interrupted_restore_must_be_started_again(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 3)
     await flow.prepare(any_store, team, 0, ["0-0"])
@@ -284,7 +276,7 @@ async def test_a_restore_that_is_cut_off_leaves_nothing_to_do_but_to_begin_it_ag
     } | {"ledger:reissued": 0, "slots_used": 2, "ledger:syncs": 1}
 
 
-async def test_a_run_that_is_to_go_back_does_not_end_and_one_that_has_ended_may_go_back(any_store: Store, tmp_path: Path) -> None:
+async def test_an_ended_run_can_be_restored_but_a_restoring_one_cannot_end(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 1)
     await flow.prepare(any_store, team, 0, ["0-0"])
@@ -306,9 +298,7 @@ async def test_a_run_that_is_to_go_back_does_not_end_and_one_that_has_ended_may_
     assert (state.restore, state.finished) == (-1, "trained 1 of 1 steps")
 
 
-async def test_a_trainer_that_hung_in_a_restore_writes_nothing_into_the_run_of_its_successor(
-    any_store: Store, tmp_path: Path
-) -> None:
+async def test_a_trainer_that_hung_in_a_restore_is_fenced_off(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 3)
     await flow.prepare(any_store, team, 0, ["0-0"])
@@ -335,7 +325,7 @@ async def test_a_trainer_that_hung_in_a_restore_writes_nothing_into_the_run_of_i
     assert await everything(any_store) == before
 
 
-async def test_a_checkpoint_is_of_one_step_in_weights_and_state(any_store: Store, tmp_path: Path) -> None:
+async def test_a_snapshot_must_match_the_step_of_the_weights(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 2)
     await flow.prepare(any_store, team, 0, ["0-0"])
@@ -343,7 +333,7 @@ async def test_a_checkpoint_is_of_one_step_in_weights_and_state(any_store: Store
     for step in (-1, 1):
         with pytest.raises(StoreError, match=f"has committed step 0, but the weights are those after step {step}"):
             await any_store.snapshots.save(team.trainer, step, tmp_path / "s", payloads=True)
-    assert await flow.issue(any_store, team, 1) == 1, "the leader goes on"
+    assert await flow.issue(any_store, team, 1) == 1, "the leader is not blocked"
 
 
 async def test_history_after_the_checkpoint_is_forgotten(store: Store, tmp_path: Path) -> None:
@@ -359,7 +349,7 @@ async def test_history_after_the_checkpoint_is_forgotten(store: Store, tmp_path:
     assert [record["step"] for _, record in await store.monitor.metrics()] == [0.0, 1.0]
 
 
-async def test_dead_letters_rates_and_drops_come_along(any_store: Store, tmp_path: Path) -> None:
+async def test_dead_letters_pass_rates_and_drops_are_restored(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.issue(any_store, team, 2)
     for claim in await flow.claim(any_store, "g", 2):
@@ -376,7 +366,7 @@ async def test_dead_letters_rates_and_drops_come_along(any_store: Store, tmp_pat
     assert len(rates) == 1000
 
 
-async def test_damaged_files_are_told_apart_from_snapshots(store: Store, tmp_path: Path) -> None:
+async def test_damaged_snapshot_files_are_detected(store: Store, tmp_path: Path) -> None:
     team = await flow.start(store)
     await flow.buffer(store, team, 3)
     path = tmp_path / "s"
@@ -388,13 +378,13 @@ async def test_damaged_files_are_told_apart_from_snapshots(store: Store, tmp_pat
             if damaged:
                 damaged[dice.randrange(len(damaged))] = dice.randrange(256)
         path.write_bytes(damaged)
-        with contextlib.suppress(SnapshotError):  # anything else it raises is a fault
+        with contextlib.suppress(SnapshotError):  # any other exception is a failure
             list(Snapshot(path).pieces())
     with pytest.raises(SnapshotError, match="cannot be read: No such file"):
         Snapshot(tmp_path / "none")
 
 
-async def test_a_snapshot_is_of_one_instant_while_everybody_works(store: Store, tmp_path: Path) -> None:
+async def test_a_snapshot_under_load_is_consistent(store: Store, tmp_path: Path) -> None:
     """Generators claim, submit and fail, and a leader settles, while copies are taken; each copy alone conserves its tickets."""
     walk = await busy_run(store, 7, 60)
     going = True

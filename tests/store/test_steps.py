@@ -1,4 +1,4 @@
-"""Steps: prepared in order, committed once, slots given back when the weights are published, plans kept for a checkpoint."""
+"""Steps: prepared in order, committed once, slots freed when the weights are published, plans kept for a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_steps_are_prepared_in_order(any_store: Store) -> None:
         await prepare(any_store, team, 0, ["0-1"])
 
 
-async def test_preparing_the_very_same_plan_again_changes_nothing(any_store: Store) -> None:
+async def test_preparing_the_same_plan_again_changes_nothing(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-0"])
@@ -52,7 +52,7 @@ async def test_preparing_the_very_same_plan_again_changes_nothing(any_store: Sto
     ("groups", "oldest_fresh", "why"),
     [(["0-9"], 0, "0-9 is not in the replay table"), (["0-0", "0-0"], 0, "0-0 is drawn twice"), (["0-0"], 1, "0-0 is stale")],
 )
-async def test_a_wrong_picture_of_the_table_is_refused_as_a_whole(
+async def test_a_plan_that_contradicts_the_table_is_rejected(
     any_store: Store, groups: list[str], oldest_fresh: int, why: str
 ) -> None:
     team = await start(any_store)
@@ -63,7 +63,7 @@ async def test_a_wrong_picture_of_the_table_is_refused_as_a_whole(
     assert await any_store.run.audit() == before
 
 
-async def test_slots_come_back_with_the_published_version_and_not_before(any_store: Store) -> None:
+async def test_slots_are_freed_by_publication_and_not_before(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 3)
 
@@ -90,7 +90,7 @@ async def test_one_publication_may_cover_several_steps(any_store: Store) -> None
     assert (await any_store.run.audit())["slots_used"] == 0
 
 
-async def test_committing_twice_is_harmless_and_out_of_order_is_refused(any_store: Store) -> None:
+async def test_commits_are_idempotent_and_in_order(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
     with pytest.raises(OutOfOrder):
@@ -107,7 +107,7 @@ async def test_committing_twice_is_harmless_and_out_of_order_is_refused(any_stor
     assert (audit["ledger:trained"], audit["prepared"]) == (1, 1)
 
 
-async def test_a_newer_trainer_fences_the_older_off(any_store: Store) -> None:
+async def test_a_newer_trainer_fences_off_the_older(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 1)
     await prepare(any_store, team, 0, ["0-0"])
@@ -123,7 +123,7 @@ async def test_a_newer_trainer_fences_the_older_off(any_store: Store) -> None:
     assert await any_store.steps.commit(new, 0)
 
 
-async def test_a_group_trains_max_uses_times_and_holds_its_slot_for_the_first(any_store: Store) -> None:
+async def test_a_group_trains_max_uses_times_with_a_slot_for_the_first(any_store: Store) -> None:
     team = await start(any_store, table=TableRules(max_uses=2))
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
@@ -180,13 +180,13 @@ async def test_a_group_used_twice_outlives_its_first_step(any_store: Store) -> N
     assert await keys_of(any_store, "step", "group", "payload", "replay") == ["replay:state"]
 
 
-async def test_payloads_that_are_gone_or_changed_are_named_all_at_once(any_store: Store) -> None:
+async def test_all_lost_or_damaged_payloads_are_reported_at_once(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 3)
     names = [group.header.payload for group in await flow.oldest_groups(any_store, 3)]
     key = any_store.keys.payload(names[1])
     data = bytearray(await any_store.client.get(key) or b"")
-    data[20] ^= 4  # somewhere in its tokens, which would still be tokens
+    data[20] ^= 4  # in its tokens, which would still be valid tokens
     await any_store.client.set(key, bytes(data))
     await any_store.client.set(any_store.keys.payload(names[2]), codec.seal(b"no message"))
     with pytest.raises(Damaged) as raised:
@@ -200,7 +200,7 @@ async def test_payloads_that_are_gone_or_changed_are_named_all_at_once(any_store
     assert await any_store.steps.payloads([]) == {}
 
 
-async def test_payload_bytes_arrive_as_they_were_sent(any_store: Store) -> None:
+async def test_payload_bytes_round_trip(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 1)
     (group,) = await flow.oldest_groups(any_store, 1)

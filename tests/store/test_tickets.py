@@ -13,7 +13,7 @@ from tests.support.flow import claim, counts, header, issue, payload_bytes, sett
 from tests.support.harness import buried, ticket
 
 
-async def test_issue_fills_free_slots_only_and_a_repeated_call_adds_nothing(any_store: Store) -> None:
+async def test_issue_fills_only_free_slots_and_is_idempotent(any_store: Store) -> None:
     team = await start(any_store, slots=3)
     tickets = [ticket(seq) for seq in range(5)]
     assert await any_store.tickets.issue(team.leader, 0, tickets) == 0, "all or none"
@@ -34,7 +34,7 @@ async def test_only_the_leader_issues(any_store: Store) -> None:
         await any_store.tickets.issue(team.leader, 0, [ticket(0)])
 
 
-async def test_a_claim_carries_the_ticket_and_a_growing_fence(any_store: Store) -> None:
+async def test_a_claim_carries_the_ticket_and_an_increasing_fence(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 3)
     first, second = await claim(any_store, "a", 2)
@@ -45,13 +45,13 @@ async def test_a_claim_carries_the_ticket_and_a_growing_fence(any_store: Store) 
 
 
 @pytest.mark.parametrize("version", [-1, 1])
-async def test_only_the_published_version_claims(any_store: Store, version: int) -> None:
+async def test_only_pods_with_the_published_version_claim(any_store: Store, version: int) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     assert await claim(any_store, "a", version=version) == []
 
 
-async def test_nothing_is_claimed_while_paused_or_when_the_run_ends(any_store: Store) -> None:
+async def test_nothing_is_claimed_while_paused_or_ended(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 2)
     await any_store.run.pause("generator", "a test")
@@ -62,7 +62,7 @@ async def test_nothing_is_claimed_while_paused_or_when_the_run_ends(any_store: S
     assert await claim(any_store, "a") == []
 
 
-async def test_an_expired_lease_is_claimed_by_another_and_the_late_submission_is_refused(any_store: Store) -> None:
+async def test_an_expired_lease_is_reclaimed_and_a_late_submit_rejected(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (dead,) = await claim(any_store, "dead")
@@ -72,7 +72,7 @@ async def test_an_expired_lease_is_claimed_by_another_and_the_late_submission_is
     assert alive.payload != dead.payload
     assert await any_store.tickets.renew("dead", [dead]) == {dead.entry}
     assert not await submit(any_store, "dead", dead)
-    assert await any_store.client.exists(any_store.keys.payload(dead.payload)) == 0, "the refused payload is gone at once"
+    assert await any_store.client.exists(any_store.keys.payload(dead.payload)) == 0, "the rejected payload is deleted at once"
     assert await submit(any_store, "alive", alive)
     audit = await any_store.run.audit()
     assert (audit["headers"], audit["tickets"], audit["ledger:refused_submits"]) == (1, 0, 1)
@@ -88,18 +88,18 @@ async def test_a_renewed_lease_does_not_expire(any_store: Store) -> None:
         assert await claim(any_store, "b", lease_s=1.0) == []
 
 
-async def test_a_repeated_submission_of_the_same_claim_is_accepted_and_stored_once(any_store: Store) -> None:
+async def test_a_repeated_submission_is_accepted_and_stored_once(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (one,) = await claim(any_store, "a")
     assert await submit(any_store, "a", one)
-    assert await submit(any_store, "a", one), "as the client does by itself when a reply was lost"
+    assert await submit(any_store, "a", one), "as the client retries after a lost reply"
     audit = await any_store.run.audit()
     assert (audit["headers"], audit.get("ledger:refused_submits", 0)) == (1, 0)
     assert await any_store.client.ttl(any_store.keys.payload(one.payload)) == -1
 
 
-async def test_a_submission_repeated_after_the_group_was_dropped_leaves_no_payload(any_store: Store) -> None:
+async def test_resubmitting_a_dropped_group_leaves_no_payload(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (one,) = await claim(any_store, "a")
@@ -109,7 +109,7 @@ async def test_a_submission_repeated_after_the_group_was_dropped_leaves_no_paylo
     assert await any_store.client.exists(any_store.keys.payload(one.payload)) == 0
 
 
-async def test_groups_submitted_at_the_same_time_travel_together_each_for_itself(any_store: Store) -> None:
+async def test_concurrent_submissions_are_batched_and_judged_separately(any_store: Store) -> None:
     team = await start(any_store, slots=40)
     await issue(any_store, team, 40)
     claims = await claim(any_store, "a", 40)
@@ -121,7 +121,7 @@ async def test_groups_submitted_at_the_same_time_travel_together_each_for_itself
     assert await settle(any_store, team) == 35
 
 
-async def test_a_submission_that_cannot_be_encoded_fails_alone(any_store: Store) -> None:
+async def test_an_unencodable_submission_fails_alone(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 2)
     good, bad = await claim(any_store, "a", 2)
@@ -131,17 +131,17 @@ async def test_a_submission_that_cannot_be_encoded_fails_alone(any_store: Store)
     assert isinstance(outcomes[1], TypeError)
 
 
-async def test_a_released_ticket_is_claimed_at_once_and_does_not_count_as_expired(any_store: Store) -> None:
+async def test_a_released_ticket_is_reclaimable_and_not_expired(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     for round in range(3):
         (one,) = await claim(any_store, f"g{round % 2}", max_expiries=0)
         assert await any_store.tickets.release(f"g{round % 2}", one)
-        assert not await any_store.tickets.release(f"g{round % 2}", one), "not held any more"
+        assert not await any_store.tickets.release(f"g{round % 2}", one), "no longer held"
     assert (await any_store.run.audit())["tickets"] == 1
 
 
-async def test_the_tokens_so_far_pass_to_the_next_claim_and_go_with_the_submission(any_store: Store) -> None:
+async def test_partial_tokens_pass_to_the_next_claim_until_submitted(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (one,) = await claim(any_store, "a")
@@ -154,7 +154,7 @@ async def test_the_tokens_so_far_pass_to_the_next_claim_and_go_with_the_submissi
     assert await any_store.tickets.load_partial(two.ticket_id) is None
 
 
-async def test_a_ticket_that_fails_too_often_is_buried_with_its_reason_and_frees_its_slot(any_store: Store) -> None:
+async def test_a_ticket_that_fails_too_often_is_dead_lettered(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     for attempt in (1, 2, 3):
@@ -165,7 +165,7 @@ async def test_a_ticket_that_fails_too_often_is_buried_with_its_reason_and_frees
     assert await counts(any_store) == {"ledger:issued": 1, "ledger:failed": 1, "ledger:syncs": 1}
 
 
-async def test_a_ticket_whose_leases_keep_running_out_is_buried(any_store: Store) -> None:
+async def test_a_ticket_whose_leases_keep_expiring_is_dead_lettered(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     for _ in range(3):
@@ -174,8 +174,8 @@ async def test_a_ticket_whose_leases_keep_running_out_is_buried(any_store: Store
     assert await buried(any_store) == [("0-0", "its lease expired 2 times: it may crash its generator")]
 
 
-async def test_a_ticket_that_kills_its_only_generator_again_and_again_is_buried(any_store: Store) -> None:
-    """A restarted pod adopts its own pending tickets before their leases run out; that counts as an end of the lease, too."""
+async def test_a_ticket_that_keeps_killing_its_generator_is_dead_lettered(any_store: Store) -> None:
+    """A restarted pod adopts its pending tickets before their leases expire; that counts as an expired lease, too."""
     team = await start(any_store)
     await issue(any_store, team, 1)
     for _ in range(3):
@@ -184,7 +184,7 @@ async def test_a_ticket_that_kills_its_only_generator_again_and_again_is_buried(
     assert (await any_store.run.audit())["ledger:failed"] == 1
 
 
-async def test_a_restarted_pod_adopts_what_it_held_and_its_old_process_is_fenced_off(any_store: Store) -> None:
+async def test_a_restarted_pod_adopts_its_tickets_and_fences_off_the_old(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 2)
     old = await claim(any_store, "a", 2)
@@ -194,8 +194,8 @@ async def test_a_restarted_pod_adopts_what_it_held_and_its_old_process_is_fenced
     assert await submit(any_store, "a", new[0])
 
 
-async def test_an_adopted_ticket_is_looked_at_once_in_a_call(any_store: Store) -> None:
-    """It is own, and with a lease of no length expired, too: one call gives it one fence and counts one end of a lease."""
+async def test_an_adopted_ticket_is_counted_once_per_call(any_store: Store) -> None:
+    """It is the pod's own and, with a lease of 0 s, also expired: one call assigns one fence and counts one expiry."""
     team = await start(any_store)
     await issue(any_store, team, 1)
     await claim(any_store, "a")
@@ -215,7 +215,7 @@ async def test_claims_walk_through_all_expired_leases(any_store: Store) -> None:
     assert set(seen) == {f"0-{i}" for i in range(50)}
 
 
-async def test_corrupt_tickets_reach_the_claimer_without_a_ticket(any_store: Store) -> None:
+async def test_a_corrupt_ticket_is_claimed_without_a_body(any_store: Store) -> None:
     await start(any_store)
     await any_store.client.xadd(any_store.keys.tickets, {"ticket": "0-9", "body": b"\xc1garbage"})
     await any_store.client.xadd(any_store.keys.tickets, {"ticket": "0-10"})
@@ -224,4 +224,4 @@ async def test_corrupt_tickets_reach_the_claimer_without_a_ticket(any_store: Sto
     for one in bad:
         assert await any_store.tickets.fail("a", one, "its bytes are not a ticket", max_attempts=1)
     assert [ticket for ticket, _ in await buried(any_store)] == ["0-10", "0-9"]
-    assert await counts(any_store) == {"ledger:unknown_tickets": 2, "ledger:syncs": 1}, "nobody issued them: no slot comes free"
+    assert await counts(any_store) == {"ledger:unknown_tickets": 2, "ledger:syncs": 1}, "they were never issued: no slot is freed"

@@ -1,4 +1,4 @@
-"""Turns of rollouts: each is kept once, in order, and only of who holds the ticket now."""
+"""Turns of rollouts: each is stored once, in order, and only from the current holder of the ticket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def commit(store: Store, one: Claim, sample: int, restarts: int, place: in
     return await store.tickets.commit_turn(pod, one, TurnPlace(sample, restarts, place), record, TTL_S)
 
 
-async def test_turns_that_are_committed_together_are_answered_each_by_itself(any_store: Store) -> None:
+async def test_turns_committed_in_one_batch_are_judged_separately(any_store: Store) -> None:
     first, second = await held(any_store, 2)
     stranger = replace(second, fence=second.fence + 1)
     answers = await asyncio.gather(
@@ -45,7 +45,7 @@ async def test_turns_that_are_committed_together_are_answered_each_by_itself(any
     assert await any_store.tickets.turns("0-1") == {3: (0, [b"c"])}
 
 
-async def test_a_turn_is_kept_as_it_was_committed_first(any_store: Store) -> None:
+async def test_the_first_commit_of_a_turn_wins(any_store: Store) -> None:
     (one,) = await held(any_store)
     assert await commit(any_store, one, 0, 0, 0, b"first")
     assert await commit(any_store, one, 0, 0, 0, b"again")
@@ -53,7 +53,7 @@ async def test_a_turn_is_kept_as_it_was_committed_first(any_store: Store) -> Non
     assert 0 < await any_store.client.ttl(any_store.keys.turns("0-0")) <= TTL_S
 
 
-async def test_who_lost_the_ticket_neither_commits_nor_starts_again(any_store: Store) -> None:
+async def test_a_lost_ticket_can_neither_commit_nor_restart(any_store: Store) -> None:
     (one,) = await held(any_store, lease_s=0.0)
     assert await commit(any_store, one, 0, 0, 0, b"mine")
     (other,) = await claim(any_store, "environment-1", lease_s=0.0, rollouts=True)
@@ -63,7 +63,7 @@ async def test_who_lost_the_ticket_neither_commits_nor_starts_again(any_store: S
     assert await any_store.tickets.turns("0-0") == {0: (0, [b"mine", b"theirs"])}
 
 
-async def test_a_rollout_that_starts_again_forgets_its_turns_and_takes_none_of_before(any_store: Store) -> None:
+async def test_a_restarted_rollout_drops_its_turns_and_rejects_late_ones(any_store: Store) -> None:
     (one,) = await held(any_store)
     for place in range(3):
         assert await commit(any_store, one, 0, 0, place, b"before")
@@ -73,12 +73,12 @@ async def test_a_rollout_that_starts_again_forgets_its_turns_and_takes_none_of_b
     assert not await commit(any_store, one, 0, 0, 3, b"late")
     assert await commit(any_store, one, 0, 1, 0, b"after")
     assert await any_store.tickets.restart_rollout(POD, one, 0, 2, TTL_S)
-    assert not await any_store.tickets.restart_rollout(POD, one, 0, 1, TTL_S), "it comes late"
+    assert not await any_store.tickets.restart_rollout(POD, one, 0, 1, TTL_S), "the restart is outdated"
     assert await commit(any_store, one, 0, 2, 0, b"after")
     assert await any_store.tickets.turns("0-0") == {0: (2, [b"after"]), 1: (0, [b"another's"] * 3)}
 
 
-async def test_many_turns_take_few_requests(any_store: Store) -> None:
+async def test_many_turns_share_few_requests(any_store: Store) -> None:
     claims = await held(any_store, 8)
     calls = (await any_store.client.info("commandstats")).get("cmdstat_fcall", {}).get("calls", 0)
     committed = await asyncio.gather(*(commit(any_store, claims[i % 8], i // 8, 0, 0, b"turn") for i in range(200)))

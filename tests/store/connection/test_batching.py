@@ -1,4 +1,4 @@
-"""Joint calls: many askers, few requests, everybody's own answer."""
+"""Batched calls: many callers share few requests, and each gets its own answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.store.connection.batching import Batcher
 from tests.support.harness import wait_until
 
 
-async def test_those_who_ask_while_a_call_is_under_way_share_the_next() -> None:
+async def test_callers_during_a_call_share_the_next_one() -> None:
     batches: list[list[int]] = []
     gate = asyncio.Event()
 
@@ -29,10 +29,10 @@ async def test_those_who_ask_while_a_call_is_under_way_share_the_next() -> None:
     gate.set()
     assert await first == 0
     assert await asyncio.gather(*others[1:]) == [20, 30, 40, 50, 60]
-    assert batches == [[0], [2, 3, 4, 5], [6]], "the first of the others was cancelled before it was sent"
+    assert batches == [[0], [2, 3, 4, 5], [6]], "item 1 was cancelled before it was sent"
 
 
-async def test_no_more_calls_than_allowed() -> None:
+async def test_concurrent_calls_are_limited() -> None:
     under_way = most = 0
 
     async def call(items: list[int]) -> list[int]:
@@ -48,7 +48,7 @@ async def test_no_more_calls_than_allowed() -> None:
     assert most == 2
 
 
-async def test_an_error_reaches_everybody_in_the_call_and_nobody_after_it() -> None:
+async def test_an_error_reaches_only_the_callers_of_that_batch() -> None:
     async def call(items: list[int]) -> list[int]:
         if 3 in items:
             raise ValueError("three")

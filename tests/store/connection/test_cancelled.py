@@ -1,4 +1,4 @@
-"""Cancelled attempts leave no connection open: otherwise a garbage collection closes it at any later time."""
+"""Cancelled attempts leave no connection open for the garbage collector to close at an arbitrary time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.store.connection.client import Login, closed, make_client
 from tests.support.harness import wait_until
 
 
-async def test_a_client_is_closed_even_if_its_closing_is_cancelled(server: RedisServer) -> None:
+async def test_a_client_is_closed_even_if_close_is_cancelled(server: RedisServer) -> None:
     client: Any = make_client(server.url, Login(server.password))
     await client.ping()
     (connection,) = client.connection_pool._available_connections

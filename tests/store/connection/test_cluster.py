@@ -1,4 +1,4 @@
-"""A run on a Redis Cluster: any node may be named, and the run goes on where its slot goes."""
+"""A run on a Redis Cluster: it can be reached through any node, and follows its slot between masters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Changed = TypeVar("Changed")
 
 @pytest.fixture(params=SERVERS)
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisCluster]:
-    """A Cluster of each kind of server."""
+    """A cluster of each kind of server."""
     skip_without(request.param)
     with redis_cluster(tmp_path, request.param, RUN) as cluster:
         yield cluster
@@ -41,7 +41,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisClu
 
 @asynccontextmanager
 async def store_at(cluster: RedisCluster, node: RedisServer, kind: str = "") -> AsyncIterator[Store]:
-    """A store of a kind of service, by the address of this node."""
+    """A store connected through this node with the rights of a kind of service."""
     store = await Store.connect(cluster.url(node), RUN, cluster.login(kind))
     try:
         yield store
@@ -61,7 +61,7 @@ class Work:
         self._listening = asyncio.create_task(self._listen())
 
     async def amid(self, change: Callable[[], Changed]) -> Changed:
-        """Make a change while work is done: it goes on, and listeners still hear of it."""
+        """Make a change under load: work continues, and listeners are still notified."""
         await self._goes_on()
         changed = await asyncio.to_thread(change)
         await self._goes_on()
@@ -73,7 +73,7 @@ class Work:
         await end_tasks([self._listening])
 
     async def _goes_on(self) -> None:
-        for _ in range(2):  # what was under way before is done then
+        for _ in range(2):  # by then everything that was in flight has finished
             done, heard = len(self.submitted) + 5, self.heard + 5
             await wait_until(lambda done=done, heard=heard: len(self.submitted) >= done and self.heard >= heard)
 
@@ -100,16 +100,16 @@ class Work:
                 for one in await flow.claim(store, name, 2, lease_s=0.5):
                     if await flow.submit(store, name, one):
                         self.submitted.append(one.ticket_id)
-            except StoreError as error:  # a generator may not load them: a moment later dataprep has
+            except StoreError as error:  # a generator may not load the functions; dataprep does so shortly
                 if "does not have the functions of this version yet" not in str(error):
                     raise
             await asyncio.sleep(0.005)
 
 
-async def test_a_run_goes_where_its_slot_goes(cluster: RedisCluster) -> None:
-    """Amid work its master hands over to a replica, its slot moves to another master and back, and its master dies.
+async def test_a_run_follows_its_slot(cluster: RedisCluster) -> None:
+    """Under load, its master hands over to a replica, its slot moves to another master and back, and its master dies.
 
-    What was acknowledged before the kill is there; a kill may cost the last moments, as replication is asynchronous.
+    Everything acknowledged before the kill survives, except the last moments: replication is asynchronous.
     """
     await see_that_the_owner_is_checked(cluster)
     async with AsyncExitStack() as stack:
@@ -158,10 +158,10 @@ async def see_that_the_owner_is_checked(cluster: RedisCluster) -> None:
     cluster.call(cluster.owner, "CONFIG", "SET", "maxmemory-policy", "noeviction")
 
 
-async def test_a_cluster_over_tls(tmp_path: Path) -> None:
-    """By the client of redis-py, through which pipelines, transactions and functions go there, and payloads to shards."""
+async def test_a_run_works_on_a_cluster_over_tls(tmp_path: Path) -> None:
+    """Uses the redis-py client for pipelines, transactions, functions and payload shards."""
     if shutil.which("redis-server") is None or shutil.which("openssl") is None:
-        pytest.skip("no redis-server that speaks TLS, or no openssl to make certificates with")
+        pytest.skip("needs redis-server with TLS, and openssl to make certificates")
     certificates = make_certificates(tmp_path)
     with redis_cluster(tmp_path, "redis-server", RUN, certificates) as cluster:
         async with store_at(cluster, cluster.third) as store:
@@ -182,8 +182,8 @@ async def test_a_cluster_over_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", SERVERS)
-async def test_what_a_cluster_is_not_used_for(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it must have, before it is: each a line."""
+async def test_an_unusable_cluster_is_rejected(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each missing requirement is reported on one line."""
     node = RedisServer(tmp_path, program=program)
     node._options |= {"cluster-enabled": "yes", "cluster-port": str(free_port()), "unixsocket": str(tmp_path / "socket")}
     node.start()
@@ -203,7 +203,7 @@ async def test_what_a_cluster_is_not_used_for(program: str, tmp_path: Path, monk
             await Store.connect(node.url.replace("//", "//blind:secret@"), RUN)
         with redis.Redis(port=node.port, password=node.password) as admin:
             admin.config_set("min-replicas-to-write", 1)
-        monkeypatch.setattr(client, "RETRIES", 2)  # it may have one in a moment
+        monkeypatch.setattr(client, "RETRIES", 2)  # a replica may appear shortly
         with pytest.raises(StoreError, match=r"is not serving the run yet \(NOREPLICAS"):
             await Store.connect(node.url, RUN, node.password)
     finally:
@@ -211,7 +211,7 @@ async def test_what_a_cluster_is_not_used_for(program: str, tmp_path: Path, monk
 
 
 class Telling:
-    """A connection whose node answers CLUSTER SLOTS by what `known` has of it."""
+    """A connection whose node answers CLUSTER SLOTS with its entry in `known`."""
 
     known: ClassVar[dict[str, Any]] = {}
 
@@ -228,13 +228,13 @@ class Telling:
     async def disconnect(self, nowait: bool) -> None: ...
 
 
-async def test_nodes_without_a_name_and_those_that_were_reset_mislead_nobody() -> None:
+async def test_nodes_without_a_hostname_or_slots_are_handled() -> None:
     owner = SlotOwner(Telling, {"host": "given", "port": 1}, "run")  # type: ignore[arg-type]
     Telling.known = {"given": [[0, 16383, [b"first", 2, b"id"], [b"?", 3, b"id"]]]}
     assert await owner.find() == ("first", 2)
     Telling.known = {"given": [], "first": [[0, 16383, [b"", 4, b"id"]]]}
     assert {await owner.find() for _ in range(8)} == {("first", 4)}
-    assert await owner.of("a shard").find() == ("first", 4), "though the node that was given knows nobody any more"
+    assert await owner.of("a shard").find() == ("first", 4), "although the given node no longer knows the cluster"
     Telling.known = {"given": [[0, 16383, [b"?", 3, b"id"]]], "first": []}
     with pytest.raises(redis.ConnectionError, match=r"set cluster-announce-hostname|knows no master"):
         await owner.find()

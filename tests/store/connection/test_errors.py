@@ -1,4 +1,4 @@
-"""A Redis that is absent, wrong or full is one line within seconds; one that comes back is no error at all."""
+"""An unreachable, misconfigured or full Redis is a one-line error within seconds; one that comes back is no error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = "errors"
 
 
 async def refusal(url: str, password: str | None = None) -> str:
-    """The one-line error of connecting, which must come in time."""
+    """The one-line error of a connection attempt, which must fail within the time limit."""
     started = time.monotonic()
     with pytest.raises(StoreError) as caught:
         await asyncio.wait_for(Store.connect(url, RUN, password), LIMIT_S)
@@ -37,7 +37,7 @@ async def refusal(url: str, password: str | None = None) -> str:
 
 @asynccontextmanager
 async def pretender(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
-    """A TCP server that answers each RESP command by `answer(command name)`; its address."""
+    """Address of a TCP server that answers each RESP command with `answer(command name)`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -58,42 +58,42 @@ async def pretender(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
 
 
-async def test_a_server_that_is_not_there() -> None:
+async def test_an_unreachable_server_is_reported() -> None:
     message = await refusal("redis://127.0.0.1:1/0")
     assert message.startswith("Redis at redis://127.0.0.1:1/0 cannot be reached")
     assert message.endswith("check that it is running and that redis.url is right")
 
 
-async def test_a_host_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object, **__: object) -> None:  # this machine's name service may take long to say so
+async def test_an_unknown_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:  # a real lookup may be slow
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert "cannot be reached" in await refusal("redis://no-such-host.invalid:6379/0")
 
 
-async def test_a_server_too_old_for_the_first_words() -> None:
+async def test_a_server_without_hello_is_reported_as_too_old() -> None:
     async with pretender(lambda command: b"-ERR unknown command\r\n") as url:
         assert await refusal(url) == f"Redis at {url} answers 'unknown command': run Redis 7.0 or newer, or Valkey"
 
 
-async def test_a_port_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PROBE_TIMEOUT_S", 0.2)
     async with pretender(lambda command: b"") as url:
         assert "cannot be reached" in await refusal(url)
 
 
-async def test_a_port_where_something_else_listens() -> None:
+async def test_a_port_of_another_protocol_is_reported() -> None:
     async with pretender(lambda command: b"HTTP/1.1 400 Bad Request\r\n\r\n") as url:
         assert f"Redis at {url} cannot be" in await refusal(url)
 
 
 @pytest.mark.parametrize("url", ["", "localhost:6379", "http://localhost", "redis://localhost:port/0"])
-async def test_an_address_that_is_none(url: str) -> None:
+async def test_an_invalid_address_is_rejected(url: str) -> None:
     assert f"redis.url = {url!r} is not a Redis address" in await refusal(url)
 
 
-async def test_a_server_without_functions() -> None:
+async def test_a_server_without_functions_is_reported_as_too_old() -> None:
     def answer(command: bytes) -> bytes:
         if command == b"INFO":
             text = b"# Server\r\nredis_version:6.2.14\r\nredis_mode:standalone\r\n"
@@ -107,7 +107,7 @@ async def test_a_server_without_functions() -> None:
 
 
 @pytest.mark.parametrize("password", [None, "wrong"])
-async def test_a_wrong_password(any_server: RedisServer, password: str | None) -> None:
+async def test_a_wrong_password_is_reported(any_server: RedisServer, password: str | None) -> None:
     message = await refusal(any_server.url, password)
     assert "rejected the password: set redis.password_file or GRPO_REDIS_PASSWORD" in message
 
@@ -118,7 +118,7 @@ async def test_a_password_in_the_address_is_not_shown(any_server: RedisServer) -
     assert f"Redis at {any_server.url} rejected the password" in message
 
 
-async def test_an_eviction_policy_is_refused(any_server: RedisServer) -> None:
+async def test_an_eviction_policy_is_rejected(any_server: RedisServer) -> None:
     with redis.Redis(port=any_server.port, password=any_server.password) as admin:
         admin.config_set("maxmemory-policy", "allkeys-lru")
         try:
@@ -128,7 +128,7 @@ async def test_an_eviction_policy_is_refused(any_server: RedisServer) -> None:
     assert "has maxmemory-policy allkeys-lru, which may delete a run's state: set it to noeviction" in message
 
 
-async def test_a_user_who_may_not_see_the_settings_can_still_work(any_server: RedisServer) -> None:
+async def test_a_user_without_config_rights_can_work(any_server: RedisServer) -> None:
     with redis.Redis(port=any_server.port, password=any_server.password) as admin:
         admin.execute_command("ACL", "SETUSER", "tenant", "on", ">secret", "~*", "&*", "+@all", "-config")
         try:
@@ -139,8 +139,8 @@ async def test_a_user_who_may_not_see_the_settings_can_still_work(any_server: Re
             admin.acl_deluser("tenant")
 
 
-async def test_a_full_server_says_so_and_still_lets_work_drain(any_store: Store, any_server: RedisServer) -> None:
-    """What adds is refused, what moves work on and frees memory is not."""
+async def test_a_full_server_reports_it_and_still_drains(any_store: Store, any_server: RedisServer) -> None:
+    """Calls that add data are rejected; calls that advance work and free memory succeed."""
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 2)
     (group,) = await flow.oldest_groups(any_store, 1)
@@ -164,8 +164,8 @@ async def test_a_full_server_says_so_and_still_lets_work_drain(any_store: Store,
     assert (await audit(any_store)).messages == ()
 
 
-async def test_functions_come_back_by_themselves(any_store: Store) -> None:
-    """After somebody flushed them, or put an empty server in the place of the old one."""
+async def test_lost_functions_are_reloaded(any_store: Store) -> None:
+    """After FUNCTION FLUSH, or when an empty server replaces the old one."""
     team = await flow.start(any_store)
     await flow.issue(any_store, team, 1)
     (one,) = await flow.claim(any_store, "g")
@@ -174,14 +174,14 @@ async def test_functions_come_back_by_themselves(any_store: Store) -> None:
     assert (await any_store.run.audit())["headers"] == 1
 
 
-async def test_an_audit_of_no_run_says_so(any_store: Store) -> None:
+async def test_auditing_a_missing_run_is_an_error(any_store: Store) -> None:
     with pytest.raises(StoreError, match=r"there is no run 't-.*' on this Redis"):
         await audit(any_store)
 
 
 @pytest.fixture(params=SERVERS)
 def durable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
-    """A server that forces every write to disk, to be killed."""
+    """A server to kill, which fsyncs every write."""
     skip_without(request.param)
     server = RedisServer(tmp_path, program=request.param, appendfsync="always")
     server.start()
@@ -189,8 +189,8 @@ def durable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisSer
     server.kill()
 
 
-async def test_work_goes_on_through_kills_of_the_server_and_nothing_is_lost(durable: RedisServer) -> None:
-    """Kill -9 in the middle of calls, start again on the same folder: calls wait, repeat themselves and return."""
+async def test_work_survives_kills_of_the_server_without_loss(durable: RedisServer) -> None:
+    """After kill -9 in mid-call and a restart on the same folder, calls wait, retry and return."""
     store = await Store.connect(durable.url, RUN, durable.password)
     team = await flow.start(store, slots=1000, steps=1000)
     submitted: list[str] = []
@@ -224,14 +224,14 @@ async def test_work_goes_on_through_kills_of_the_server_and_nothing_is_lost(dura
     assert report.messages == ()
     items = [item.ticket for item in await store.replay.read_headers(team.leader, 100_000)]
     assert len(items) == len(set(items)), "no group was stored twice"
-    assert sorted(submitted) == sorted(items), "what was acknowledged is there, and nothing else"
+    assert sorted(submitted) == sorted(items), "exactly the acknowledged groups are stored"
     assert len(items) > 32
     for item in await store.replay.read_headers(team.leader, 100_000):
         assert (await store.steps.payloads([item.payload]))[item.payload].tokens.size > 0
     await store.close()
 
 
-async def test_a_server_that_stays_away_is_an_error_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_stays_down_is_an_error_eventually(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "RETRIES", 4)
     server = RedisServer(tmp_path)
     server.start()

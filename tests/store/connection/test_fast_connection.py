@@ -1,4 +1,4 @@
-"""The thin connection: the same answers as redis-py's, whatever their size, and through whatever happens to the server."""
+"""The fast connection gives the same answers as redis-py's, whatever their size and whatever happens to the server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = (0, 1, APART_BYTES - 1, APART_BYTES, BUFFER_BYTES - 2, BUFFER_BYTES, 3 *
 
 
 def wire_to(url: str, password: str | None = None, retries: int = 3) -> FastConnection:
-    """A wire of its own that gives up soon."""
+    """A separate connection that gives up soon."""
     client = make_client(url, Login(password or ""))
     client.connection_pool.connection_kwargs |= {"retry": Retry(ConstantBackoff(0.01), retries), "socket_timeout": 30.0}
     wire = FastConnection.beside(client)
@@ -52,7 +52,7 @@ async def wire(any_server: RedisServer) -> AsyncIterator[FastConnection]:
 
 @asynccontextmanager
 async def answering(*answers: bytes) -> AsyncIterator[str]:
-    """A server that answers the n-th connection by the n-th of `answers` in single bytes, then closes it; its address."""
+    """Address of a server that sends the n-th of `answers` byte by byte to the n-th connection, then closes it."""
     left = list(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,7 +68,7 @@ async def answering(*answers: bytes) -> AsyncIterator[str]:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
 
 
-async def test_strings_of_any_size_come_back_as_they_went(wire: FastConnection) -> None:
+async def test_strings_of_any_size_round_trip(wire: FastConnection) -> None:
     values = {f"k{size}": np.random.default_rng(size).bytes(size) for size in SIZES}
     replies = await wire.ask([("SET", key, value) for key, value in values.items()])
     assert replies == [b"OK"] * len(SIZES)
@@ -76,13 +76,13 @@ async def test_strings_of_any_size_come_back_as_they_went(wire: FastConnection) 
     assert await wire.ask([("STRLEN", key) for key in values]) == list(SIZES)
 
 
-async def test_more_pieces_than_one_system_call_takes(wire: FastConnection) -> None:
+async def test_a_command_may_exceed_one_system_call(wire: FastConnection) -> None:
     values = [bytes([i % 256]) * APART_BYTES for i in range(PIECES)]
     assert await wire.ask([("SET", i, value) for i, value in enumerate(values)]) == [b"OK"] * PIECES
     assert await wire.ask([("MGET", *range(PIECES))]) == [values]
 
 
-async def test_numbers_nested_lists_and_errors_are_values(wire: FastConnection) -> None:
+async def test_replies_of_every_type_are_parsed(wire: FastConnection) -> None:
     replies = await wire.ask([
         ("ZADD", "z", 0.5, "a", 2, "b"),
         ("INCR", "z"),
@@ -96,7 +96,7 @@ async def test_numbers_nested_lists_and_errors_are_values(wire: FastConnection) 
 
 
 @pytest.mark.parametrize("part", ["é", 0, -7, 2**63 - 1, 0.1, 1e-320, 1e22, -0.0, math.inf, b"\0\xff", b"\r\n"])
-async def test_what_goes_beside_a_long_string_is_written_as_without_it(wire: FastConnection, part: str | float | bytes) -> None:
+async def test_arguments_next_to_a_long_string_are_unchanged(wire: FastConnection, part: str | float | bytes) -> None:
     long = bytes(APART_BYTES)
     replies = await wire.ask([("RPUSH", "l", part), ("RPUSH", "l", part, long, part, long), ("LRANGE", "l", 0, -1)])
     alone, *beside = replies[-1]
@@ -104,7 +104,7 @@ async def test_what_goes_beside_a_long_string_is_written_as_without_it(wire: Fas
     assert alone == (part if isinstance(part, bytes) else str(part).encode())
 
 
-async def test_what_cannot_be_written_is_not_sent(wire: FastConnection) -> None:
+async def test_an_unencodable_command_is_not_sent(wire: FastConnection) -> None:
     for command in (("SET", "k", None), ("SET", "k", bytes(APART_BYTES), None)):
         with pytest.raises(TypeError):
             await wire.ask([command])
@@ -118,12 +118,12 @@ async def test_a_cancelled_request_leaves_no_half_read_connection(wire: FastConn
     assert await wire.ask([("ECHO", "after")]) == [b"after"]
 
 
-async def test_requests_at_the_same_time_get_their_own_answers(wire: FastConnection) -> None:
+async def test_concurrent_requests_get_their_own_answers(wire: FastConnection) -> None:
     words = [str(i) * 3000 for i in range(40)]
     assert await asyncio.gather(*(wire.ask([("ECHO", word)]) for word in words)) == [[word.encode()] for word in words]
 
 
-async def test_password_user_and_database_of_the_address_are_used(any_server: RedisServer) -> None:
+async def test_credentials_and_database_in_the_url_are_used(any_server: RedisServer) -> None:
     admin = wire_to(any_server.url, any_server.password)
     await admin.ask([("ACL", "SETUSER", "tenant", "on", ">secret", "~*", "+@all")])
     tenant = wire_to(any_server.url.replace("//", "//tenant:secret@").replace("/0", "/3"))
@@ -137,7 +137,7 @@ async def test_password_user_and_database_of_the_address_are_used(any_server: Re
 
 
 @pytest.mark.parametrize("password", [None, "wrong"])
-async def test_a_wrong_password_is_said_at_once(any_server: RedisServer, password: str | None) -> None:
+async def test_a_wrong_password_is_reported_at_once(any_server: RedisServer, password: str | None) -> None:
     wire = wire_to(any_server.url, password)
     if password is None:
         (reply,) = await wire.ask([("PING",)])
@@ -148,14 +148,14 @@ async def test_a_wrong_password_is_said_at_once(any_server: RedisServer, passwor
     wire.close()
 
 
-async def test_a_full_server_is_an_error_of_its_kind(wire: FastConnection) -> None:
+async def test_a_full_server_is_an_out_of_memory_error(wire: FastConnection) -> None:
     await wire.ask([("CONFIG", "SET", "maxmemory", "1")])
     (reply,) = await wire.ask([("SET", "k", "v")])
     await wire.ask([("CONFIG", "SET", "maxmemory", "0")])
     assert isinstance(redis_error(reply), OutOfMemoryError)
 
 
-async def test_a_request_goes_on_through_a_restart_of_the_server(tmp_path: Path) -> None:
+async def test_a_request_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     server.start()
     wire = wire_to(server.url, server.password, retries=10_000)
@@ -175,26 +175,26 @@ async def test_a_reply_that_arrives_byte_by_byte_is_read() -> None:
             assert await wire.ask([("ANY",)]) == [[b"abc", -5, None]]
 
 
-async def test_a_server_that_loads_its_data_is_awaited() -> None:
+async def test_a_server_that_is_loading_is_awaited() -> None:
     async with answering(b"-LOADING it reads the dataset\r\n", b"+PONG\r\n") as url:
         with closing(wire_to(url)) as wire:
             assert await wire.ask([("PING",)]) == [b"PONG"]
 
 
-async def test_a_connection_that_breaks_in_mid_reply_is_made_anew() -> None:
+async def test_a_connection_broken_in_mid_reply_is_reopened() -> None:
     async with answering(b"$5\r\nhal", b"$4\r\nfull\r\n") as url:
         with closing(wire_to(url)) as wire:
             assert await wire.ask([("GET", "k")]) == [b"full"]
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"$x\r\n", b"*1\r\n?\r\n", b"$99999999999\r\n"])
-async def test_what_is_no_reply_is_a_connection_error(answer: bytes) -> None:
+async def test_a_malformed_reply_is_a_connection_error(answer: bytes) -> None:
     async with answering(*[answer] * 4) as url:
         with pytest.raises(ConnectionError):
             await wire_to(url, retries=2).ask([("GET", "k")])
 
 
-async def test_a_server_that_never_answers_is_a_timeout() -> None:
+async def test_a_silent_server_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         wire = wire_to(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", retries=0)
         wire._settings["socket_timeout"] = 0.1
@@ -204,7 +204,7 @@ async def test_a_server_that_never_answers_is_a_timeout() -> None:
         assert time.monotonic() - started < 20
 
 
-async def test_a_server_that_is_not_there_is_a_connection_error() -> None:
+async def test_an_unreachable_server_is_a_connection_error() -> None:
     with pytest.raises(ConnectionError):
         await wire_to("redis://localhost:1/0", retries=1).ask([("PING",)])
 
@@ -222,7 +222,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 @asynccontextmanager
 async def tls_proxy(port: int, folder: Path) -> AsyncIterator[str]:
-    """TLS in front of a server; its address."""
+    """Address of a TLS proxy in front of a server."""
     cert, key = certificate(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -247,7 +247,7 @@ async def tls_proxy(port: int, folder: Path) -> AsyncIterator[str]:
 
 
 async def life_of_groups(store: Store) -> None:
-    """From claims to payloads, over whatever connection the store has."""
+    """Take groups from claim to payload over the store's connection."""
     team = await flow.start(store)
     await flow.issue(store, team, 3)
     claims = await flow.claim(store, "g", 3)
@@ -260,7 +260,7 @@ async def life_of_groups(store: Store) -> None:
 
 
 async def replies_are_as_a_wire_s(store: Store, server: RedisServer) -> None:
-    """Of every command whose reply redis-py would shape; a snapshot reads by them, and a restore writes."""
+    """Check every command whose reply redis-py would convert; snapshots read and restores write with them."""
     keys = store.keys
     wire = wire_to(server.url, server.password)
     asked: list[tuple[Any, ...]] = [
@@ -281,7 +281,7 @@ def plain(store: Store) -> aioredis.Redis:
     return store.connection._plain
 
 
-async def test_over_tls_the_store_works_without_a_wire(server: RedisServer, tmp_path: Path) -> None:
+async def test_tls_uses_no_fast_connection(server: RedisServer, tmp_path: Path) -> None:
     async with tls_proxy(server.port, tmp_path) as url:
         store = await Store.connect(url, f"t-{uuid.uuid4().hex[:12]}", server.password)
         assert store.connection._fast is None
@@ -291,17 +291,17 @@ async def test_over_tls_the_store_works_without_a_wire(server: RedisServer, tmp_
         await store.close()
 
 
-def test_there_is_no_wire_to_a_unix_socket() -> None:
+def test_a_unix_socket_uses_no_fast_connection() -> None:
     assert FastConnection.beside(make_client("unix:///run/redis.sock", Login())) is None
 
 
-async def test_a_store_over_tcp_has_a_wire_that_it_shares_by_client(any_store: Store) -> None:
+async def test_stores_of_one_client_share_a_fast_connection(any_store: Store) -> None:
     assert any_store.connection._fast is not None
     assert Store(Connection(any_store.client, any_store.keys)).connection._fast is any_store.connection._fast
     await life_of_groups(any_store)
 
 
-async def test_both_ways_to_the_server_notice_a_host_that_vanishes(any_server: RedisServer) -> None:
+async def test_both_connections_detect_a_vanished_host(any_server: RedisServer) -> None:
     wire, client = wire_to(any_server.url, any_server.password), make_client(any_server.url, Login(any_server.password))
     await wire.ask([("PING",)])
     other: Any = await client.connection_pool.get_connection()

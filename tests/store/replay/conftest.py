@@ -1,4 +1,4 @@
-"""What tests of the replay table share."""
+"""Fixtures for tests of the replay table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.store.replay.tables import begin
 
 @pytest_asyncio.fixture
 async def bench(store: Store) -> AsyncIterator[Bench]:
-    """A prioritized table that may be drawn from often."""
+    """A prioritized table for many draws."""
     name, code = loaded_as()
     await store.client.execute_command("FUNCTION", "LOAD", "REPLACE", code)
     yield Bench(store, await begin(store, "prioritized"), name)

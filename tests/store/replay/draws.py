@@ -1,4 +1,4 @@
-"""Many draws at once, for tests of chances.
+"""Many draws at once, for tests of probabilities.
 
 100,000 draws of the real path would take minutes. So the library is loaded once more under a name of its own, with a function
 that calls the product's own draw in a loop. The variates are the product's too, from services/dataprep/replay/weights.py.
@@ -33,12 +33,12 @@ register('draw_many', {'wanted', POSITIVE, 'variates', TEXT}, function(prefix, a
 end)
 end
 """
-TOGETHER = 10_000  # draws in one call, some 0.1 s
+TOGETHER = 10_000  # draws in one call, about 0.1 s
 
 
 @dataclass
 class Bench:
-    """A table, and a way to draw from it often."""
+    """A table, and a way to make many draws from it."""
 
     store: Store
     team: flow.Team
@@ -57,12 +57,12 @@ class Bench:
         return np.array([int(name[2:]) for name in drawn]).reshape(-1, k)
 
     async def insert(self, weights: Sequence[float] | np.ndarray) -> None:
-        """Groups 0-0, 0-1, … of these weights."""
+        """Insert groups 0-0, 0-1, … with these weights."""
         chances = np.random.default_rng(3).exponential(size=len(weights))
         await fill(self.store, self.team, [Entry(float(w), float(v)) for w, v in zip(weights, chances, strict=True)])
 
     async def reweigh(self, weights: Sequence[float] | np.ndarray) -> None:
-        """New weights for all groups."""
+        """Set new weights for all groups."""
         await self.store.replay.reweigh(self.team.trainer, {f"0-{i}": float(w) for i, w in enumerate(weights)})
 
 
@@ -74,7 +74,7 @@ def loaded_as() -> tuple[str, str]:
 
 
 def p_of(counts: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; cells that expect few draws are taken together."""
+    """Pearson's statistic and its degrees of freedom; cells with few expected draws are merged."""
     small = expected < 10
     if small.any():
         counts = np.append(counts[~small], counts[small].sum())

@@ -1,4 +1,4 @@
-"""The replay table in plain Python: lists, exact fractions, no cleverness. What Redis holds is compared with it."""
+"""The replay table in plain Python, with lists and exact fractions, to compare with what Redis holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.algorithm.sampling_weights import LIGHTEST
 from tests.store.replay.tables import SHIFT, Entry, Table
 
 TIE = Fraction(1, 10**6)
-"""Of the variate that wound a clock: rings closer together may come in any order, as a double cannot hold all of a fraction."""
+"""Relative to the variate that set a clock: closer rings may come in any order, as a double rounds the fraction."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Group:
 
 @dataclass
 class Model:
-    """A table and what became of those that left it."""
+    """A table, and the outcome of each group that left it."""
 
     sampler: str
     remover: str
@@ -66,7 +66,7 @@ class Model:
         self.wind(group, Fraction(entry.variate))
 
     def victim(self, chance: float) -> Group:
-        """Who leaves a full table."""
+        """The group that leaves a full table."""
         groups = sorted(self.groups.values(), key=lambda group: group.seq)
         by: dict[str, Callable[[], Group]] = {
             "fifo": lambda: groups[0],
@@ -95,7 +95,7 @@ class Model:
         group.rings = self.now + variate / speed if speed else self.idle_now + variate
 
     def left(self, group: Group) -> Fraction:
-        """What is left of its variate."""
+        """The rest of its variate."""
         speed = self.speed(group)
         return (group.rings - self.now) * speed if speed else group.rings - self.idle_now
 
@@ -116,7 +116,7 @@ class Model:
                 self.wind(group, left[name])
 
     def before(self, one: Group, other: Group) -> bool | None:
-        """Whether a group is drawn before another; None: either may be."""
+        """Whether a group is drawn before another. None: either is possible."""
         if not self.clocked:
             keys: dict[str, Callable[[Group], tuple[int, ...]]] = {
                 "fifo": lambda group: (group.seq,),
@@ -131,13 +131,13 @@ class Model:
         return None if abs(apart) < TIE else apart > 0
 
     def fits(self, drawn: Sequence[str]) -> bool | None:
-        """Whether these are the groups that the clocks ring for first, in any order. None: perhaps."""
+        """Whether these are the groups whose clocks ring first, in any order. None: either is possible."""
         rest = [group for name, group in self.groups.items() if name not in drawn]
         answers = {self.before(self.groups[name], other) for name in drawn for other in rest}
         return False if False in answers else None if None in answers else True
 
     def check_first(self, first: Sequence[str], wanted: int) -> None:
-        """That the sampler draws these, in this order."""
+        """Check that the sampler draws these, in this order."""
         assert len(first) == len(set(first)) == min(wanted, len(self.groups))
         for one, other in pairwise(first):
             assert self.before(self.groups[one], self.groups[other]) is not False, (one, other)
@@ -172,7 +172,7 @@ class Model:
         return set(self.groups) | set(self.departed) | in_steps - self.retired
 
     def check(self, table: Table) -> None:
-        """That Redis holds the same."""
+        """Check that Redis holds the same."""
         groups = self.groups
         assert table.order == {name: group.seq for name, group in groups.items()}
         assert table.version == {name: group.oldest * SHIFT + group.seq for name, group in groups.items()}

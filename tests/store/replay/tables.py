@@ -1,4 +1,4 @@
-"""The replay table for tests: filled with groups of given weights, and read whole."""
+"""The replay table for tests: fill it with groups of given weights, and read all of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """The table as it lies in Redis, with what left it."""
+    """The table as stored in Redis, with the groups that left it."""
 
     order: dict[str, float]
     version: dict[str, float]
@@ -48,17 +48,17 @@ class Table:
 
     @property
     def uses(self) -> dict[int, int]:
-        """Groups by how often they were drawn."""
+        """Groups by number of draws."""
         return {int(name[5:]): int(n) for name, n in self.state.items() if name.startswith("uses:")}
 
 
 async def begin(store: Store, sampler: str, remover: str = "fifo", capacity: int = 100_000, max_uses: int = 0) -> flow.Team:
-    """A run with such a table."""
+    """Start a run with such a table."""
     return await flow.start(store, slots=MANY_SLOTS, table=TableRules(sampler, remover, capacity, max_uses))
 
 
 async def arrive(store: Store, team: flow.Team, oldest: Sequence[int]) -> list[str]:
-    """Finished groups whose headers wait, one of each oldest version; their names."""
+    """Submit a group of each oldest version, so that their headers wait; return their names."""
     assert await flow.issue(store, team, len(oldest)) == len(oldest)
     state = await store.run.state()
     assert state is not None
@@ -83,7 +83,7 @@ async def settle(store: Store, team: flow.Team, entries: Sequence[Entry]) -> int
 
 
 async def fill(store: Store, team: flow.Team, entries: Sequence[Entry]) -> list[str]:
-    """Insert so many new groups; their names."""
+    """Insert new groups; return their names."""
     names: list[str] = []
     for i in range(0, len(entries), 500):
         piece = entries[i : i + 500]
@@ -93,7 +93,7 @@ async def fill(store: Store, team: flow.Team, entries: Sequence[Entry]) -> list[
 
 
 async def draw(store: Store, team: flow.Team, count: int, variates: Sequence[float] | None = None) -> list[str]:
-    """The next step, of what the sampler draws."""
+    """Prepare the next step from what the sampler draws."""
     drawn = [group for group, _ in (await store.replay.sweep_and_peek(team.leader, 0, count)).first]
     state = await store.run.state()
     assert state is not None
@@ -102,7 +102,7 @@ async def draw(store: Store, team: flow.Team, count: int, variates: Sequence[flo
 
 
 async def read(store: Store) -> Table:
-    """The whole table, in one transaction."""
+    """Read the whole table in one transaction."""
     async with store.client.pipeline(transaction=True) as pipe:
         for key in ("order", "version", "idle", "weight", *(f"clock:{number}" for number in CLOCKS)):
             pipe.zrange(f"{store.keys.prefix}:replay:{key}", 0, -1, withscores=True)
@@ -134,7 +134,7 @@ def _texts(raw: dict[bytes, bytes]) -> dict[str, str]:
 
 
 def check(table: Table, capacity: int, sampler: str, remover: str) -> None:
-    """What is true of every table at every instant."""
+    """Check the invariants of a table."""
     names = set(table.order)
     assert len(names) <= capacity
     assert set(table.version) == names
@@ -158,12 +158,12 @@ def check(table: Table, capacity: int, sampler: str, remover: str) -> None:
 
 
 def chi_square_p(statistic: float, freedom: int) -> float:
-    """P(X >= statistic) of a chi-square variable, by the cube root of Wilson and Hilferty (1931): to 1e-3 from 10 degrees on."""
+    """P(X >= statistic) of a chi-square variable, by Wilson and Hilferty (1931): accurate to 1e-3 from 10 degrees of freedom."""
     share = 2 / (9 * freedom)
     z = ((statistic / freedom) ** (1 / 3) - (1 - share)) / math.sqrt(share)
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
 def plausible(p: float) -> bool:
-    """Neither too far from what is expected, nor too close."""
+    """Whether p is neither suspiciously small nor suspiciously large."""
     return 0.001 < p < 0.999

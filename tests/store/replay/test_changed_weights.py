@@ -1,4 +1,4 @@
-"""What a change of weights and a draw do to clocks, to the digit."""
+"""The exact effect of weight changes and draws on clocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support import flow
 LONG = 2.0**31
 
 
-async def test_a_group_keeps_the_rest_of_its_variate_when_its_weight_changes(store: Store) -> None:
+async def test_a_changed_weight_keeps_the_rest_of_the_variate(store: Store) -> None:
     team = await begin(store, "prioritized")
     one, two, three = await fill(store, team, [Entry(1.0, 3.0), Entry(0.0, 5.0), Entry(4.0, 2.0)])
     await store.replay.reweigh(team.trainer, {one: 2.0, two: 2.0, three: 0.0})
@@ -22,8 +22,8 @@ async def test_a_group_keeps_the_rest_of_its_variate_when_its_weight_changes(sto
 
 
 @pytest.mark.parametrize("heavy_first", [True, False])
-async def test_clocks_that_are_far_ahead_restart_before_a_heavy_group_joins_them(store: Store, heavy_first: bool) -> None:
-    """So far, the rings of a heavy group would be rounded; those of a light one would not."""
+async def test_clocks_far_ahead_restart_before_a_heavy_group_joins(store: Store, heavy_first: bool) -> None:
+    """That far ahead, a heavy group's rings would be rounded; a light one's would not."""
     team = await begin(store, "prioritized")
     names = await fill(store, team, [Entry(1.0, 3.0), Entry(1.0, 4.0)])
     key = f"{store.keys.prefix}:replay:clock:3"
@@ -37,7 +37,7 @@ async def test_clocks_that_are_far_ahead_restart_before_a_heavy_group_joins_them
     assert [table.clock[name] for name in names] == [pytest.approx(3.0 / weights[0]), pytest.approx(4.0 / weights[1])]
 
 
-async def test_weights_that_only_the_remover_heeds_change_no_clock(store: Store) -> None:
+async def test_weights_used_only_by_the_remover_change_no_clock(store: Store) -> None:
     for sampler in ("fifo", "uniform"):
         await store.client.flushall()
         team = await begin(store, sampler, "lowest_priority")
@@ -48,7 +48,7 @@ async def test_weights_that_only_the_remover_heeds_change_no_clock(store: Store)
         assert table.clock == ({name: 3.0} if sampler == "uniform" else {})
 
 
-async def test_rescaling_leaves_no_weight_above_the_heaviest(store: Store) -> None:
+async def test_rescaling_clips_weights_to_the_maximum(store: Store) -> None:
     team = await begin(store, "prioritized")
     names = await fill(store, team, [Entry(1e9), Entry(1.0)])
     while await store.replay.rescale(team.leader, 0, 1, 4.0):
@@ -56,14 +56,14 @@ async def test_rescaling_leaves_no_weight_above_the_heaviest(store: Store) -> No
     assert (await read(store)).weight == {names[0]: 1e9, names[1]: 4.0}
 
 
-async def test_groups_that_ring_at_the_same_time_are_drawn_by_name(store: Store) -> None:
+async def test_simultaneous_rings_are_drawn_by_name(store: Store) -> None:
     team = await begin(store, "uniform")
     names = await fill(store, team, [Entry(1.0, 1.0)] * 40)
     drawn = [name for name, _ in (await store.replay.sweep_and_peek(team.leader, 0, 25)).first]
     assert drawn == sorted(names)[:25]
 
 
-async def test_time_passes_up_to_the_last_ring_in_whatever_order_groups_are_named(store: Store) -> None:
+async def test_time_advances_to_the_last_ring_in_any_order_of_groups(store: Store) -> None:
     team = await begin(store, "prioritized")
     entries = [Entry(1.0, 1.0), Entry(1.0, 2.0), Entry(0.0, 3.0), Entry(0.0, 7.0), Entry(0.0, 9.0)]
     names = await fill(store, team, entries)
@@ -75,7 +75,7 @@ async def test_time_passes_up_to_the_last_ring_in_whatever_order_groups_are_name
     assert table.idle == {names[2]: 17.0, names[3]: 17.0, names[4]: 9.0}
 
 
-async def test_the_largest_victim_is_the_last_group_of_the_table(store: Store) -> None:
+async def test_a_victim_of_one_is_the_last_group_of_the_table(store: Store) -> None:
     team = await begin(store, "fifo", "uniform", capacity=3)
     names = await fill(store, team, [Entry()] * 3)
     [new] = await fill(store, team, [Entry(victim=1.0)])

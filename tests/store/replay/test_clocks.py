@@ -1,4 +1,4 @@
-"""Weights at their limits: recency over many versions, eighteen decades side by side, and what is no weight at all."""
+"""Weights at their limits: recency over many versions, eighteen decades in one table, and invalid weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.store.replay.draws import Bench, p_of
 from tests.store.replay.tables import Entry, fill
 
 
-async def test_recency_halves_the_chance_of_a_group_with_every_half_life_also_after_rescaling(bench: Bench) -> None:
+async def test_recency_halves_probability_per_half_life(bench: Bench) -> None:
     config = Replay(sampler="prioritized", priority="recency", recency_half_life=3.0)
     versions, base, new_base = np.repeat([10, 13, 16, 19], 25), 0, replay.recency_base(60, config)
     await bench.insert([replay.recency_weight(int(version) - base, config) for version in versions])
@@ -36,7 +36,7 @@ async def test_recency_halves_the_chance_of_a_group_with_every_half_life_also_af
     tables.check(before, 100_000, "prioritized", "fifo")
 
 
-async def test_what_rescaling_makes_too_light_is_drawn_last(bench: Bench) -> None:
+async def test_weights_rescaled_to_zero_are_drawn_last(bench: Bench) -> None:
     await bench.insert([1.0, 1.0, 1e-6])
     for base in range(40):
         assert await bench.store.replay.rescale(bench.team.leader, base, base + 1, 2.0**-30) == 3
@@ -46,8 +46,8 @@ async def test_what_rescaling_makes_too_light_is_drawn_last(bench: Bench) -> Non
     assert set((await bench.draws(300)).ravel()) == {0, 1, 2}
 
 
-async def test_clocks_tell_heavy_groups_apart_after_a_long_time_of_light_ones(bench: Bench) -> None:
-    """Time grows by 1e9 with every draw of a weight of 1e-9, and by 1e-9 with one of 1e9: a double holds not both."""
+async def test_clocks_stay_precise_for_heavy_groups_after_light_ones(bench: Bench) -> None:
+    """Time grows by 1e9 with every draw of a weight of 1e-9, and by 1e-9 with one of 1e9: a double cannot hold both."""
     light, heavy = np.full(10, 1e-9), np.full(10, 1e9)
     await bench.insert(light)
     for _ in range(3):
@@ -63,7 +63,7 @@ async def test_clocks_tell_heavy_groups_apart_after_a_long_time_of_light_ones(be
     assert [name for name, _ in first] == ["0-11", "0-10", "0-12"]
 
 
-async def test_time_never_grows_past_what_a_double_tells_apart(bench: Bench) -> None:
+async def test_time_stays_within_the_precision_of_a_double(bench: Bench) -> None:
     await bench.insert([1e9, 1.0, 1e-9])
     keys = bench.store.keys
     for number, name in ((4, "0-0"), (3, "0-1"), (1, "0-2")):  # as after a very long run
@@ -76,7 +76,7 @@ async def test_time_never_grows_past_what_a_double_tells_apart(bench: Bench) -> 
     assert Counter(drawn.tolist()) == {0: 1000}
 
 
-async def test_the_sum_of_weights_is_exact_when_a_heavy_group_has_left(bench: Bench) -> None:
+async def test_the_sum_of_weights_stays_exact_without_a_heavy_group(bench: Bench) -> None:
     weights = [1e-9, 3e-9, 1e9, 2.5e8, 0.1]
     await bench.insert(weights)
     for i in (2, 3, 4):
@@ -93,8 +93,8 @@ async def _two_and_two_that_wait(bench: Bench) -> list[Settlement]:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0, -1e-300, 1.01e9])
-async def test_a_group_of_a_bad_weight_is_refused_with_its_batch_and_the_table_goes_on(bench: Bench, bad: float) -> None:
-    """Unlike in Reverb, whose table hangs for ever with one negative priority."""
+async def test_a_batch_with_an_invalid_weight_is_rejected(bench: Bench, bad: float) -> None:
+    """The table stays usable, unlike Reverb's, which hangs forever on one negative priority."""
     store, team = bench.store, bench.team
     good, other = await _two_and_two_that_wait(bench)
     before = await tables.read(store)
@@ -106,7 +106,7 @@ async def test_a_group_of_a_bad_weight_is_refused_with_its_batch_and_the_table_g
 
 
 @pytest.mark.parametrize("bad", ["nan", "-nan", "inf", "-1", "-1e-300", "1000000001", "1e400", "", "heavy", "1,5"])
-async def test_new_weights_are_refused_as_a_whole_for_a_bad_one_and_the_table_goes_on(bench: Bench, bad: str) -> None:
+async def test_one_invalid_weight_rejects_the_whole_update(bench: Bench, bad: str) -> None:
     store, team = bench.store, bench.team
     await bench.insert([1.0, 2.0])
     before = await tables.read(store)

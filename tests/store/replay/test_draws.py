@@ -1,4 +1,4 @@
-"""Chances of being drawn: the clocks in Redis against w / sum of w, by chi-square, two-sided, with fixed seeds."""
+"""Probabilities of being drawn: the clocks in Redis against w / sum of w, by a two-sided chi-square test with fixed seeds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support import flow
 
 
 def skewed(n: int, seed: int) -> np.ndarray:
-    """Weights over four decades."""
+    """Weights that span four decades."""
     return 10.0 ** np.random.default_rng(seed).uniform(-2, 2, n)
 
 
 def independent(drawn: np.ndarray, weights: np.ndarray) -> float:
-    """p of a test that a draw says nothing about the next: classes of about equal chance, table of consecutive pairs."""
+    """p of a test that consecutive draws are independent, by a table of pairs of about equally likely classes."""
     order = np.argsort(weights)
     share = np.cumsum(weights[order]) / weights.sum()
     classes = np.empty(len(weights), int)
@@ -32,7 +32,7 @@ def independent(drawn: np.ndarray, weights: np.ndarray) -> float:
     return tables.chi_square_p(float(((pairs - expected) ** 2 / expected).sum()), (len(pairs) - 1) ** 2)
 
 
-async def test_single_draws_match_their_share_of_the_weights_and_are_independent(bench: Bench) -> None:
+async def test_single_draws_match_weights_and_are_independent(bench: Bench) -> None:
     weights = skewed(500, 1)
     await bench.insert(weights)
     drawn = (await bench.draws(100_000)).ravel()
@@ -41,7 +41,7 @@ async def test_single_draws_match_their_share_of_the_weights_and_are_independent
     assert plausible(p := independent(drawn, weights)), p
 
 
-async def test_draws_match_while_weights_change_between_them(bench: Bench) -> None:
+async def test_draws_match_weights_that_change_between_them(bench: Bench) -> None:
     weights, random = skewed(500, 2), np.random.default_rng(2)
     await bench.insert(weights)
     statistic, freedom = 0.0, 0
@@ -65,7 +65,7 @@ async def test_uniform_draws_are_uniform(bench: Bench) -> None:
 
 
 async def test_a_step_is_an_exact_sample_without_replacement(bench: Bench) -> None:
-    """Against drawing one after the other among those that are left, literally."""
+    """Compared with a literal simulation that draws one after the other from those left."""
     n, k, batches, simulated = 40, 12, 8_000, 40_000
     weights, random = 10.0 ** np.random.default_rng(4).uniform(-1, 1, n), np.random.default_rng(5)
     await bench.insert(weights)
@@ -78,15 +78,15 @@ async def test_a_step_is_an_exact_sample_without_replacement(bench: Bench) -> No
         taken[np.arange(simulated), chosen], left[np.arange(simulated), chosen] = 1, 0
     seen = np.zeros((batches, n))
     np.put_along_axis(seen, drawn, 1, axis=1)
-    apart = (seen.mean(0) - taken.mean(0))[1:]  # k are drawn in all, so that one column follows from the others
+    apart = (seen.mean(0) - taken.mean(0))[1:]  # k are drawn in total, so one column follows from the others
     covariance = np.cov(taken[:, 1:], rowvar=False) * (1 / batches + 1 / simulated)
     statistic = float(apart @ np.linalg.solve(covariance, apart))
     assert plausible(p := tables.chi_square_p(statistic, n - 1)), (statistic, p)
     heavy = int(weights.argmax())
-    assert seen.mean(0)[heavy] < k * weights[heavy] / weights.sum(), "independent draws would bring it more often"
+    assert seen.mean(0)[heavy] < k * weights[heavy] / weights.sum(), "independent draws would include it more often"
 
 
-async def test_weight_0_is_drawn_when_nothing_else_is_left_and_then_uniformly(bench: Bench) -> None:
+async def test_zero_weights_are_drawn_last_and_uniformly(bench: Bench) -> None:
     await bench.insert([3.0, 0.5, *np.zeros(20)])
     drawn = await bench.draws(30_000, 3)
     assert {frozenset(batch) for batch in drawn[:, :2].tolist()} == {frozenset({0, 1})}
@@ -97,11 +97,11 @@ async def test_weight_0_is_drawn_when_nothing_else_is_left_and_then_uniformly(be
     statistic, freedom = p_of(np.bincount(drawn, minlength=22), np.full(22, 1000.0))
     assert plausible(p := tables.chi_square_p(statistic, freedom)), (statistic, p)
     await bench.reweigh([0.0] * 21 + [1e-9])
-    assert set((await bench.draws(100)).ravel()) == {21}, "the lightest weight is more than none"
+    assert set((await bench.draws(100)).ravel()) == {21}, "the lightest weight counts more than zero"
 
 
-async def test_draws_by_survey_and_prepare_match_too(store: Store) -> None:
-    """The path of the product whole, with the variates that it makes: of each group the hash of its number of draws."""
+async def test_draws_through_sweep_and_prepare_match_weights(store: Store) -> None:
+    """The product's whole path, with its own variates: a hash of each group's number of draws."""
     weights, steps = skewed(50, 6), 2_500
     team = await begin(store, "prioritized")
     names = [f"0-{i}" for i in range(50)]

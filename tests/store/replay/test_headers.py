@@ -1,4 +1,4 @@
-"""Settling: every finished group goes into the table or to its outcome, once; the table never exceeds its capacity."""
+"""Settling: every finished group is inserted or gets its outcome, exactly once; the table never exceeds its capacity."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ async def finished(store: Store, team: flow.Team, count: int) -> list[str]:
 
 
 async def stored(store: Store) -> int:
-    """How many payloads lie in Redis."""
+    """Number of payloads in Redis."""
     return len([key async for key in store.client.scan_iter(match="*:payload:*")])
 
 
-async def test_headers_come_back_until_they_are_settled(any_store: Store) -> None:
+async def test_headers_are_returned_until_settled(any_store: Store) -> None:
     team = await start(any_store)
     payloads = await finished(any_store, team, 3)
     for _ in range(2):  # a leader that dies between reading and settling loses nothing
@@ -35,7 +35,7 @@ async def test_headers_come_back_until_they_are_settled(any_store: Store) -> Non
     assert [item.payload for item in await any_store.replay.read_headers(team.leader, 5)] == payloads
 
 
-async def test_inserted_groups_stand_in_order_of_issue_whatever_the_order_of_arrival(any_store: Store) -> None:
+async def test_inserted_groups_are_kept_in_order_of_issue(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 3)
     for one in reversed(await claim(any_store, "g", 3)):
@@ -60,7 +60,7 @@ async def test_a_repeated_settlement_changes_nothing(any_store: Store) -> None:
 
 
 @pytest.mark.parametrize("action", ["stale", "filtered:zero", "failed:rewards are not finite"])
-async def test_a_dropped_group_counts_frees_its_slot_and_leaves_no_payload(any_store: Store, action: str) -> None:
+async def test_a_dropped_group_is_counted_and_frees_slot_and_payload(any_store: Store, action: str) -> None:
     team = await start(any_store)
     await finished(any_store, team, 1)
     assert await settle(any_store, team, action) == 1
@@ -83,7 +83,7 @@ async def test_a_full_table_evicts_its_oldest_groups(any_store: Store) -> None:
     assert await stored(any_store) == 4
 
 
-async def test_evicting_a_group_that_was_trained_is_no_second_outcome(any_store: Store) -> None:
+async def test_evicting_a_trained_group_is_not_a_second_outcome(any_store: Store) -> None:
     """Its payload stays until a checkpoint covers the step that used it."""
     team = await start(any_store, table=TableRules(capacity=2, max_uses=2))
     await buffer(any_store, team, 2)
@@ -96,7 +96,7 @@ async def test_evicting_a_group_that_was_trained_is_no_second_outcome(any_store:
     assert await stored(any_store) == 3
 
 
-async def test_corrupt_and_contradicting_headers_are_seen_as_such(any_store: Store) -> None:
+async def test_corrupt_and_contradictory_headers_are_detected(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 3)
     a, b, c = await claim(any_store, "g", 3)
@@ -112,7 +112,7 @@ async def test_corrupt_and_contradicting_headers_are_seen_as_such(any_store: Sto
     assert (audit["ledger:failed"], audit["slots_used"]) == (3, 0)
 
 
-async def test_a_header_of_a_ticket_that_nobody_issued_becomes_a_dead_letter(any_store: Store) -> None:
+async def test_a_header_of_an_unknown_ticket_is_dead_lettered(any_store: Store) -> None:
     team = await start(any_store)
     await any_store.client.xadd(any_store.keys.headers, {"ticket": "9-9", "payload": "9-9.1", "body": b"?"})
     await any_store.client.xadd(any_store.keys.headers, {"nonsense": "1"})
@@ -137,7 +137,7 @@ async def test_a_superseded_leader_neither_reads_nor_settles(any_store: Store) -
     )
 
 
-async def test_groups_that_became_stale_are_dropped_at_the_next_look_once(any_store: Store) -> None:
+async def test_stale_groups_are_dropped_once_by_the_next_sweep(any_store: Store) -> None:
     team = await start(any_store)
     for version in (0, 1, 2):
         await buffer(any_store, team, 1, oldest=version)

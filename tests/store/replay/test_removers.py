@@ -1,4 +1,4 @@
-"""A full table, group by group: for every sampler and remover its size is its capacity, and the right one leaves."""
+"""A full table, group by group: for every sampler and remover it stays at capacity, and the right group leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITY = 5
 
 @pytest.mark.parametrize("remover", tables.REMOVERS)
 @pytest.mark.parametrize("sampler", tables.SAMPLERS)
-async def test_of_three_times_its_capacity_a_table_keeps_as_many_as_it_holds(store: Store, sampler: str, remover: str) -> None:
+async def test_a_table_offered_triple_its_capacity_stays_full(store: Store, sampler: str, remover: str) -> None:
     dice, model = random.Random(f"{sampler} {remover}"), Model(sampler, remover, CAPACITY, 3)
     team = await begin(store, sampler, remover, CAPACITY, 3)
     versions = [dice.randint(0, 5) for _ in range(3 * CAPACITY)]
@@ -38,17 +38,17 @@ async def test_of_three_times_its_capacity_a_table_keeps_as_many_as_it_holds(sto
         assert len(table.order) == min(size, CAPACITY)
         tables.check(table, CAPACITY, sampler, remover)
         model.check(table)
-        if size == 2 * CAPACITY:  # from now on some that leave were trained
+        if size == 2 * CAPACITY:  # from now on some of the groups that leave were trained
             variates = [dice.expovariate(1) for _ in range(2)]
             drawn = await tables.draw(store, team, 2, variates)
             model.check_first(drawn, 2)
             model.prepare(drawn, variates)
     left = {name for name in drawn if name not in model.groups}
-    assert set(table.departed) == left, "what a checkpoint may still need"
+    assert set(table.departed) == left, "a checkpoint may still need these"
     assert table.audit["ledger:evicted"] + len(left) == 2 * CAPACITY
 
 
-async def test_a_group_that_comes_again_replaces_what_was_there(any_store: Store) -> None:
+async def test_a_resubmitted_group_replaces_the_earlier_one(any_store: Store) -> None:
     team = await begin(any_store, "prioritized", capacity=3)
     await fill(any_store, team, [Entry(2.0, 0.1), Entry(3.0, 5.0), Entry(4.0, 6.0)])
     assert await tables.draw(any_store, team, 1, [9.0]) == ["0-0"]
@@ -70,7 +70,7 @@ async def test_a_group_that_comes_again_replaces_what_was_there(any_store: Store
     assert len([key async for key in any_store.client.scan_iter(match="*:payload:*")]) == 3
 
 
-async def test_a_survey_leaves_nothing_stale_however_much_there_is(store: Store) -> None:
+async def test_a_sweep_drops_any_number_of_stale_groups(store: Store) -> None:
     team = await begin(store, "uniform")
     await fill(store, team, [Entry(variate=i, oldest=0) for i in range(1, 701)])
     fresh = await fill(store, team, [Entry(variate=2000.0, oldest=1)])
@@ -79,8 +79,8 @@ async def test_a_survey_leaves_nothing_stale_however_much_there_is(store: Store)
     assert (await tables.read(store)).audit["ledger:stale"] == 700
 
 
-async def test_gaps_are_told_as_far_as_there_are_slots(store: Store) -> None:
-    """A step is made of some of them; how many tickets may be issued depends on more."""
+async def test_gaps_are_reported_up_to_the_number_of_slots(store: Store) -> None:
+    """A step covers some of them; how many tickets may be issued depends on the rest."""
     team = await flow.start(store, slots=6)
     for _ in range(3):
         await flow.issue(store, team, 3)

@@ -1,6 +1,6 @@
-"""The replay table against a model in plain Python, under random calls of random callers, some of which die between two of them.
+"""The replay table against a model in plain Python, under random calls of random callers, some of which die in between.
 
-Every call may come twice, may be the last of its caller, or may come from a leader or trainer that was superseded. After every
+Every call may be repeated, may be its caller's last, or may come from a superseded leader or trainer. After every
 call the whole table in Redis is compared with the model, and every ticket that was issued is accounted for.
 """
 
@@ -59,7 +59,7 @@ class TableMachine(RuleBasedStateMachine):
         return self.runner.run(awaited())
 
     def calls(self, make: Callable[[], Awaitable[Any]], again: bool) -> Any:
-        """Call once, or twice as after a lost reply; the first answer."""
+        """Call once, or twice as after a lost reply; return the first answer."""
         answer = self.call(make())
         if again:
             self.call(make())
@@ -74,7 +74,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(ages=st.lists(st.integers(0, 2), min_size=1, max_size=5))
     def arrive(self, ages: list[int]) -> None:
-        """Groups are generated; their headers wait for whoever leads then."""
+        """Generate groups whose headers wait for the next leader."""
         oldest = [max(self.version - age, 0) for age in ages]
         names = self.call(tables.arrive(self.store, self.team, oldest))
         self.waiting |= dict(zip(names, oldest, strict=True))
@@ -98,7 +98,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(age=st.integers(0, 3), wanted=st.integers(1, 4), again=twice)
     def look(self, age: int, wanted: int, again: bool) -> None:
-        """A leader that looks, and does no more: what is stale has left."""
+        """Sweep without drawing: stale groups leave."""
         sweep_and_peek = self.calls(lambda: self.store.replay.sweep_and_peek(self.team.leader, self.version - age, wanted), again)
         assert sweep_and_peek.stale == self.model.sweep(self.version - age)
         self.model.check_first([name for name, _ in sweep_and_peek.first], wanted)
@@ -106,7 +106,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), age=st.integers(1, 3), wanted=st.integers(1, 4), again=twice)
     def step(self, data: st.DataObject, age: int, wanted: int, again: bool) -> None:
-        """A step is drawn; sometimes the trainer has changed a weight since the leader looked."""
+        """Draw a step; sometimes the trainer has changed a weight since the sweep."""
         sweep_and_peek = self.call(self.store.replay.sweep_and_peek(self.team.leader, self.version - age, wanted))
         self.model.sweep(self.version - age)
         drawn = [name for name, _ in sweep_and_peek.first]
@@ -168,7 +168,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.groups)
     @rule(data=st.data(), bad=st.sampled_from([float("nan"), float("inf"), -1.0, -1e-30, 1.1e9]))
     def reweigh_badly(self, data: st.DataObject, bad: float) -> None:
-        """Refused as a whole."""
+        """Check that an invalid weight rejects the whole update."""
         names = data.draw(st.lists(st.sampled_from(sorted(self.model.groups)), min_size=1, unique=True))
         new = dict.fromkeys(names, 5.0) | {names[-1]: bad}
         with pytest.raises(StoreError, match=f"of group {names[-1]} is not in"):
@@ -183,7 +183,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(again=twice, checkpoint=st.booleans())
     def train(self, again: bool, checkpoint: bool) -> None:
-        """The trainer catches up, and the fleet with it."""
+        """Let the trainer and the fleet catch up."""
         self.catch_up(again, checkpoint)
 
     def catch_up(self, again: bool, checkpoint: bool) -> None:
@@ -212,7 +212,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.leaders) > 1)
     @rule(data=st.data())
     def superseded_leader(self, data: st.DataObject) -> None:
-        """One who led before goes on with what it had in mind."""
+        """Continue as a superseded leader."""
         fence = data.draw(st.sampled_from(self.leaders[:-1]))
         items = self.call(self.store.replay.read_headers(self.team.leader, 3))
         drawn = sorted(self.model.groups)[:1]
@@ -248,7 +248,7 @@ class TableMachine(RuleBasedStateMachine):
         assert report.slots_used >= len(self.waiting)
 
     def check_keys(self) -> None:
-        """Known names only, and of groups and payloads exactly those that are still needed."""
+        """Check that only known keys exist, and exactly the groups and payloads that are still needed."""
         prefix = f"{self.store.keys.prefix}:"
 
         async def scan() -> list[str]:
@@ -262,7 +262,7 @@ class TableMachine(RuleBasedStateMachine):
         assert payloads == self.model.kept() | set(self.waiting)
 
     def teardown(self) -> None:
-        """Everything left is trained, every step is covered by a checkpoint: nothing stays but counters."""
+        """Train what is left and cover every step by a checkpoint: only counters remain."""
         if not hasattr(self, "model"):
             return
         items = self.call(self.store.replay.read_headers(self.team.leader, 1000))
@@ -288,7 +288,7 @@ def run_machine(server: RedisServer, sampler: str) -> None:
         quick = settings(
             max_examples=12, stateful_step_count=30, deadline=None, database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-            phases=[Phase.generate],  # to make a failure smaller takes minutes
+            phases=[Phase.generate],  # shrinking a failure takes minutes
             report_multiple_bugs=False,
         )  # fmt: skip
         try:
@@ -300,13 +300,13 @@ def run_machine(server: RedisServer, sampler: str) -> None:
 async def _leave(store: Store) -> None:
     await store.client.flushall()
     await store.close()
-    await asyncio.sleep(0)  # the loop closes sockets in its next turn
+    await asyncio.sleep(0)  # the loop closes sockets in its next iteration
 
 
 @pytest.mark.parametrize("sampler", [sampler for sampler in tables.SAMPLERS if sampler != "prioritized"])
-def test_the_table_is_that_of_the_model_whatever_its_callers_do(server: RedisServer, sampler: str) -> None:
+def test_the_table_matches_the_model(server: RedisServer, sampler: str) -> None:
     run_machine(server, sampler)
 
 
-def test_a_prioritized_table_is_that_of_the_model_whatever_its_callers_do(any_server: RedisServer) -> None:
+def test_a_prioritized_table_matches_the_model(any_server: RedisServer) -> None:
     run_machine(any_server, "prioritized")
