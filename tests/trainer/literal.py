@@ -1,4 +1,4 @@
-"""The formulas of docs/semantics.md as they are written, token by token, in float64: slow and obvious, gradients by autograd."""
+"""The formulas of docs/semantics.md, token by token, in float64: slow and obvious, with gradients by autograd."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.config.loss import Loss
 
 @dataclass(frozen=True)
 class Response:
-    """One response; n = its tokens in the loss, tensors are [n] float64."""
+    """One response with n tokens in the loss; tensors are [n] float64."""
 
     theta: Tensor
     old: Tensor

@@ -1,4 +1,4 @@
-"""Losses that are trained on several ranks, and their twin: every response alone, in float64, by the literal formulas."""
+"""Losses trained on several ranks, and their twin: every response alone, in float64, by the literal formulas."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ VARIANTS: dict[str, Loss] = {
         "own": {"policy": "tests.trainer.losses.test_custom:half", "correction_variation_mask": 0.4, "denominator": "sequence"},
     }.items()
 }
-"""One mini-batch: those from behaviour have ratios of all sizes, the others have corrections of all sizes."""
+"""One mini-batch: with `old = "behaviour"` ratios of all sizes occur, otherwise corrections of all sizes."""
 
 
 def responses(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[Sample]) -> tuple[Any, list[literal.Response]]:
-    """The model of `folder` with transformers' own attention, and every sample that is trained; theta and entropy by it."""
+    """The model of `folder` with transformers' own attention, and every trained sample with its theta and entropy."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
@@ -57,7 +57,7 @@ def responses(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[S
 
 
 def gradient(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[Sample], config: Loss) -> dict[str, torch.Tensor]:
-    """Of the first optimizer step, of one mini-batch; the reference is the model itself."""
+    """Gradient of the first optimizer step on one mini-batch; the reference is the model itself."""
     model, found = responses(folder, payloads, samples)
     literal.objective(found, config).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

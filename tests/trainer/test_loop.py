@@ -1,4 +1,4 @@
-"""The trainer's loop where a whole run hits it by chance only."""
+"""Cases of the trainer's loop that a whole run meets only by chance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.weights.leader import Stopped, SyncReport
 
 
 class Interrupted(TrainLoop):
-    """A loop that is told to stop while the weights of step 4 are sent; every call to Redis succeeds."""
+    """A loop that is stopped while the weights of step 4 are sent; every call to Redis succeeds."""
 
     def __init__(self) -> None:
         plan = SimpleNamespace(step=4, stats={"tokens/gen/total": 7.0}, total_tokens=9, traces=[])
@@ -41,7 +41,7 @@ class Interrupted(TrainLoop):
         raise Stopped
 
 
-def test_a_step_that_was_committed_is_recorded_even_if_the_stop_comes_during_its_sync() -> None:
+def test_a_committed_step_is_recorded_even_if_stopped_in_its_sync() -> None:
     loop = Interrupted()
     with pytest.raises(Stopped):
         loop._train_next()
@@ -53,7 +53,7 @@ def test_a_step_that_was_committed_is_recorded_even_if_the_stop_comes_during_its
 
 
 @pytest.mark.parametrize("delta", [1.0, 0.0])
-def test_the_record_of_a_step_has_what_its_sync_sent(delta: float) -> None:
+def test_the_record_of_a_step_includes_its_sync(delta: float) -> None:
     loop, told = Interrupted(), list[object]()
     sent = {"bytes": 10.0, "share": 0.25, "changed": 0.5, "delta": delta}
     loop.worker = SimpleNamespace(sender=SimpleNamespace(sent=sent))  # type: ignore[assignment]

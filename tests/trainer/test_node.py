@@ -1,4 +1,4 @@
-"""A trainer pod: which ranks are its own, and what becomes of them when one fails or the pod is to end."""
+"""A trainer pod: which ranks it runs, and what happens when one fails or the pod is terminated."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ OBSTINATE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);
 RANK = """
 import ctypes, signal, sys, time
 from services.trainer import __main__ as trainer
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent of the tests may ignore it
 def load(*_):
     print("loading", flush=True)
-    if how == "meeting":  # no handler of Python's runs while ranks meet, nor in a lock that is never released
+    if how == "meeting":  # Python runs no handler while ranks meet, or in a lock that is never released
         lock = ctypes.create_string_buffer(64)
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(lock)
@@ -47,7 +47,7 @@ def child(*programs: str, stop_s: float = 5.0) -> ChildService:
     return ChildService(ServicePlan("trainer", pods, stop_s=stop_s))
 
 
-def test_ranks_of_a_node_are_neighbours(tmp_path: Path) -> None:
+def test_ranks_of_a_node_are_consecutive(tmp_path: Path) -> None:
     given = Arguments(small_config(tmp_path), "trainer-1", "/run/config.toml")
     node = TrainerNode.from_environment({"GRPO_NODE": "1", "GRPO_NODES": "2", "MASTER_ADDR": "first", "GRPO_STOP_S": "90"})
     plan = node.plan(8, given, given.path)
@@ -61,18 +61,18 @@ def test_ranks_of_a_node_are_neighbours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "named"), [({"GRPO_NODE": "2", "GRPO_NODES": "2"}, "GRPO_NODE = 2"), ({"GRPO_NODES": "two"}, "must be numbers")]
 )
-def test_a_wrong_place_is_refused(environ: dict[str, str], named: str) -> None:
+def test_an_invalid_node_number_is_rejected(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         TrainerNode.from_environment(environ)
 
 
-def test_ranks_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
+def test_an_uneven_number_of_ranks_is_rejected(tmp_path: Path) -> None:
     given = Arguments(small_config(tmp_path), "trainer-0", "")
     with pytest.raises(ConfigError, match=r"trainer.ranks = 3 must be a multiple of"):
         replace(TrainerNode(0, 1, "here", 1.0), count=2).plan(3, given, "")
 
 
-def test_one_that_fails_takes_the_others_along_and_its_code_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rank_stops_the_others_and_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.trainer.node.LAST_WORDS_S", 0.2)
     started = child(LAST, "raise SystemExit(3)")
     started.start(os.environ)
@@ -81,13 +81,13 @@ def test_one_that_fails_takes_the_others_along_and_its_code_counts(monkeypatch: 
     finally:
         started.kill()
     assert all(code is not None for code in started.codes)
-    for sig in (signal.SIGKILL, signal.SIGTERM):  # which nobody asked for
+    for sig in (signal.SIGKILL, signal.SIGTERM):  # sent by nobody here
         killed = child(f"import os; os.kill(os.getpid(), {sig:d})")
         killed.start(os.environ)
         assert _see_through(killed) == 128 + sig
 
 
-def test_ranks_that_do_not_end_are_not_waited_for_longer_than_told() -> None:
+def test_ranks_are_killed_after_the_stop_timeout() -> None:
     started = child(OBSTINATE, stop_s=0.3)
     started.start(os.environ)
     try:
@@ -106,14 +106,14 @@ def loading_rank(rank: int, how: str) -> ProcessPlan:
 
 
 async def started(ranks: ChildService, folder: Path, config: RunConfig) -> ChildService:
-    """Started, and loading."""
+    """Start ranks and wait until they load."""
     (folder / "run.toml").write_text(to_toml(config))
     ranks.start({**os.environ, "GRPO_CONFIG": str(folder / "run.toml")})
     await wait_until(lambda: all(pod.log and "loading\n" in pod.log.read_text() for pod in ranks.pods))
     return ranks
 
 
-async def test_ranks_told_to_end_while_they_load_end_at_once(server: RedisServer, store: Store, tmp_path: Path) -> None:
+async def test_ranks_terminated_while_loading_exit_at_once(server: RedisServer, store: Store, tmp_path: Path) -> None:
     ranks = ChildService(ServicePlan("trainer", (loading_rank(0, "meeting"), loading_rank(1, "meeting")), stop_s=60), tmp_path)
     try:
         await started(ranks, tmp_path, small_config(tmp_path, server, f"run.name={store.keys.name}"))
@@ -140,7 +140,7 @@ async def test_ctrl_c_while_ranks_load_is_no_error(server: RedisServer, store: S
         ranks.kill()
 
 
-def test_a_pod_told_to_end_before_its_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
+def test_a_pod_terminated_before_its_ranks_start_exits_at_once(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(to_toml(small_config(tmp_path)))
     program = (
         "import sys, time\nfrom services.trainer import node\n"
@@ -159,7 +159,7 @@ def test_a_pod_told_to_end_before_its_ranks_are_there_ends_at_once(tmp_path: Pat
             process.kill()
 
 
-def test_the_entry_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+def test_a_startup_error_is_reported_on_one_line(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(to_toml(small_config(tmp_path)))
     environ = {**os.environ, "GRPO_CONFIG": str(tmp_path / "run.toml"), "GRPO_NODE": "5", "GRPO_NODES": "2"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a trainer pod does before it ends: it has a checkpoint written, and waits for nothing where none can be."""
+"""The pre-stop hook of a trainer pod requests a checkpoint, and returns at once if none can be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.harness import small_config, wait_until
 from tests.trainer.test_node import loading_rank, started
 
 TTL_S = 60.0
-AT_ONCE_S = 60.0  # on a busy machine; a wait lasts minutes
+AT_ONCE_S = 60.0  # generous for a busy machine; a real wait takes minutes
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def config(store: Store, server: RedisServer, tmp_path: Path) -> RunConfig:
 
 
 def save(folder: Path, module: str = "services.trainer.save", *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the hook, or another module, to its end."""
+    """Run the hook, or another module, to completion."""
     environ = {**os.environ, "GRPO_CONFIG": str(folder / "resolved.toml"), "GRPO_POD": "trainer-1"}
     return subprocess.run(
         [sys.executable, "-m", module, *words], env=environ, capture_output=True, text=True, timeout=100, check=False
@@ -52,7 +52,7 @@ def trainer(phase: str, boot: str = "one") -> PodStatus:
 
 
 async def train(store: Store, committed: int = 3) -> int:
-    """Create a run whose last steps are in no checkpoint, with a trainer; return the trainer's fence."""
+    """Create a run with a trainer and steps that no checkpoint covers; return the trainer's fence."""
     await store.run.create("config", "data", 9, 8)
     await store.client.hset(store.keys.run, "committed_step", committed)  # type: ignore[misc]
     await store.fleet.beat(trainer("training"), TTL_S)
@@ -66,10 +66,10 @@ async def request(store: Store) -> str:
     return state.checkpoint
 
 
-async def test_a_run_without_anything_to_write_is_not_waited_for(config: RunConfig, store: Store, tmp_path: Path) -> None:
+async def test_a_run_with_nothing_to_write_is_not_awaited(config: RunConfig, store: Store, tmp_path: Path) -> None:
     await refuses(tmp_path, "nothing to write: the run does not exist yet")
     usual = await asyncio.to_thread(save, tmp_path, "services.console", "checkpoint", "--wait")
-    assert usual.returncode == 2, "whoever asks for a checkpoint is told that there is no run"
+    assert usual.returncode == 2, "`grpo checkpoint` reports that there is no run"
     assert "does not exist in its Redis" in usual.stderr
     fence = await train(store, committed=-1)
     await refuses(tmp_path, "nothing to write: every trained step is in a checkpoint")
@@ -78,15 +78,15 @@ async def test_a_run_without_anything_to_write_is_not_waited_for(config: RunConf
     await refuses(tmp_path, "nothing to write: the run has finished: trained 4 of 4 steps")
 
 
-async def test_a_trainer_that_is_not_there_is_not_waited_for(config: RunConfig, store: Store, tmp_path: Path) -> None:
+async def test_a_missing_trainer_is_not_awaited(config: RunConfig, store: Store, tmp_path: Path) -> None:
     await train(store)
     await store.fleet.leave(trainer("training"))
     await refuses(tmp_path, "nothing can be written: no trainer is running")
     assert not await request(store)
 
 
-async def test_a_trainer_that_loads_is_not_waited_for(config: RunConfig, store: Store, tmp_path: Path) -> None:
-    """A real rank 0, started after one that was killed and whose heartbeat has not expired."""
+async def test_a_loading_trainer_is_not_awaited(config: RunConfig, store: Store, tmp_path: Path) -> None:
+    """A real rank 0, started after a killed one whose heartbeat has not expired."""
     await train(store)
     ranks = ChildService(ServicePlan("trainer", (loading_rank(0, ""),)), tmp_path)
     try:
@@ -127,7 +127,7 @@ async def restart(store: Store, fence: int) -> None:
         (restart, 0, "nothing can be written: the trainer is loading\n"),
     ],
 )
-async def test_a_trainer_that_works_is_asked_and_waited_for(
+async def test_a_working_trainer_is_asked_and_awaited(
     ends: Callable[[Store, int], Awaitable[None]], code: int, told: str, config: RunConfig, store: Store, tmp_path: Path
 ) -> None:
     fence = await train(store)
@@ -135,14 +135,14 @@ async def test_a_trainer_that_works_is_asked_and_waited_for(
     await wait_until(lambda: request(store))
     assert (await request(store)).endswith(" trainer-1: a trainer pod is terminating")
     finished, _ = await asyncio.wait([saving], timeout=1.0)
-    assert not finished, "it waits for the trainer"
+    assert not finished, "the hook waits for the trainer"
     await ends(store, fence)
     done = await saving
     assert done.returncode == code, done.stderr
     assert done.stdout + done.stderr == told or (ends is write and "every trained step is in a checkpoint" in done.stdout)
 
 
-def test_a_redis_that_is_away_is_named_in_one_line(tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_reported_on_one_line(tmp_path: Path) -> None:
     (tmp_path / "resolved.toml").write_text(to_toml(small_config(tmp_path, None, "redis.url=redis://127.0.0.1:1/0")))
     done = save(tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)

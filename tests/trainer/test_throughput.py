@@ -1,4 +1,4 @@
-"""Rates of a step, on hand-made histories: nothing made before a process began counts in what it reports."""
+"""Throughput of a step, on hand-made histories: work from before the process started is not counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_rates_are_of_the_time_since_the_last_record() -> None:
     assert rates.record(1, 400, 1_600, 112.0) == {TRAINED: 200.0, GENERATED: 300.0, ELAPSED: 2.0}
 
 
-def test_plans_made_before_a_restart_have_no_rate_of_generation() -> None:
+def test_plans_from_before_a_restart_have_no_generation_rate() -> None:
     rates = Throughput(500.0)
     rates.resume(prepared_step=8)
     assert GENERATED not in rates.record(7, 400, 850_000, 510.0)
@@ -24,13 +24,13 @@ def test_plans_made_before_a_restart_have_no_rate_of_generation() -> None:
     assert rates.record(9, 400, 866_000, 520.5)[GENERATED] == 800.0
 
 
-def test_a_counter_that_falls_began_again_at_zero() -> None:
+def test_a_counter_that_drops_restarted_at_zero() -> None:
     rates = Throughput(0.0)
     rates.record(0, 400, 90_000, 10.0)
     assert rates.record(1, 400, 4_000, 15.0)[GENERATED] == 800.0
 
 
-def test_utilization_is_of_the_time_of_training_and_of_all_time() -> None:
+def test_utilization_covers_training_time_and_wall_time() -> None:
     record = {TRAINED: 800.0, ELAPSED: 10.0, "flops/train/sum": 8e15, "time/train/total_s": 4.0}
     assert Throughput(0.0, 2, 2000.0).utilization(record) == pytest.approx(
         {
@@ -40,7 +40,7 @@ def test_utilization_is_of_the_time_of_training_and_of_all_time() -> None:
     )  # fmt: skip
 
 
-def test_what_is_unknown_has_no_utilization() -> None:
+def test_unknown_flops_or_peak_give_no_utilization() -> None:
     assert not [
         key for key in Throughput(0.0, 1, 10.0).utilization({TRAINED: 1.0, ELAPSED: 1.0}) if "mfu" in key or "flops" in key
     ]

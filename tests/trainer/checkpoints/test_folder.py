@@ -1,4 +1,4 @@
-"""Real DeepSpeed ranks save and resume: equal to the bit, whole or not at all, and every failure is told on every rank."""
+"""Real DeepSpeed ranks save and resume: bitwise equal, all or nothing, and every failure is raised on every rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, list[Any]]]:
-    """What every job returned, one per rank."""
+    """Results of every job, one per rank."""
     folder = tmp_path_factory.mktemp("checkpoints")
     payloads = make_payloads(groups=2, size=4)
     samples = make_samples(payloads)
@@ -67,12 +67,12 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
     for size, named in jobs.items():
         found |= dict(zip(named, launch(size, list(named.values()), folder / f"ranks-{size}"), strict=True))
     yield found
-    subprocess.run(["umount", "--lazy", folder / "small"], capture_output=True, check=False)  # what `failures` mounted
+    subprocess.run(["umount", "--lazy", folder / "small"], capture_output=True, check=False)  # mounted by `failures`
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", STAGES)
-def test_resumed_equals_uninterrupted_to_the_bit(which: tuple[int, int], results: dict[Any, list[Any]]) -> None:
+def test_resumed_equals_uninterrupted_bitwise(which: tuple[int, int], results: dict[Any, list[Any]]) -> None:
     for result in results[which]:
         weights, reference, random, python = result["uninterrupted"]
         again, reference_again, random_again, python_again = result["resumed"]
@@ -92,7 +92,9 @@ def test_resumed_equals_uninterrupted_to_the_bit(which: tuple[int, int], results
 
 
 @pytest.mark.slow
-def test_latest_skips_what_is_damaged(results: dict[Any, list[Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_latest_skips_damaged_checkpoints(
+    results: dict[Any, list[Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saved: Saved = results[1, 0][0]["saved"]
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.latest() is None
@@ -156,7 +158,7 @@ def test_export_loads_with_transformers(stage: int, results: dict[Any, list[Any]
         ("unequal rows", r"rank 1: step 0 has 1 rows per rank in mini-batches of \[1\], but there are 0 rows"),
     ],
 )
-def test_failures_are_told_on_every_rank(failure: str, message: str, results: dict[Any, list[Any]]) -> None:
+def test_failures_are_raised_on_every_rank(failure: str, message: str, results: dict[Any, list[Any]]) -> None:
     for messages in results["failures"]:
         assert re.search(message, messages[failure]), messages[failure]
 
@@ -170,7 +172,7 @@ def test_failures_are_told_on_every_rank(failure: str, message: str, results: di
         ("read-only at the start", "Read-only file system; make it writable for this user, or set run.dir"),
     ],
 )
-def test_a_real_disk_refuses(failure: str, message: str, results: dict[Any, list[Any]]) -> None:
+def test_errors_of_a_real_disk_are_reported(failure: str, message: str, results: dict[Any, list[Any]]) -> None:
     if why := results["failures"][0]["mounted"] or results["failures"][0]["read-only mounted"]:
         pytest.skip(f"nothing can be mounted here: {why}")
     for messages in results["failures"]:
@@ -180,19 +182,19 @@ def test_a_real_disk_refuses(failure: str, message: str, results: dict[Any, list
 
 
 @pytest.mark.slow
-def test_only_the_newest_are_kept_and_a_failed_one_changes_nothing(results: dict[Any, list[Any]]) -> None:
+def test_only_the_newest_are_kept_and_failures_change_nothing(results: dict[Any, list[Any]]) -> None:
     assert results["failures"][0]["left"] == "latest,step-00000002,step-00000003"
 
 
 @pytest.mark.slow
-def test_a_run_that_was_taken_back_stays_there(results: dict[Any, list[Any]]) -> None:
+def test_latest_stays_at_a_restored_step(results: dict[Any, list[Any]]) -> None:
     assert results["failures"][0]["named"] == "step-00000002"
     good = Checkpoints(results["folder"][0] / "good", keep=2)
     assert ([saved.step for saved in good.complete()], good.named()) == ([2, 3], "step-00000003")
 
 
 class Ranks:
-    """One rank without a process group, whose policy is a file; `meanwhile` happens as that is written."""
+    """One rank without a process group, whose policy is a file; `meanwhile` is called while it is written."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.meanwhile: Callable[[], object] = lambda: None
@@ -215,7 +217,7 @@ class Ranks:
         return found
 
 
-def test_a_trainer_that_was_superseded_touches_nothing_of_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_superseded_trainer_leaves_newer_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy: Any = Ranks(monkeypatch)
     newest = [7]
     old, new = (policy.checkpoints(tmp_path, fence, newest) for fence in (7, 8))
@@ -250,10 +252,10 @@ def test_a_trainer_that_was_superseded_touches_nothing_of_its_successor(tmp_path
     [("step-00000007.7.partial", 1, True), ("", 1, True), ("", 2, False)],
     ids=["before-it-is-named", "before-latest-names-it", "before-others-are-deleted"],
 )
-def test_a_trainer_that_sleeps_while_the_disk_works_asks_again(
+def test_a_trainer_checks_its_fence_again_after_slow_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: str, nth: int, refused: bool
 ) -> None:
-    """Its successor saves steps 7 and 11 in one of its waits for the disk."""
+    """Its successor saves steps 7 and 11 while it waits for the disk."""
     policy: Any = Ranks(monkeypatch)
     newest = [7]
     old, new = (policy.checkpoints(tmp_path, fence, newest) for fence in (7, 8))
@@ -277,7 +279,7 @@ def test_a_trainer_that_sleeps_while_the_disk_works_asks_again(
     assert (new.named(), [one.step for one in new.complete()]) == ("step-00000011", [7, 11])
 
 
-def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:
+def test_listing_needs_no_pointer_and_ignores_other_files(tmp_path: Path) -> None:
     for name in ("step-00000012", "step-00000003"):
         partial = atomic_folders.begin(tmp_path / name)
         atomic_folders.write(partial / "snapshot", name.encode())
@@ -294,6 +296,6 @@ def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:
         latest.read("absent")
 
 
-def test_a_manifest_that_lists_what_is_not_there(tmp_path: Path) -> None:
+def test_a_file_missing_from_the_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="cannot be read: No such file"):
         atomic_folders.verify(tmp_path, FolderManifest({"gone": FileRecord(1, "")}, {}))

@@ -1,4 +1,4 @@
-"""A checkpoint is taken up by another number of ranks and at another ZeRO stage, as if it had been theirs."""
+"""A checkpoint resumes with another number of ranks and at another ZeRO stage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _sections(dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """What every job returned, one per rank."""
+    """Results of every job, one per rank."""
     folder = tmp_path_factory.mktemp("layouts")
     payloads = make_payloads(groups=2, size=4)
     arguments = {"model": tiny_model, "payloads": payloads, "samples": make_samples(payloads)}
@@ -82,7 +82,7 @@ def _named(taken: Any) -> str:
 
 
 @pytest.mark.parametrize("taken", TAKEN, ids=_named)
-def test_state_is_that_which_was_saved(taken: Any, results: dict[Any, list[Any]]) -> None:
+def test_restored_state_equals_the_saved_state(taken: Any, results: dict[Any, list[Any]]) -> None:
     saved = results[taken[0]][0]["state"]
     for result in results[taken]:
         state = result["state"]
@@ -98,10 +98,10 @@ def test_state_is_that_which_was_saved(taken: Any, results: dict[Any, list[Any]]
 
 
 @pytest.mark.parametrize("taken", TAKEN, ids=_named)
-def test_training_goes_on_as_it_would_have(taken: Any, results: dict[Any, list[Any]]) -> None:
+def test_training_continues_as_if_uninterrupted(taken: Any, results: dict[Any, list[Any]]) -> None:
     (dtype, *_), by, *_ = taken
     origin = results[taken[0]][0]
-    # Gradients are summed in another order; in bfloat16 a weight at a boundary is then rounded to its other side.
+    # Gradients are summed in another order, so in bfloat16 a weight at a rounding boundary may round the other way.
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6} if dtype == FLOAT else {"rtol": 0.02, "atol": 2e-3}
     for result in results[taken]:
         for name in ("loss/train/sum", "policy_loss/train/mean", "kl/train/mean", "gradient/train/norm"):
@@ -112,10 +112,10 @@ def test_training_goes_on_as_it_would_have(taken: Any, results: dict[Any, list[A
 
 
 @pytest.mark.parametrize("origin", ORIGINS, ids=str)
-def test_a_checkpoint_is_exported_from_files_alone(
+def test_a_checkpoint_is_exported_without_ranks(
     origin: Origin, results: dict[Any, list[Any]], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The result is, to the bit, what the ranks that wrote it would have exported."""
+    """The result is bitwise what the ranks that wrote it would have exported."""
     dtype, _, stage = origin
     saved = results[origin][0]["saved"]
     config = make_config(tiny_model, **_sections(dtype, stage))
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_exported_from_files_alone(
     assert read_manifest(tmp_path / "export").facts["dtype"] == dtype
 
 
-def test_ranks_in_both_keep_their_random_generators_and_new_ones_have_their_own(results: dict[Any, list[Any]]) -> None:
+def test_common_ranks_keep_their_rng_and_new_ones_get_their_own(results: dict[Any, list[Any]]) -> None:
     of_three = results[(FLOAT, 1, 0), 3, 2, False]
     assert torch.equal(of_three[0]["random"], results[(FLOAT, 1, 0), 3, 0, False][0]["random"])
     expected = [torch.rand(3, generator=torch.Generator().manual_seed(engine.seed_of_rank(SEED, rank))) for rank in (1, 2)]

@@ -1,4 +1,4 @@
-"""A trainer in step with a Redis that loses its last moments: real Redis, no weights."""
+"""A trainer recovers when Redis loses its last writes: real Redis, no weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Trainer:
 
 
 async def trained(store: Store, folder: Path, steps: int) -> tuple[Trainer, flow.Team]:
-    """A run after so many steps, all published."""
+    """A run after `steps` steps, all published."""
     team = await flow.start(store)
     await flow.buffer(store, team, steps + 2)
     trainer = Trainer(store, team.trainer, folder)
@@ -52,11 +52,11 @@ async def trained(store: Store, folder: Path, steps: int) -> tuple[Trainer, flow
 
 
 async def lose(store: Store, **fields: int) -> None:
-    """What a server that lost its last moments knows."""
+    """Set the state of a server that lost its last writes."""
     await store.client.hset(store.keys.run, mapping=fields)  # type: ignore[misc]
 
 
-async def test_commits_and_the_publication_that_redis_lost_are_repeated(store: Store, tmp_path: Path) -> None:
+async def test_lost_commits_and_publication_are_repeated(store: Store, tmp_path: Path) -> None:
     trainer, _ = await trained(store, tmp_path, 3)
     await lose(store, committed_step=0, published_version=1)
     await store.client.delete(store.keys.trained(0))
@@ -66,7 +66,7 @@ async def test_commits_and_the_publication_that_redis_lost_are_repeated(store: S
     assert (await store.run.state()).published_version == 3  # type: ignore[union-attr]
 
 
-async def test_a_publication_alone_that_redis_lost_is_repeated(store: Store, tmp_path: Path) -> None:
+async def test_a_lost_publication_is_repeated(store: Store, tmp_path: Path) -> None:
     trainer, team = await trained(store, tmp_path, 2)
     await lose(store, published_version=1)
     await trainer.stay_in_step(1)
@@ -76,7 +76,7 @@ async def test_a_publication_alone_that_redis_lost_is_repeated(store: Store, tmp
     assert (await store.run.state()).published_by == team.trainer  # type: ignore[union-attr]
 
 
-async def test_a_step_whose_plan_is_gone_or_another_sends_the_trainer_back(store: Store, tmp_path: Path) -> None:
+async def test_a_lost_or_changed_plan_stops_the_trainer(store: Store, tmp_path: Path) -> None:
     trainer, team = await trained(store, tmp_path, 2)
     await lose(store, committed_step=0, prepared_step=0)
     await store.client.delete(store.keys.step(1))
@@ -87,7 +87,7 @@ async def test_a_step_whose_plan_is_gone_or_another_sends_the_trainer_back(store
         await trainer.stay_in_step(1)
 
 
-async def test_another_trainer_or_a_request_to_go_back_ends_this_one(store: Store, tmp_path: Path) -> None:
+async def test_another_trainer_or_a_restore_request_stops_this_one(store: Store, tmp_path: Path) -> None:
     trainer, _ = await trained(store, tmp_path, 1)
     await trainer.stay_in_step(0)
     await store.run.request_restore(0)
@@ -102,7 +102,7 @@ async def test_another_trainer_or_a_request_to_go_back_ends_this_one(store: Stor
         await trainer.stay_in_step(0)
 
 
-async def test_a_superseded_trainer_leaves_checkpoints_and_requests_to_its_successor(store: Store, tmp_path: Path) -> None:
+async def test_a_superseded_trainer_leaves_checkpoints_to_its_successor(store: Store, tmp_path: Path) -> None:
     trainer, team = await trained(store, tmp_path, 1)
     owner = trainer.checkpoints.owner
     assert owner.fence == team.trainer

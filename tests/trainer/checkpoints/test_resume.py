@@ -1,4 +1,4 @@
-"""Which way a trainer takes a run up."""
+"""How a trainer resumes a run."""
 
 from __future__ import annotations
 
@@ -44,16 +44,18 @@ def plan(step: int, ranks: int = 2, row_tokens: int = 256) -> StepPlan:
         (state(-1, restoring=5), 5, Restore("a restore to step 5 was interrupted")),
     ],
 )
-def test_the_way_depends_on_what_redis_still_has(config: RunConfig, given: RunState, step: int, way: Attach | Restore) -> None:
+def test_the_way_to_resume_depends_on_what_redis_has(
+    config: RunConfig, given: RunState, step: int, way: Attach | Restore
+) -> None:
     assert choose(given, step, [plan(step + 1)], config) == way
 
 
-def test_a_checkpoint_older_than_the_plans_that_are_left_takes_the_run_back(config: RunConfig) -> None:
+def test_a_checkpoint_older_than_the_plans_restores_the_run(config: RunConfig) -> None:
     way = choose(state(9, checkpointed_step=8, retired_step=8), 5, [], config)
     assert way == Restore("Redis has no plans between this checkpoint and that of step 8, which is gone")
 
 
-def test_plans_for_other_ranks_or_longer_rows_are_made_anew(config: RunConfig) -> None:
+def test_plans_for_other_ranks_or_row_lengths_are_replanned(config: RunConfig) -> None:
     for unfit in (plan(6, ranks=1), plan(6, row_tokens=512)):
         way = choose(state(6), 5, [unfit], config)
         assert isinstance(way, Restore)
@@ -65,19 +67,19 @@ def test_plans_for_other_ranks_or_longer_rows_are_made_anew(config: RunConfig) -
     assert not trainable(b"damaged", config)
 
 
-def test_a_volume_that_is_not_mounted_starts_no_run_anew(config: RunConfig) -> None:
+def test_an_unmounted_volume_does_not_restart_the_run(config: RunConfig) -> None:
     for given in (state(7, checkpointed_step=5), state(-1, restoring=5), state(-1, restore=5)):
         with pytest.raises(NoWay, match="the run has a checkpoint of step 5, but its folder is empty: mount the volume"):
             choose(given, -1, [], config)
 
 
-def test_a_new_request_comes_before_an_unfinished_restore_whose_checkpoint_may_be_gone() -> None:
+def test_a_new_request_precedes_an_unfinished_restore() -> None:
     assert wanted(state(9, restoring=3, restore=5)) == 5
     assert wanted(state(9, restore=5)) == 5
     assert wanted(state(9)) == -1
 
 
-def test_the_folder_of_a_run_takes_other_placement(tmp_path: Path) -> None:
+def test_placement_may_change_in_a_runs_folder(tmp_path: Path) -> None:
     from services.config import digest
 
     here = small_config(tmp_path)

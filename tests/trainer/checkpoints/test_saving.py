@@ -1,4 +1,4 @@
-"""When the trainer saves, and what a checkpoint that cannot be written does to the run."""
+"""When the trainer saves, and how a failed checkpoint affects the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 class Noted:
-    """Every call to Redis succeeds, and what is done is noted; ranks write, or have a `problem`."""
+    """Records what is done; every call to Redis succeeds, and ranks write or report a `problem`."""
 
     def __init__(self, folder: Path, problem: str = "") -> None:
         self.problem, self.did, self.memory, self.committed = problem, list[str](), (50 * MIB, 0), -1
@@ -37,7 +37,7 @@ class Noted:
         return self.problem
 
 
-def test_one_that_fails_is_told_and_kills_only_what_has_no_later_chance(tmp_path: Path) -> None:
+def test_a_failed_save_is_fatal_only_if_it_was_the_last_chance(tmp_path: Path) -> None:
     noted = Noted(tmp_path, "disk full")
     saving = noted.saving
     saving.save(4, must=False)
@@ -51,7 +51,7 @@ def test_one_that_fails_is_told_and_kills_only_what_has_no_later_chance(tmp_path
     assert noted.did[4:] == ["save 4", "covered", "whole 4"]
 
 
-def test_a_request_is_seen_to_once_and_ended_by_what_is_saved(tmp_path: Path) -> None:
+def test_a_request_is_tried_once_and_met_by_any_save(tmp_path: Path) -> None:
     noted, request = Noted(tmp_path, "disk full"), SimpleNamespace(checkpoint="17 by hand")
     save: Any = noted.saving.save_if_requested
     save(SimpleNamespace(checkpoint=""), 4)
@@ -65,14 +65,14 @@ def test_a_request_is_seen_to_once_and_ended_by_what_is_saved(tmp_path: Path) ->
     assert noted.did[2:] == ["save 4", "covered", "whole 4", "whole 4"]
 
 
-def test_nothing_is_saved_before_anything_is_trained(tmp_path: Path) -> None:
+def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
     noted = Noted(tmp_path)
     noted.saving.save_if_requested(SimpleNamespace(checkpoint="17 too early"), -1)  # type: ignore[arg-type]
     noted.saving.save(-1)
     assert noted.did == []
 
 
-def test_a_trainer_stopped_while_it_trains_steps_again_saves_no_weights_beside_a_later_state(tmp_path: Path) -> None:
+def test_weights_behind_the_committed_step_are_not_saved(tmp_path: Path) -> None:
     noted = Noted(tmp_path)
     noted.committed = 3
     noted.saving.save(2)
@@ -81,14 +81,14 @@ def test_a_trainer_stopped_while_it_trains_steps_again_saves_no_weights_beside_a
     assert noted.did[0] == "save 3"
 
 
-def test_one_is_due_every_so_many_steps_and_early_once_when_redis_is_nearly_full(tmp_path: Path) -> None:
+def test_checkpoints_are_periodic_and_early_if_redis_is_full(tmp_path: Path) -> None:
     noted = Noted(tmp_path)
     saving = noted.saving
-    assert [step for step in range(20) if saving.due(step)] == [3, 7, 11, 15], "the last is written at the end anyway"
+    assert [step for step in range(20) if saving.due(step)] == [3, 7, 11, 15], "the last one is written at the end"
     seen: list[list[str]] = []
     for step, used in ((4, 69), (5, 71), (5, 95), (6, 95), (7, 69), (8, 71)):
         noted.memory = (used * MIB, 100 * MIB)
         noted.did.clear()
         saving.save_if_redis_is_nearly_full(step)
         seen.append(noted.did[:1])
-    assert seen == [[], ["save 5"], [], [], [], ["save 8"]], "what fills it is not what checkpoints cover, until it falls"
+    assert seen == [[], ["save 5"], [], [], [], ["save 8"]], "no second early save until memory has dropped"

@@ -1,4 +1,4 @@
-"""Policy losses of the user's own: loaded, tried and used like the others."""
+"""Custom policy losses are loaded, checked and used like the built-in ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = "tests.trainer.losses.test_custom"
 
 
 def half(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """Half of REINFORCE with a clip of its own, read from the configuration."""
+    """Half of REINFORCE, with its own clip from the configuration."""
     never = torch.zeros_like(tokens.advantages, dtype=torch.bool)
     return PolicyTerm(-tokens.advantages * tokens.logprobs / 2, never, tokens.ratio() > 1 + config.clip_high)
 
@@ -55,18 +55,18 @@ def one_argument(tokens: Tokens) -> PolicyTerm:
     return _with()
 
 
-def test_a_loss_of_ones_own_is_checked_corrected_and_measured() -> None:
+def test_a_custom_loss_is_checked_corrected_and_measured() -> None:
     config = plain(policy=f"{HERE}:half", clip_high=0.5)
     losses.check(config)
     tokens = make_tokens([-1.0, -1.0], [2.0, 2.0], old=[-1.0, -2.0], behaviour=[-1.0, -20.0])
     output = losses.compute(tokens, config, 4.0)
-    assert output.loss.item() == pytest.approx((1 + 2) / 4), "the second has twice its weight"
+    assert output.loss.item() == pytest.approx((1 + 2) / 4), "the second is weighted by 2"
     assert output.sums["clip_high"].item() == 1
     assert output.learning.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_those_that_come_along_pass_the_check(policy: str) -> None:
+def test_built_in_losses_pass_the_check(policy: str) -> None:
     losses.check(Loss(policy=policy))  # raises otherwise
 
 
@@ -83,12 +83,12 @@ def test_those_that_come_along_pass_the_check(policy: str) -> None:
         ("missing", "cannot be loaded .AttributeError: .*: fix the name or the module"),
     ],
 )
-def test_what_cannot_be_a_policy_loss_is_refused_by_name(name: str, fault: str) -> None:
+def test_an_invalid_policy_loss_is_rejected_by_name(name: str, fault: str) -> None:
     with pytest.raises(ConfigError, match=f"loss.policy = '{HERE}:{name}' .*{fault}|loss.policy = '{HERE}:{name}' {fault}"):
         losses.check(Loss(policy=f"{HERE}:{name}"))
 
 
-def test_a_module_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_raises_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_policy_loss.py").write_text("raise RuntimeError('out of paper')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be loaded \(RuntimeError: out of paper\)"):

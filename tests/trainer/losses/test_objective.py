@@ -1,4 +1,4 @@
-"""The loss of a row: by hand, and all of it against the literal formulas (tests/trainer/literal.py)."""
+"""The loss of a row, by hand and against the literal formulas (tests/trainer/literal.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_importance_weight_multiplies_the_policy_term_and_the_kl() -> None:
     assert output.loss.item() == output.sums["loss"].item() == pytest.approx(0.25 * (-6 + 0.5) / 10)
     assert tokens.logprobs.grad is not None
     assert tokens.logprobs.grad.item() == pytest.approx(0.25 * (-6 + 0.5) / 10)
-    assert (output.sums["policy_loss"].item(), output.sums["kl"].item()) == pytest.approx((-3, 1))  # reported as they are
+    assert (output.sums["policy_loss"].item(), output.sums["kl"].item()) == pytest.approx((-3, 1))  # reported unweighted
 
 
 def test_weights_of_one_change_no_bit() -> None:
@@ -53,7 +53,7 @@ def test_weights_of_one_change_no_bit() -> None:
     assert torch.equal(gradient, torch.autograd.grad(unweighted, tokens.logprobs)[0])
 
 
-def test_tokens_are_learnt_once_the_policy_has_moved_past_the_bound_since_they_were_sampled() -> None:
+def test_tokens_past_the_clip_bound_count_as_learnt() -> None:
     ratios = [1.0, 0.5, 0.5, 1.5, 1.5, 1.0, 1.25]
     advantages = [1.0, -1.0, 1.0, 1.0, -1.0, 1.0, 1.0]
     behaviour = [-1.0] * 5 + [float("nan"), -1.0]
@@ -61,7 +61,7 @@ def test_tokens_are_learnt_once_the_policy_has_moved_past_the_bound_since_they_w
     tokens = _tokens(theta, advantages, old=theta, behaviour=behaviour)
     assert losses.compute(tokens, _plain(), 1.0).learning.tolist() == [True, False, True, False, True, False, True]
     narrow = _plain().model_copy(update={"policy": "grpo"})
-    assert losses.compute(tokens, narrow, 1.0).learning.tolist()[-1] is False, "grpo's upper bound is its lower one"
+    assert losses.compute(tokens, narrow, 1.0).learning.tolist()[-1] is False, "grpo's bounds are symmetric"
 
 
 def test_tokens_without_a_finite_behaviour_logprob_leave_both_sums() -> None:
@@ -79,7 +79,7 @@ def test_tokens_without_a_finite_behaviour_logprob_leave_both_sums() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_token_at_all_is_a_loss_of_zero_with_a_gradient(policy: str) -> None:
+def test_zero_tokens_give_a_zero_loss_with_a_gradient(policy: str) -> None:
     tokens = _tokens([], [], reference=[])
     output = losses.compute(tokens, Loss(policy=policy, correction_sequence_mask=[0.5, 2.0]), 1.0)
     output.loss.backward()
@@ -94,7 +94,7 @@ def test_reported_gap_and_advantages() -> None:
     assert (output.maxima["advantage"].item(), output.maxima["negative_advantage"].item()) == (3.0, 4.0)
 
 
-def test_every_measure_is_there_and_carries_no_gradient() -> None:
+def test_every_metric_is_present_and_carries_no_gradient() -> None:
     output = losses.compute(_tokens([-1.0, -2.0], [3.0, -4.0], behaviour=[-1.5, -1.75], reference=[-3.0, -1.0]), Loss(), 1.0)
     assert set(output.sums) == {*SUMS, COUNTS}
     assert set(output.maxima) == set(MAXIMA)
@@ -105,14 +105,14 @@ def test_every_measure_is_there_and_carries_no_gradient() -> None:
     assert output.sums["kl"] == output.sums["k3"]
 
 
-def test_from_behaviour_the_ratio_starts_at_mu_and_nothing_is_left_to_correct() -> None:
+def test_old_behaviour_takes_ratios_from_mu_without_correction() -> None:
     theta, mu = [-1.0, -1.0], [-1.1, -1 - math.log(3)]
     tokens = _tokens(theta, [1.0, 1.0], old=[-5.0, -5.0], behaviour=mu)
     output = losses.compute(tokens, _plain(old="behaviour"), 1.0)
     assert output.loss.item() == pytest.approx(-math.exp(0.1) - 1.272)
     assert (output.sums["rho"].item(), output.sums["rho_weight"].item(), output.sums["clip_high"].item()) == (2, 2, 1)
     assert output.sums["ratio"].item() == pytest.approx(math.exp(0.1) + 3)
-    assert output.maxima["logprob_gap"].item() == pytest.approx(math.log(3)), "the gap is still that of theta"
+    assert output.maxima["logprob_gap"].item() == pytest.approx(math.log(3)), "the gap is still relative to theta"
 
 
 def test_the_entropy_bonus_by_hand() -> None:
@@ -125,7 +125,7 @@ def test_the_entropy_bonus_by_hand() -> None:
     assert entropy.grad.tolist() == pytest.approx([-0.005, -0.01])
 
 
-def test_without_a_bonus_entropy_is_left_alone() -> None:
+def test_without_a_bonus_entropy_has_no_gradient() -> None:
     entropy = torch.tensor([2.0], requires_grad=True)
     losses.compute(replace(_tokens([-1.0], [1.0]), entropy=entropy), _plain(), 1.0).loss.backward()
     assert entropy.grad is None
@@ -153,7 +153,7 @@ options = st.fixed_dictionaries(
 
 @given(st.lists(one_response, max_size=4), options)
 @settings(max_examples=400, deadline=None)
-def test_value_and_gradient_are_those_of_the_written_formula(row: list[Any], chosen: dict[str, Any]) -> None:
+def test_value_and_gradient_match_the_literal_formula(row: list[Any], chosen: dict[str, Any]) -> None:
     # The literal formula is asked for the sum over tokens; means are the subject of test_denominators.py.
     config = Loss.model_validate(chosen | {"denominator": "constant", "denominator_tokens": 7})
     tokens = _joined(row)
@@ -166,7 +166,7 @@ def test_value_and_gradient_are_those_of_the_written_formula(row: list[Any], cho
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_gradients_are_finite_differences_where_nothing_is_held_back(policy: str, estimator: str) -> None:
+def test_gradients_match_finite_differences_without_clipping(policy: str, estimator: str) -> None:
     # cispo and reinforce hold their weight, whose change is in the difference: at theta = old it is 1, and the rest by hand.
     generator = torch.Generator().manual_seed(3)
     theta = (-2 * torch.rand(6, generator=generator, dtype=torch.float64) - 0.1).requires_grad_()

@@ -1,4 +1,4 @@
-"""Every policy loss, correction mask and KL estimator by hand, and which configuration keys each policy loss reads."""
+"""Every policy loss, correction mask and KL estimator by hand, and the configuration keys that each policy loss reads."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_policy_losses_of_one_token(
 
 
 WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.272}
-"""Bounds of tokens; those of responses, the default of gspo, are a thousandth of them."""
+"""Token-level bounds; gspo's defaults, for whole responses, are a thousandth of them."""
 
 
-def test_gspo_clips_responses_and_its_gradient_goes_to_all_their_tokens() -> None:
+def test_gspo_clips_responses_and_all_their_tokens_get_gradient() -> None:
     # Ratios of the responses: sqrt(1.5 x 0.96) = 1.2, sqrt(2 x 1.28) = 1.6, and 0.5 alone. Interleaved in the row.
     ratios, samples = [1.5, 2.0, 0.5, 0.96, 1.28], [0, 2, 1, 0, 2]
     advantages = [{0: 1.0, 1: -3.0, 2: 2.0}[sample] for sample in samples]
@@ -72,16 +72,16 @@ def test_gspo_clips_responses_and_its_gradient_goes_to_all_their_tokens() -> Non
     assert tokens.logprobs.grad is not None
     assert tokens.logprobs.grad.tolist() == pytest.approx([-1.2, 0, 0, -1.2, 0])
     assert (output.sums["clip_low"].item(), output.sums["clip_high"].item()) == (1, 2)
-    assert output.sums["ratio"].item() == pytest.approx(sum(ratios)), "the ratio that is reported is that of tokens"
+    assert output.sums["ratio"].item() == pytest.approx(sum(ratios)), "the reported ratio is per token"
 
 
-def test_gspo_of_a_response_leaves_out_tokens_without_a_finite_behaviour_logprob() -> None:
+def test_gspo_ignores_tokens_without_a_finite_behaviour_logprob() -> None:
     tokens = make_tokens([-0.9, -5.0, -0.9], [1.0] * 3, old=[-1.0] * 3, behaviour=[-1.0, float("nan"), -1.0])
     output = losses.compute(tokens, plain(policy="gspo", **WIDE), 1.0)
     assert output.loss.item() == pytest.approx(-2 * math.exp(0.1))
 
 
-def test_gspo_equals_dapo_where_all_ratios_of_a_response_are_alike() -> None:
+def test_gspo_equals_dapo_if_ratios_within_a_response_are_equal() -> None:
     tokens = make_tokens([-0.9, -1.9, -0.5], [1.0, 1.0, -2.0], old=[-1.0, -2.0, -1.0], samples=[3, 3, 1])
     one, other = (losses.compute(tokens, plain(policy=policy, **WIDE), 1.0).loss for policy in ("gspo", "dapo"))
     assert one.item() == pytest.approx(other.item())
@@ -95,7 +95,7 @@ def test_binary_divergences_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_binary_divergences_of_certain_tokens_are_numbers(kind: str) -> None:
+def test_binary_divergences_of_certain_tokens_are_finite(kind: str) -> None:
     certain, almost, hardly = 0.0, -1e-7, -80.0
     behaviour, logprobs = torch.tensor([[a, b] for a in (certain, almost, hardly) for b in (certain, almost, hardly)]).T
     found = binary_divergence(behaviour, logprobs, kind)
@@ -113,7 +113,7 @@ def test_dppo_kl_masks_by_its_own_divergence() -> None:
         assert losses.compute(tokens, config, 1.0).loss.item() == pytest.approx(expected)
 
 
-def test_ratios_that_exp_cannot_hold_are_bounded() -> None:
+def test_ratios_that_overflow_exp_are_bounded() -> None:
     for policy in POLICIES:
         tokens = make_tokens([-0.1, -900.0], [-1.0, -1.0], old=[-900.0, -0.1], samples=[0, 1], dtype=torch.float32)
         output = losses.compute(tokens, plain(policy=policy), 1.0)
@@ -124,7 +124,7 @@ def test_ratios_that_exp_cannot_hold_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_logprob_of_a_generator_makes_a_gradient_whose_norm_float32_cannot_hold(policy: str) -> None:
+def test_extreme_behaviour_logprobs_keep_gradients_finite(policy: str) -> None:
     for options in ({}, {"kl_beta": 0.1, "kl_estimator": "k1_weighted"}):
         old = {} if policy == "dppo" else {"old": "behaviour"}
         for behaviour in (-1000.0, -60.0, -39.0, -21.0, 0.1):
@@ -135,7 +135,7 @@ def test_no_logprob_of_a_generator_makes_a_gradient_whose_norm_float32_cannot_ho
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_loss_reads_the_keys_that_the_configuration_says_it_reads(policy: str) -> None:
+def test_policy_losses_read_the_documented_keys(policy: str) -> None:
     read: set[str] = set()
 
     class Recorder:
@@ -181,7 +181,7 @@ def test_correction_weights_of_one_response(options: dict[str, Any], weights: li
     assert output.sums["rho_clipped"].item() == clipped
 
 
-def test_a_weight_of_zero_makes_the_policy_term_exactly_zero_and_leaves_kl_and_count() -> None:
+def test_zero_weights_cancel_only_the_policy_term() -> None:
     tokens = make_tokens([-0.3, -3.0], [7.0, 7.0], behaviour=[-5.0, -3.0], reference=[-0.8, -3.0])
     config = plain(kl_beta=1.0, kl_estimator="k1", correction_token_mask=[0.5, 2.0])
     output = losses.compute(tokens, config, 1.0)
@@ -192,7 +192,7 @@ def test_a_weight_of_zero_makes_the_policy_term_exactly_zero_and_leaves_kl_and_c
     assert output.sums["tokens"].item() == 2
 
 
-def test_sequence_masks_act_on_responses_not_on_the_row() -> None:
+def test_sequence_masks_act_on_responses_not_rows() -> None:
     # Geometric means: sqrt(4 x 1) = 2 of response 4, sqrt(0.25 x 4) = 1 of response 1.
     ratios, samples = [4.0, 0.25, 1.0, 4.0], [4, 1, 4, 1]
     tokens = make_tokens([-3.0] * 4, [1.0] * 4, behaviour=[-3 - math.log(r) for r in ratios], samples=samples)
@@ -203,7 +203,7 @@ def test_sequence_masks_act_on_responses_not_on_the_row() -> None:
     assert weights.tolist() == pytest.approx([4, 0.25, 1, 0])
 
 
-def test_the_variation_mask_drops_what_the_update_would_move_farther() -> None:
+def test_the_variation_mask_drops_updates_that_widen_the_gap() -> None:
     ratios, advantages = [3.0, 3.0, 0.1, 0.1, 3.0], [1.0, -1.0, 1.0, -1.0, 0.0]
     tokens = make_tokens([-3.0] * 5, advantages, behaviour=[-3 - math.log(r) for r in ratios])
     dropped = losses.correct(tokens, plain(correction_variation_mask=0.1)).dropped
@@ -224,7 +224,7 @@ def test_kl_by_hand(estimator: str, expected: float) -> None:
     assert losses.reference_kl(tokens, estimator).item() == pytest.approx(expected)
 
 
-def test_kl_is_bounded_where_the_reference_is_almost_certain_the_other_way() -> None:
+def test_kl_is_bounded_if_policy_and_reference_disagree() -> None:
     tokens = make_tokens([-1.0, -500.0], [0.0, 0.0], reference=[-500.0, -1.0])
     assert losses.reference_kl(tokens, "k1").tolist() == [40.0, -40.0]
     assert losses.reference_kl(tokens, "k3").isfinite().all()

@@ -1,4 +1,4 @@
-"""The policy losses against TRL's GRPOTrainer, on the tensors and numbers that benchmarks/trl_losses.py recorded of it."""
+"""The policy losses against TRL's GRPOTrainer, on tensors and numbers recorded by benchmarks/trl_losses.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAME: dict[str, dict[str, Any]] = {
     "gspo": GSPO | {"clip_low": 0.05, "clip_high": 0.08},
     "gspo with KL": GSPO | {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.1},
 }
-"""What TRL's settings of each case are called here."""
+"""Our equivalent of TRL's settings in each case."""
 
 
 def test_every_recorded_case_is_compared() -> None:
@@ -38,7 +38,7 @@ def test_every_recorded_case_is_compared() -> None:
 
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_loss_and_gradient_are_trls(name: str, dtype: torch.dtype) -> None:
+def test_loss_and_gradient_match_trl(name: str, dtype: torch.dtype) -> None:
     case, config = RECORD["cases"][name], Loss.model_validate({"kl_beta": 0.0} | SAME[name])
     given = {key: torch.tensor(value, dtype=dtype) for key, value in RECORD["inputs"].items()}
     logprobs, entropy = given["logprobs"].requires_grad_(), given["entropy"].requires_grad_()
@@ -68,8 +68,8 @@ def test_loss_and_gradient_are_trls(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(bonus, torch.tensor(case["entropy_gradient"], dtype=dtype), rtol=1e-5, atol=1e-6)
 
 
-def test_the_recorded_cases_reach_the_clips() -> None:
+def test_the_recorded_cases_include_clipping() -> None:
     for name in ("grpo", "dapo", "dr_grpo", "gspo"):
         gradient = torch.tensor(RECORD["cases"][name]["gradient"])
         mask = (torch.tensor(RECORD["inputs"]["completion_mask"]) * torch.tensor(RECORD["inputs"]["tool_mask"])).bool()
-        assert 0 < int((gradient[mask] == 0).sum()) < int(mask.sum()), f"{name}: some tokens are clipped and some are not"
+        assert 0 < int((gradient[mask] == 0).sum()) < int(mask.sum()), f"{name}: some tokens must be clipped, and some not"

@@ -20,7 +20,7 @@ def make_tokens(
     samples: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tokens:
-    """Of one response, unless `samples` says otherwise; `old` is theta and `behaviour` is `old` where they are not given."""
+    """Tokens of one response unless `samples` says otherwise; `old` defaults to theta, `behaviour` to `old`."""
 
     def tensor(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -40,5 +40,5 @@ def make_tokens(
 
 
 def plain(**options: object) -> Loss:
-    """A loss without KL, but for `options`."""
+    """A loss without KL, changed by `options`."""
     return Loss.model_validate({"kl_beta": 0.0} | options)

@@ -1,4 +1,4 @@
-"""What a rank does for the tests of adapters: train, send, export and save; then again from the checkpoint."""
+"""The work of a rank in the adapter tests: train, send, export and save, then repeat from the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUCKET_BYTES = 20_000
 
 
 def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, root: Path) -> dict[str, Any]:
-    """Train one step per layout. After the last but one the weights are sent, exported and saved, and training goes on from
+    """Train one step per layout. Before the last one the weights are sent, exported and saved, and training continues from
     there twice: on the same policy and on a fresh one."""
     from services.trainer.checkpoints.folder import Checkpoints
 
@@ -43,7 +43,7 @@ def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, r
 
 
 def _transfer(policy: Any) -> dict[str, torch.Tensor]:
-    """What a receiver of the weights holds afterwards; {} on ranks that do not send. A real gloo group of this process alone."""
+    """Weights that a receiver ends up with; {} on ranks that do not send. Uses a real gloo group within this process."""
     from services.trainer.weight_sender import make_weight_sender
 
     sync = policy.config.sync.model_copy(update={"host": "127.0.0.1", "backend": "gloo"})

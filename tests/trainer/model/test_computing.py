@@ -1,4 +1,4 @@
-"""How passes are computed does not change what they give: recomputation, compilation, FlexAttention's masks."""
+"""Recomputation, compilation and FlexAttention's masks do not change results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROW = Packing.of([6, 3, 4, 5, 2], [(0, 0), (0, 2), (0, 2), (0, 0), (13, 3)])
 
 @pytest.fixture
 def compiler() -> Iterator[None]:
-    """The compiler, which the tests' processes do without as far as they can."""
+    """The compiler, which test processes otherwise avoid."""
     import torch._dynamo
 
     with torch._dynamo.config.patch(disable=False):
@@ -37,7 +37,7 @@ def compiler() -> Iterator[None]:
 
 
 class Products(TorchDispatchMode):
-    """Counts the products of matrices."""
+    """Counts matrix products."""
 
     count = 0
 
@@ -47,7 +47,7 @@ class Products(TorchDispatchMode):
 
 
 def passed(tiny_model: Path, computing: Computing) -> tuple[Tensor, dict[str, Tensor], int]:
-    """Return the logprobs of a row, the gradients of their weighted sum, and the products of matrices in backward."""
+    """Return the logprobs of a row, the gradients of their weighted sum, and the number of matrix products in backward."""
     scorer = policy_network.load(make_config(tiny_model).model, 0.7, 5, computing).train()
     tokens = torch.arange(20) % 7
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 2, 3, 4, 2, 3, 4, 5, 0, 1, 2, 3, 4, 3, 4])
@@ -66,7 +66,7 @@ def assert_same(found: tuple[Tensor, dict[str, Tensor], int], expected: tuple[Te
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_selective_recomputation_recomputes_no_product_of_matrices(tiny_model: Path) -> None:
+def test_selective_recomputation_repeats_no_matrix_product(tiny_model: Path) -> None:
     plain, selective, whole = (passed(tiny_model, Computing(each)) for each in (False, "selective", True))
     assert_same(selective, plain)
     assert_same(whole, plain)
@@ -75,8 +75,8 @@ def test_selective_recomputation_recomputes_no_product_of_matrices(tiny_model: P
 
 @pytest.mark.slow  # imports a compiler, and traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore::DeprecationWarning")
-def test_compiled_blocks_and_logprobs_give_the_same(tiny_model: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced and differentiated by the compiler, but not translated to C++, which takes a minute."""
+def test_compiled_blocks_and_logprobs_match_eager(tiny_model: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and differentiated by the compiler, but not compiled to C++, which takes a minute."""
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **named: compiled(function, **{**named, "backend": "aot_eager"}))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, packed_attention)  # which compilation replaces
@@ -91,7 +91,7 @@ def test_compiled_blocks_and_logprobs_give_the_same(tiny_model: Path, compiler: 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_flex_attention_sees_what_a_row_may_see(window: int | None, softcap: float | None, compiler: None) -> None:
+def test_flex_attention_matches_a_dense_mask(window: int | None, softcap: float | None, compiler: None) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(20, 4, 16), torch.randn(20, 2, 16), torch.randn(20, 2, 16)
     scores = ScoreRule(0.3, window, softcap)
@@ -103,7 +103,7 @@ def test_flex_attention_sees_what_a_row_may_see(window: int | None, softcap: flo
     torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", weights, values), rtol=1e-5, atol=1e-5)
 
 
-def test_a_mask_serves_all_layers_of_its_row_and_no_other() -> None:
+def test_a_mask_is_shared_by_the_layers_of_one_row() -> None:
     masks, cpu = RowMasks(), torch.device("cpu")
     other = Packing.of([20])
     assert masks.of(ROW, None, cpu) is masks.of(ROW, None, cpu)
@@ -113,7 +113,7 @@ def test_a_mask_serves_all_layers_of_its_row_and_no_other() -> None:
     assert masks.of(ROW, None, cpu) is not first
 
 
-def test_what_cannot_be_compiled_or_has_no_gpu_is_refused(tiny_model: Path) -> None:
+def test_unsupported_compile_and_flex_settings_are_rejected(tiny_model: Path) -> None:
     for key, value in (("deterministic", True), ("zero_stage", 3), ("sequence_parallel", 2)):
         with pytest.raises(ConfigError, match=rf"trainer\.compile = true and trainer\.{key} = {str(value).lower()} are"):
             make_config(tiny_model, trainer={"compile": True, "ranks": 2, key: value})

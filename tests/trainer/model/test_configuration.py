@@ -1,4 +1,4 @@
-"""A model that is not there, or is none, is refused in one line that names it."""
+"""A missing or invalid model is rejected with one line that names it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.config import ConfigError
 from services.trainer.model import configuration
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     absent = str(tmp_path / "absent")
     with pytest.raises(ConfigError) as refusal:
         configuration.read(absent, 64)
@@ -19,7 +19,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{}", "{"])
-def test_a_folder_without_a_usable_configuration_is_named(content: str | None, tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_named(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError) as refusal:

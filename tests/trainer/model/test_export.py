@@ -1,4 +1,4 @@
-"""An export says what it is, can be checked, and is whole whatever it was killed in the midst of."""
+"""An export identifies itself, can be verified, and is atomic whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def module(tiny_model: Path) -> Any:
 
 
 def write(module: Any, config: RunConfig, step: int, folder: Path) -> None:
-    """Export weights that are all `step`."""
+    """Export weights that all equal `step`."""
     state = {name: torch.full_like(value, float(step)) for name, value in module.state_dict().items()}
     assert export.save(module, state, config, step, folder) == ""
 
 
-def test_the_marker_names_run_step_and_hashes(module: Any, config: RunConfig, tmp_path: Path) -> None:
+def test_the_manifest_names_run_step_and_hashes(module: Any, config: RunConfig, tmp_path: Path) -> None:
     write(module, config, 7, tmp_path / "model")
     manifest = atomic_folders.check(tmp_path / "model")
     assert manifest.facts == {"run": "exported", "step": 7, "model": "Qwen3ForCausalLM", "dtype": "float32"}
@@ -50,7 +50,7 @@ def test_the_marker_names_run_step_and_hashes(module: Any, config: RunConfig, tm
     assert all(bool((value == 7).all()) for value in loaded.parameters())
 
 
-def test_the_run_s_chat_template_goes_along(module: Any, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_runs_chat_template_is_exported(module: Any, tiny_model: Path, tmp_path: Path) -> None:
     given = "{% for message in messages %}{{ message.content }}!{% endfor %}"
     write(module, make_config(tiny_model, data={"chat_template": given}), 1, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -58,7 +58,7 @@ def test_the_run_s_chat_template_goes_along(module: Any, tiny_model: Path, tmp_p
 
 
 def kill_at(call: int, work: Callable[[], None]) -> bool:
-    """Do `work` in a child that is killed at its `call`-th step on disk; whether it got that far."""
+    """Run `work` in a child that is killed at its `call`-th disk operation; return whether it got that far."""
     pid = os.fork()
     if pid:
         _, status = os.waitpid(pid, 0)
@@ -86,7 +86,7 @@ def kill_at(call: int, work: Callable[[], None]) -> bool:
         os._exit(code)
 
 
-def test_killed_anywhere_leaves_the_old_export_or_the_new_or_none(module: Any, config: RunConfig, tmp_path: Path) -> None:
+def test_a_kill_at_any_point_leaves_a_whole_export_or_none(module: Any, config: RunConfig, tmp_path: Path) -> None:
     folder, seen = tmp_path / "model", []
     write(module, config, 1, folder)
     call = 0
@@ -101,17 +101,17 @@ def test_killed_anywhere_leaves_the_old_export_or_the_new_or_none(module: Any, c
             with pytest.raises(FolderError, match="is incomplete"):
                 atomic_folders.check(folder)
         if seen[-1] != 1:
-            write(module, config, 1, folder)  # a later export takes the place of whatever was left
+            write(module, config, 1, folder)  # a later export replaces any leftovers
         call += 1
     assert call > 10
     assert {1, 2} <= set(seen)
     assert seen.count(None) <= 1, "between two renames"
     assert sorted(seen, key=lambda step: (0, 0) if step == 1 else (2, 0) if step == 2 else (1, 0)) == seen
     write(module, config, 3, folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left of those that were killed"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "killed exports leave nothing behind"
 
 
-def test_damage_is_found_by_the_reader(module: Any, config: RunConfig, tmp_path: Path) -> None:
+def test_damage_is_detected_by_the_reader(module: Any, config: RunConfig, tmp_path: Path) -> None:
     write(module, config, 1, tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")

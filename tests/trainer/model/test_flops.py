@@ -1,4 +1,4 @@
-"""FLOPs by formula against what PyTorch counts while models run, and pairs of attention against a mask."""
+"""FLOPs by formula against PyTorch's counter, and attention pairs against a mask."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def _model(kind: str) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **MODELS[kind]), attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the counter does not know grouped products
+        model.set_experts_implementation("eager")  # the counter does not support grouped matrix products
     return model.train()
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_formula_equals_what_pytorch_counts(kind: str) -> None:
+def test_the_formula_matches_pytorchs_counter(kind: str) -> None:
     model, tokens = _model(kind), 24
     known = flops.of_model(model)
     assert known is not None
@@ -55,14 +55,14 @@ def test_the_formula_equals_what_pytorch_counts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
-def test_pairs_are_those_of_the_mask(window: int) -> None:
+def test_attention_pairs_match_the_mask(window: int) -> None:
     for tokens in (1, 3, 4, 9):
         distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
         seen = (distance >= 0) & (distance < (window or tokens))
         assert flops.causal_pairs(tokens, window) == seen.sum()
 
 
-def test_a_shared_prompt_counts_once_and_its_keys_for_every_response() -> None:
+def test_a_shared_prompt_counts_once_but_its_keys_per_response() -> None:
     known = flops.ModelFlops(trained=100.0, frozen=0.0, output=10.0, output_trained=True, attention={0: 7, 3: 5})
     packing = Packing.of([2 + 3, 4], [(0, 0), (0, 2)])  # a prompt of 2 with a response of 3, and another response of 4
     whole = 15 + (3 + 4 + 5 + 6)
@@ -70,7 +70,7 @@ def test_a_shared_prompt_counts_once_and_its_keys_for_every_response() -> None:
     assert known.of_row(packing, 7) == 6 * (100 * 9 + 10 * 7 + 7 * whole + 5 * windowed)
 
 
-def test_frozen_weights_have_no_gradient_of_their_own() -> None:
+def test_frozen_weights_cost_no_weight_gradient() -> None:
     model = _model("qwen3")
     full = flops.of_model(model)
     model.requires_grad_(False)
@@ -82,7 +82,7 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     assert full.forward(8, 5, flops.causal_pairs) == frozen.forward(8, 5, flops.causal_pairs)
 
 
-def test_windows_are_those_of_the_layers() -> None:
+def test_windows_are_counted_per_layer() -> None:
     config = AutoConfig.for_model("gemma2", **SMALL, head_dim=8, sliding_window=5)
     model = AutoModelForCausalLM.from_config(config)
     known = flops.of_model(model)
@@ -90,7 +90,7 @@ def test_windows_are_those_of_the_layers() -> None:
     assert known.attention == {5: 2 * 4 * 16, 0: 4 * 16}
 
 
-def test_a_model_whose_layers_have_different_heads_has_no_flops() -> None:
+def test_mixed_head_sizes_have_no_flops_formula() -> None:
     config = AutoConfig.for_model("gemma4_text", **SMALL, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""Chunked logprobs against the plain computation, and packed rows against one response at a time."""
+"""Chunked logprobs against the plain computation, and packed rows against single responses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_bfloat16_weights_get_float32_logprobs() -> None:
     torch.testing.assert_close(entropy, torch.full((2,), float(np.log(4))))
 
 
-def test_a_float32_head_rounds_neither_logits_nor_sums() -> None:
+def test_a_float32_head_does_not_round_logits_or_sums() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16().requires_grad_() for size in (6, 50))
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
@@ -99,7 +99,7 @@ def test_a_float32_head_rounds_neither_logits_nor_sums() -> None:
     assert (rounded - expected).abs().max() > 1e-3
 
 
-def test_no_token_has_a_gradient_of_zeros() -> None:
+def test_zero_tokens_have_a_zero_gradient() -> None:
     hidden = torch.zeros(0, 4, requires_grad=True)
     weight = torch.ones(3, 4, requires_grad=True)
     logprobs, _ = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), 1.0, 8)
@@ -119,7 +119,9 @@ def _build(payloads: dict[str, Payload], rows: list[list[int]]) -> list[batches.
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-def test_packed_equals_one_by_one_and_transformers(tiny_model: Path, checkpointing: bool | Literal["selective"]) -> None:
+def test_packed_rows_match_single_responses_and_transformers(
+    tiny_model: Path, checkpointing: bool | Literal["selective"]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     scorer = model.load(make_config(tiny_model).model, 0.7, 5, Computing(checkpointing)).train()
@@ -137,7 +139,7 @@ def test_packed_equals_one_by_one_and_transformers(tiny_model: Path, checkpointi
     torch.testing.assert_close(packed.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_changing_one_response_leaves_the_others_equal_to_the_bit(tiny_model: Path) -> None:
+def test_changing_one_response_leaves_the_others_bitwise_equal(tiny_model: Path) -> None:
     scorer = model.load(make_config(tiny_model).model, 0.7, 5)
     payloads = make_payloads(groups=1, size=5)
     (name, payload), *_ = payloads.items()
@@ -161,7 +163,7 @@ def _packing(groups: list[tuple[int, list[int]]]) -> attention.Packing:
     lengths, prompts = [], []
     for prompt, responses in groups:
         begin = sum(lengths)
-        if not prompt:  # each on its own
+        if not prompt:  # each is separate
             lengths += responses
             prompts += [(0, 0)] * len(responses)
             continue
@@ -171,12 +173,12 @@ def _packing(groups: list[tuple[int, list[int]]]) -> attention.Packing:
 
 
 def _places(packing: attention.Packing) -> list[list[int]]:
-    """The tokens of the row that make up each sequence."""
+    """Indices in the row of each sequence's tokens."""
     ends = packing.whole.tolist()
     return [packing.sequences[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
 
 
-def test_where_sequences_lie_by_hand() -> None:
+def test_packing_by_hand() -> None:
     packing = _packing([(0, [2]), (2, [1, 2, 1])])
     assert _places(packing) == [[0, 1], [2, 3, 4], [2, 3, 5, 6], [2, 3, 7]]
     assert (packing.own.tolist(), packing.longest_own) == ([0, 2, 5, 7, 8], 3)
@@ -184,7 +186,7 @@ def test_where_sequences_lie_by_hand() -> None:
     assert sorted(packing.owned.tokens.tolist()) == list(range(8))
     assert packing.shared.tokens.tolist() == [2, 3, 2, 3]
     slots = packing.owned.slots.tolist() + packing.shared.slots.tolist()
-    assert len(set(slots)) == 12, "no two tokens have one place"
+    assert len(set(slots)) == 12, "no two tokens share a slot"
     longer = packing.longer(3)
     assert _places(longer) == [*_places(packing), [8, 9, 10]]
 
@@ -197,9 +199,9 @@ def test_where_sequences_lie_by_hand() -> None:
 def test_attention_equals_a_dense_mask(
     window: int | None, groups: list[tuple[int, list[int]]], softcap: float | None, sinks: bool
 ) -> None:
-    """Of which tokens of the row each sees: its sequence up to itself, not further back than the window.
+    """Each token sees its sequence up to itself, no further back than the window.
 
-    Heads of values are smaller than those of keys; scores may be capped, and a sink may take its share of them.
+    Value heads are smaller than key heads; scores may be capped, and a sink may take its share of them.
     """
     packing = _packing(groups)
     total = int(packing.own[-1])
@@ -235,7 +237,7 @@ def test_attention_equals_a_dense_mask(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_what_attention_would_ignore_is_refused() -> None:
+def test_unsupported_attention_arguments_are_rejected() -> None:
     states = torch.zeros(1, 2, 9, 8)
     packing = attention.Packing.of([9])
     mask = torch.zeros(1, 1, 9, 9)
@@ -254,7 +256,7 @@ def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, longest_own: int, longest: int,
     *, softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """As flash-attn (2.1 and later) documents it: each sequence by itself, its last query at its last key."""
+    """As flash-attn (2.1 and later) documents it: sequences are separate, and the last query is aligned with the last key."""
     assert causal
     assert not deterministic
     assert (longest_own, longest) == (int(own.diff().max()), int(whole.diff().max()))
@@ -271,7 +273,7 @@ def flash_attn_varlen_func(
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
-def test_what_flash_attention_is_asked_for_is_what_the_padded_path_computes(
+def test_flash_attention_arguments_match_the_padded_path(
     window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))  # type: ignore[arg-type]
@@ -288,8 +290,8 @@ def test_what_flash_attention_is_asked_for_is_what_the_padded_path_computes(
         torch.testing.assert_close(flash, padded)
 
 
-def test_many_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
-    """The keys and values of a prompt of 300 responses, each with the same small gradient: bfloat16 would stop at 256."""
+def test_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
+    """A prompt shared by 300 responses, each with the same small gradient: a bfloat16 sum would stall at 256."""
     packing = _packing([(1, [1] * 300)])
     states = torch.zeros(301, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     size = sum(count * length for count, length in packing.shapes)

@@ -1,4 +1,4 @@
-"""Adapters: real DeepSpeed ranks against a float64 twin and against peft, whoever looks at the weights."""
+"""Adapters: real DeepSpeed ranks against a float64 twin and against peft, when trained, sent, exported and saved."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero3 offload": (2, {"zero_stage": 3, "offload": True, "gradient_checkpointing": True}, {}),
     "bfloat16 zero3": (2, {"zero_stage": 3}, {"dtype": "bfloat16"}),
 }
-"""Ranks, and what is laid over the sections `trainer` and `model`."""
+"""Number of ranks, and changes to the sections `trainer` and `model`."""
 ATTENTION = ["q_proj", "v_proj"]
 
 
@@ -54,7 +54,7 @@ def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def results(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What every job returned, one per rank, and the folder it wrote to."""
+    """Results of every job, one per rank, and the folder it wrote to."""
     folder = tmp_path_factory.mktemp("lora")
     payloads = make_payloads(groups=2, size=4)
     given = {"payloads": payloads, "samples": make_samples(payloads)}
@@ -119,10 +119,8 @@ def test_only_adapters_are_trained(name: str, models: dict[str, Path], results: 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [name for name in JOBS if "bfloat16" not in name])
-def test_gradients_of_adapters_are_those_of_the_formula(
-    name: str, models: dict[str, Path], results: dict[str, list[Any]]
-) -> None:
-    """The twin knows whole weights only: what it finds for W + s B A is, by the chain rule, that of B and of A."""
+def test_adapter_gradients_match_the_formula(name: str, models: dict[str, Path], results: dict[str, list[Any]]) -> None:
+    """The twin has full weights only; the chain rule turns its gradient of W + s B A into those of B and A."""
     result = results[name][0]
     payloads = make_payloads(groups=2, size=4)
     given = payloads, make_samples(payloads)
@@ -147,7 +145,7 @@ def test_gradients_of_adapters_are_those_of_the_formula(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", JOBS)
-def test_what_is_sent_and_exported_is_what_peft_merges(name: str, models: dict[str, Path], results: dict[str, list[Any]]) -> None:
+def test_sent_and_exported_weights_match_pefts_merge(name: str, models: dict[str, Path], results: dict[str, list[Any]]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -176,7 +174,7 @@ def test_what_is_sent_and_exported_is_what_peft_merges(name: str, models: dict[s
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", JOBS)
-def test_an_export_of_the_checkpoint_is_the_export_of_the_run(
+def test_an_export_of_the_checkpoint_equals_that_of_the_run(
     name: str, models: dict[str, Path], results: dict[str, list[Any]], tmp_path: Path
 ) -> None:
     path, dtype = _model_of(name, models)
@@ -185,13 +183,13 @@ def test_an_export_of_the_checkpoint_is_the_export_of_the_run(
     folder = results["folder"][0] / name
     assert exporting.write(config, folder / "checkpoints", None, tmp_path / "export").step == 0
     written, expected = (atomic_folders.check(one) for one in (tmp_path / "export", folder / "export"))
-    assert written == expected, "every file, to the bit"
+    assert written == expected, "every file is bitwise equal"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", JOBS)
-def test_resumed_equals_uninterrupted_to_the_bit(name: str, results: dict[str, list[Any]]) -> None:
+def test_resumed_equals_uninterrupted_bitwise(name: str, results: dict[str, list[Any]]) -> None:
     for result in results[name]:
         resumed = result["resumed"]
         for ours, theirs in zip(resumed["weights"], result["weights"][1:], strict=True):
@@ -205,7 +203,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(name: str, results: dict[str, l
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("dtype", ["", "bfloat16 "])
-def test_the_same_rows_give_the_same_bits_on_any_number_of_ranks(dtype: str, results: dict[str, list[Any]]) -> None:
+def test_results_are_bitwise_equal_on_any_number_of_ranks(dtype: str, results: dict[str, list[Any]]) -> None:
     first, *others = results[f"{dtype}alone"] + results[f"{dtype}two"]
     for other in others:
         assert all(torch.equal(value, other["weights"][2][key]) for key, value in first["weights"][2].items())
@@ -213,7 +211,7 @@ def test_the_same_rows_give_the_same_bits_on_any_number_of_ranks(dtype: str, res
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_checkpoint_leaves_the_frozen_weights_out(models: dict[str, Path], results: dict[str, list[Any]]) -> None:
+def test_a_checkpoint_omits_frozen_weights(models: dict[str, Path], results: dict[str, list[Any]]) -> None:
     weights = results["attention only"][0]["weights"][1]
     saved = sum(file.stat().st_size for file in (results["folder"][0] / "attention only" / "checkpoints").rglob("*.pt"))
     assert saved < sum(value.nbytes for value in _base(weights).values())
@@ -237,7 +235,7 @@ def _score(scorer: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_adapted_model_begins_as_the_model_and_its_reference_stays_it(dtype: str, tiny_model: Path) -> None:
+def test_the_adapted_model_starts_as_its_own_reference(dtype: str, tiny_model: Path) -> None:
     plain, adapted = _scorers(tiny_model, dtype)
     expected = _score(plain)
     assert torch.equal(_score(adapted), expected)
@@ -250,7 +248,7 @@ def test_the_adapted_model_begins_as_the_model_and_its_reference_stays_it(dtype:
     assert not torch.equal(_score(adapted), expected), "the adapters are back"
 
 
-def test_adapters_are_all_that_the_optimizer_gets(tiny_model: Path) -> None:
+def test_the_optimizer_gets_only_adapters(tiny_model: Path) -> None:
     config = make_config(tiny_model, lora=OPTIONS, optimizer={"weight_decay": 0.1})
     scorer = model.load(config.model, 1.0, 8, adapters=config.lora)
     (group,) = engine.adamw(config, scorer).param_groups
@@ -260,7 +258,7 @@ def test_adapters_are_all_that_the_optimizer_gets(tiny_model: Path) -> None:
     }
 
 
-def test_names_are_those_of_the_model() -> None:
+def test_parameter_names_are_those_of_the_base_model() -> None:
     layer = "model.layers.0.self_attn.q_proj"
     own = [f"{layer}.base_layer.weight", f"{layer}.base_layer.bias", "model.norm.weight"]
     adapter = [f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"]
@@ -272,7 +270,7 @@ def test_names_are_those_of_the_model() -> None:
     assert lora.sources(["lm_head.weight"]) == {"lm_head.weight": ("lm_head.weight",)}
 
 
-def test_a_frozen_output_matrix_costs_no_gradient() -> None:
+def test_a_frozen_output_matrix_gets_no_gradient() -> None:
     hidden, weight, targets = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3), torch.arange(5)
     gradients = []
     for matrix in (weight, weight.clone().requires_grad_()):
@@ -289,21 +287,21 @@ def test_a_frozen_output_matrix_costs_no_gradient() -> None:
         ({"lora": OPTIONS, "reference": {"kind": "polyak"}}, r'lora\.rank = 4 and reference\.kind = "polyak" are incompatible'),
     ],
 )
-def test_impossible_configurations_are_refused(sections: dict[str, Any], message: str, tiny_model: Path) -> None:
+def test_incompatible_settings_are_rejected(sections: dict[str, Any], message: str, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(tiny_model, **sections)
 
 
-def test_a_target_that_the_model_lacks_is_named(tiny_model: Path) -> None:
+def test_a_target_missing_from_the_model_is_named(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora\.targets names \['lm_head', 'qkv'\], which model\.path = .* lacks: .*down_proj"):
         _scorers(tiny_model, "float32", targets=["q_proj", "qkv", "lm_head"])
 
 
-def test_without_a_rank_there_is_no_scale() -> None:
+def test_scale_is_alpha_over_rank() -> None:
     assert Lora(rank=4, alpha=6.0).scale == SCALE  # pyright: ignore[reportCallIssue]
 
 
-def test_a_model_without_linear_layers_is_refused_with_the_remedy() -> None:
+def test_a_model_without_linear_layers_is_rejected() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     transformer = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))

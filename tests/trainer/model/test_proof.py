@@ -1,4 +1,4 @@
-"""A model is proven before it is trained, or refused on loading with the reason."""
+"""A model is verified before training, or rejected on loading with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.trainer.model.proofs import Proofs
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are slower with more."""
+    """Models this small are slower with more threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,8 +39,8 @@ def _saved(folder: Path, model_type: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_is_proven_once(tiny_model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model in bfloat16 in float32 too, where the gap is no larger, and its weights are what they were."""
+def test_a_model_is_verified_once(tiny_model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bfloat16 model is verified in float32 too, with no larger gap; its weights are unchanged."""
     known = Proofs(tmp_path / "proofs")
     _load(tiny_model, known, dtype=dtype)
     (file,) = (tmp_path / "proofs").iterdir()
@@ -56,7 +56,7 @@ def test_a_model_is_proven_once(tiny_model: Path, tmp_path: Path, dtype: str, mo
         assert torch.equal(one, other)
 
 
-def test_other_weights_are_another_model(tiny_model: Path) -> None:
+def test_other_weights_change_the_digest(tiny_model: Path) -> None:
     model = _load(tiny_model).model
     before = proofs.digest(model, ("float32",))
     assert proofs.digest(model, ("bfloat16",)) != before
@@ -66,7 +66,7 @@ def test_other_weights_are_another_model(tiny_model: Path) -> None:
     assert proofs.digest(model, ("float32",)) != before
 
 
-def test_other_code_computes_another_model(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_changes_the_digest(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [file.relative_to(Path(proofs.__file__).parent).as_posix() for file in proofs.computed_by()]
     assert {"attention/__init__.py", "attention/flexible.py", "logprobs.py"} <= set(files)
     model = _load(tiny_model).model
@@ -78,13 +78,13 @@ def test_other_code_computes_another_model(tiny_model: Path, monkeypatch: pytest
     assert proofs.digest(model, ()) != before
 
 
-def test_a_folder_that_cannot_be_written_costs_only_time(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_only_costs_time(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     known = Proofs(tmp_path / "file" / "proofs")
     scorer, plain = _load(tiny_model, known), _load(tiny_model)
     for one, other in zip(scorer.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert (tmp_path / "file").is_file(), "nothing was kept"
+    assert (tmp_path / "file").is_file(), "nothing was cached"
 
 
 def _no_memory_on_a_gpu(*_: Any) -> None:
@@ -96,7 +96,7 @@ def _no_memory_on_a_cpu(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("lack", [_no_memory_on_a_gpu, _no_memory_on_a_cpu])
-def test_a_lack_of_memory_is_not_blamed_on_the_model(
+def test_running_out_of_memory_is_not_blamed_on_the_model(
     lack: Callable[..., None], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proofs, "alone", lack)
@@ -104,18 +104,16 @@ def test_a_lack_of_memory_is_not_blamed_on_the_model(
         _load(tiny_model, Proofs(tmp_path / "proofs"))
 
 
-def test_a_wrong_model_is_refused_with_the_figures(tmp_path: Path) -> None:
-    """Bloom's positions are biases of attention scores, which packed attention does not know."""
+def test_a_failed_verification_is_reported_with_figures(tmp_path: Path) -> None:
+    """Bloom encodes positions as biases of attention scores, which packed attention does not support."""
     with pytest.raises(UnsupportedModel, match=r"\(BloomForCausalLM\) gives different results .* up to [\d.]+ nats .* [\d.]+%"):
         _load(_saved(tmp_path / "model", "bloom"), Proofs(tmp_path / "proofs"))
-    assert not (tmp_path / "proofs").exists(), "only proofs that hold are kept"
+    assert not (tmp_path / "proofs").exists(), "only valid proofs are cached"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_wrong_for_one_token_does_not_pass(
-    tiny_model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One token at the place of the next one: it changes two logprobs, by less than rounding to bfloat16 does."""
+def test_an_error_in_one_token_is_detected(tiny_model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token is at the position of the next: two logprobs change, by less than rounding to bfloat16 does."""
     exact = policy_network.Scorer._score
 
     def shifted(self: Any, ids: Any, positions: Any, *rest: Any) -> Any:
@@ -129,11 +127,11 @@ def test_what_is_wrong_for_one_token_does_not_pass(
 
 
 @pytest.mark.parametrize("loose", [0.3, float("inf"), float("nan")])
-def test_gaps_beyond_rounding_do_not_hold(loose: float) -> None:
+def test_gaps_beyond_rounding_are_rejected(loose: float) -> None:
     assert Proof(1e-5, 1e-5, 1e-6, 1e-6).holds
     assert not Proof(loose, 1e-5, 1e-6, 1e-6).holds
     assert not Proof(1e-5, loose, 1e-6, 1e-6).holds
-    assert Proof(0.3, 1e-5, 0.1, 1e-6).holds, "rounding alone explains it"
+    assert Proof(0.3, 1e-5, 0.1, 1e-6).holds, "rounding explains it"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,7 @@ NOISY = {
 
 
 @pytest.mark.parametrize("model_type", NOISY)
-def test_dropout_is_off_and_the_export_has_the_folders_rates(model_type: str, tmp_path: Path) -> None:
+def test_dropout_is_off_but_exported_with_its_rates(model_type: str, tmp_path: Path) -> None:
     folder = _saved(tmp_path, model_type, **NOISY[model_type])
     scorer = _load(folder, Proofs(tmp_path / "proofs"))
     config = scorer.model.config
@@ -178,8 +176,8 @@ LONG = {
 
 
 @pytest.mark.parametrize(("max_tokens", "factors"), [(64, "short_factor"), (65, "long_factor")])
-def test_long_rope_uses_the_factors_of_the_engine(max_tokens: int, factors: str, tmp_path: Path) -> None:
-    """Which vLLM chooses by its own maximum, whatever the length of a sequence, and transformers by each row."""
+def test_long_rope_uses_the_engines_factors(max_tokens: int, factors: str, tmp_path: Path) -> None:
+    """vLLM chooses them by its maximum length, transformers by the length of each row."""
     folder = _saved(tmp_path, "phi3", rope_parameters=LONG, original_max_position_embeddings=64)
     scorer = _load(folder, Proofs(tmp_path / "proofs"), max_tokens)
     rotary = scorer.model.model.rotary_emb
@@ -189,13 +187,13 @@ def test_long_rope_uses_the_factors_of_the_engine(max_tokens: int, factors: str,
         torch.testing.assert_close(rotary.inv_freq, exact)
 
 
-def test_frequencies_of_the_row_are_refused(tmp_path: Path) -> None:
+def test_rope_frequencies_that_depend_on_the_row_are_rejected(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(UnsupportedModel, match='rope_type = "dynamic"'):
         _load(_saved(tmp_path, "llama", rope_parameters=rope))
 
 
-def test_fused_experts_are_not_left_out_silently(tmp_path: Path) -> None:
+def test_fused_experts_are_not_skipped_silently(tmp_path: Path) -> None:
     folder = _saved(tmp_path, "qwen3_moe")
     with pytest.raises(UnsupportedModel, match=r"experts in fused parameters \(down_proj, gate_up_proj\).*lora\.targets"):
         _load(folder, adapters=Lora(rank=4))
@@ -204,26 +202,26 @@ def test_fused_experts_are_not_left_out_silently(tmp_path: Path) -> None:
     assert trained == {"q_proj"}
 
 
-def test_a_target_that_names_fused_experts_is_refused_where_a_shared_expert_has_it_too(tmp_path: Path) -> None:
+def test_a_target_of_fused_and_shared_experts_is_rejected(tmp_path: Path) -> None:
     folder = _saved(tmp_path, "qwen2_moe")
     with pytest.raises(UnsupportedModel, match=r"lora\.targets names \['down_proj'\].*remove them"):
         _load(folder, adapters=Lora(rank=4, targets=["down_proj", "q_proj"]))
 
 
 LISTED = models_page.verdicts(models_page.PAGE.read_text(encoding="utf-8"))
-"""Every type and its verdict, as docs/models.md says."""
+"""Every type and its verdict in docs/models.md."""
 SHARED_LAYERS = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:::(transformers|torch)")  # about models' code in transformers, not about ours
 @pytest.mark.parametrize(("model_type", "changes"), [*((name, {}) for name in LISTED), ("gemma4_text", SHARED_LAYERS)])
-def test_the_page_says_what_happens(model_type: str, changes: dict[str, Any]) -> None:
+def test_the_models_page_states_each_verdict(model_type: str, changes: dict[str, Any]) -> None:
     found = architectures.try_out(model_type, **changes)
     assert (found.verdict, found.reason if found.verdict == "proven" else "") == (LISTED[model_type], "")
 
 
-def test_every_type_is_on_the_page() -> None:
+def test_every_type_is_on_the_models_page() -> None:
     assert LISTED.keys() == set(tiny_models.types())
     assert sum(verdict == "proven" for verdict in LISTED.values()) >= 90
     assert not {"silent", "crashed"} & set(LISTED.values())

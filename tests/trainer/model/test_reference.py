@@ -46,7 +46,7 @@ def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINERS if name != "at once"])
-def test_reference_is_the_average_of_the_formula(name: str, results: dict[str, list[Any]]) -> None:
+def test_the_reference_matches_the_averaging_formula(name: str, results: dict[str, list[Any]]) -> None:
     tolerance = 2.0**-8 if name.startswith("bfloat16") else 1e-6
     for result in results[name]:
         expected = {key: value.double() for key, value in result["references"][0].items()}
@@ -63,13 +63,13 @@ def test_reference_is_the_average_of_the_formula(name: str, results: dict[str, l
         assert max(float(change.abs().max()) for change in moved) > 1e-3
 
 
-def test_the_reference_that_scores_is_the_new_one(results: dict[str, list[Any]]) -> None:
+def test_the_new_reference_is_used_for_scoring(results: dict[str, list[Any]]) -> None:
     for at_once, slow in zip(results["at once"], results["zero3"], strict=True):
         assert all(metrics["kl/train/mean"] < 1e-9 for metrics in at_once["metrics"])
         assert slow["metrics"][1]["kl/train/mean"] > 1e-6
 
 
-def test_an_average_the_checkpoint_lacks_begins_at_the_model(results: dict[str, list[Any]]) -> None:
+def test_an_average_missing_from_the_checkpoint_is_reset(results: dict[str, list[Any]]) -> None:
     for result in results["late"]:
         assert all(torch.equal(result["after"][name], value) for name, value in result["before"].items())
     (warning,) = results["late"][0]["warned"]

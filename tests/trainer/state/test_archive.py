@@ -1,4 +1,4 @@
-"""What some ranks wrote of parameters, any others read: to the bit, whole, or with an error that names what is missing."""
+"""Any ranks read what any others wrote: bitwise and completely, or with an error that names what is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _values(name: str) -> torch.Tensor:
 
 
 def _split(size: int, ranks: int) -> list[list[Piece]]:
-    """All parameters one after the other in a flat tensor, which is cut into a part of `size` for every rank."""
+    """Concatenate all parameters into a flat tensor and cut it into a part of `size` per rank."""
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     start = 0
     for name, count in SIZES.items():
@@ -42,7 +42,7 @@ def _flat(pieces: Sequence[Piece], size: int) -> torch.Tensor:
 
 
 @given(writers=st.integers(1, 5), readers=st.integers(1, 5))
-def test_any_ranks_read_what_any_others_wrote(writers: int, readers: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_ranks_read_what_any_other_ranks_wrote(writers: int, readers: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder, total = tmp_path_factory.mktemp("archive"), sum(SIZES.values())
     size = -(-total // writers)
     for rank, pieces in enumerate(_split(size, writers)):
@@ -57,7 +57,7 @@ def test_any_ranks_read_what_any_others_wrote(writers: int, readers: int, tmp_pa
     assert saved.step("c") == max(rank for rank, pieces in enumerate(_split(-(-total // writers), writers)) if pieces)
 
 
-def test_what_no_file_has_is_named(tmp_path: Path) -> None:
+def test_missing_elements_are_named(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"state-\*\.pt: no such files"):
         Archive(tmp_path, "state")
     archive.write(tmp_path / "state-0.pt", [Flat([Piece("a", 0, 3, 2)], {"weights": torch.arange(8.0)})])
@@ -71,14 +71,14 @@ def test_what_no_file_has_is_named(tmp_path: Path) -> None:
     assert saved.step("b") == 0
 
 
-def test_only_what_is_held_is_written(tmp_path: Path) -> None:
+def test_only_viewed_elements_are_written(tmp_path: Path) -> None:
     large = torch.arange(100_000.0)
     archive.write(tmp_path / "state-0.pt", [Flat([Piece("a", 0, 10, 0)], {"weights": large[:10]})])
     assert (tmp_path / "state-0.pt").stat().st_size < 10_000
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_shares_are_everything_once_and_level(ranks: int) -> None:
+def test_shares_are_complete_disjoint_and_balanced(ranks: int) -> None:
     sizes = {f"p{i}": 1 + i % 5 for i in range(40)}
     shares = [archive.share(sizes, rank, ranks) for rank in range(ranks)]
     assert sorted(name for share in shares for name in share) == sorted(sizes)
@@ -97,7 +97,7 @@ def test_a_damaged_file_is_named(content: bytes | None, tmp_path: Path) -> None:
         read_state(path)
 
 
-def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_would_run_code_is_rejected(tmp_path: Path) -> None:
     torch.save({"a": Path("/")}, tmp_path / "state-0.pt")
     with pytest.raises(StateError, match="is damaged: it contains more than tensors and plain values"):
         read_state(tmp_path / "state-0.pt")

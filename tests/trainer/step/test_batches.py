@@ -1,4 +1,4 @@
-"""Rows by hand, and every way a payload can fail to fit its plan."""
+"""Rows by hand, and every way in which a payload may not match its plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_row_by_hand() -> None:
     assert row.sample_of_token.tolist() == [0, 0, 0, 1, 1]
 
 
-def test_a_masked_response_lies_in_the_row_without_targets() -> None:
+def test_a_masked_response_stays_in_the_row_without_targets() -> None:
     (row,) = _build([[Sample("a", 2, 0.5, 0), Sample("a", 1, 1.0, 0), Sample("a", 0, -1.0, 2)]])
     assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
     assert row.targets.tolist() == [20, 21]
@@ -58,7 +58,7 @@ def _with_tools(*spans: tuple[int, int, int]) -> Payload:
     return _payload(tool_spans=np.array(spans, np.int32).reshape(-1, 3))
 
 
-def test_tool_tokens_lie_in_the_row_as_context_and_are_never_targets() -> None:
+def test_tool_tokens_are_context_and_never_targets() -> None:
     (row,) = _build([[Sample("a", 2, 0.5, 2, 0.25), Sample("a", 0, -1.0, 1)]], _with_tools((2, 1, 2), (0, 0, 1)))
     assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
     assert row.predictors.tolist() == [1, 3, 5]
@@ -69,7 +69,7 @@ def test_tool_tokens_lie_in_the_row_as_context_and_are_never_targets() -> None:
     assert row.sample_of_token.tolist() == [0, 0, 1]
 
 
-def test_a_completion_of_nothing_but_tool_tokens_trains_nothing() -> None:
+def test_a_completion_of_tool_tokens_only_trains_nothing() -> None:
     (row,) = _build([[Sample("a", 2, 0.5, 0), Sample("a", 0, -1.0, 2)]], _with_tools((2, 2, 3), (2, 0, 2)))
     assert len(row.input_ids) == 5 + 2
     assert (row.targets.tolist(), row.sample_of_token.tolist()) == ([20, 21], [1, 1])
@@ -89,13 +89,13 @@ def test_a_completion_of_nothing_but_tool_tokens_trains_nothing() -> None:
         ([(2, 1, 2)] * 2, "overlaps"),
     ],
 )
-def test_tool_spans_that_cannot_be(spans: list[tuple[int, int, int]], message: str) -> None:
+def test_invalid_tool_spans_are_rejected(spans: list[tuple[int, int, int]], message: str) -> None:
     with pytest.raises(Damaged, match=f"payload a: .*{message}"):
         _build([[Sample("a", 0, 1.0, 2)]], _with_tools(*spans))
 
 
 @pytest.mark.parametrize("array", [np.zeros(3, np.int32), np.zeros((1, 4), np.int32), np.zeros((1, 3), np.float32)])
-def test_tool_spans_of_another_shape(array: np.ndarray) -> None:
+def test_misshapen_tool_spans_are_rejected(array: np.ndarray) -> None:
     with pytest.raises(Damaged, match=r"payload a: tool spans are .* expected integers"):
         _build([[Sample("a", 0, 1.0, 2)]], _payload(tool_spans=array))
 
@@ -104,7 +104,7 @@ span = st.tuples(st.integers(-1, 3), st.integers(-2, 5), st.integers(-2, 5))
 
 
 @given(st.lists(span, max_size=4))
-def test_no_tool_spans_get_a_wrong_token_into_the_loss(spans: list[tuple[int, int, int]]) -> None:
+def test_random_tool_spans_never_train_a_wrong_token(spans: list[tuple[int, int, int]]) -> None:
     places = [(sample, place) for sample, start, end in spans for place in range(start, end)]
     lengths = [2, 0, 3]
     fine = all(0 <= s < 3 and 0 <= a < b <= lengths[s] for s, a, b in spans) and len(set(places)) == len(places)
@@ -119,14 +119,14 @@ def test_no_tool_spans_get_a_wrong_token_into_the_loss(spans: list[tuple[int, in
         assert row.targets.tolist() == [token for place, token in tokens.items() if place not in places]
 
 
-def test_an_empty_row_is_one_token_without_target() -> None:
+def test_an_empty_row_is_one_token_without_a_target() -> None:
     full, empty = _build([[Sample("a", 0, 1.0, 2)], []])
     assert len(full.targets) == 2
     assert (len(empty.input_ids), len(empty.targets), empty.packing.whole.tolist()) == (1, 0, [0, 1])
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2)), max_size=8), max_size=4))
-def test_every_planned_token_is_a_target_once_behind_what_came_before_it(layout: list[list[tuple[str, int]]]) -> None:
+def test_every_planned_token_is_a_target_once_after_its_context(layout: list[list[tuple[str, int]]]) -> None:
     payloads = {"a": _payload(), "b": _payload(prompt=np.array([12], np.int32), tokens=np.array([1, 2, 3, 4, 5], np.int32))}
     plan = RankPlan([[Sample(name, index, 1.0, int(payloads[name].lengths[index])) for name, index in row] for row in layout])
     for planned, row in zip(plan.rows, batches.build(plan, payloads, vocabulary=40, row_tokens=100), strict=True):
@@ -147,7 +147,7 @@ def test_every_planned_token_is_a_target_once_behind_what_came_before_it(layout:
         predictors = [of[len(prompt) - 1 : -1] for of, (prompt, _) in zip(places, expected, strict=True)]
         assert row.predictors.tolist() == torch.cat(predictors).tolist()
         assert row.targets.tolist() == [token for _, response in expected for token in response]
-        assert len(row.input_ids) == len(set(row.packing.sequences.tolist())), "a prompt lies in the row once"
+        assert len(row.input_ids) == len(set(row.packing.sequences.tolist())), "a prompt is in the row once"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_every_planned_token_is_a_target_once_behind_what_came_before_it(layout:
         (Sample("a", 0, float("nan"), 2), "has the advantage nan"),
     ],
 )
-def test_a_plan_that_does_not_fit(sample: Sample, message: str) -> None:
+def test_invalid_weights_and_advantages_are_rejected(sample: Sample, message: str) -> None:
     with pytest.raises(PlanMismatch, match=message):
         _build([[sample]])
 
@@ -175,7 +175,7 @@ def test_a_plan_that_does_not_fit(sample: Sample, message: str) -> None:
         (Sample("a", 2, 1.0, 0, tokens=5, context_tokens=3), "the prompt has 2 tokens, but its header says 3"),
     ],
 )
-def test_a_payload_that_is_not_what_the_plan_says(sample: Sample, message: str) -> None:
+def test_a_payload_that_contradicts_the_plan_is_rejected(sample: Sample, message: str) -> None:
     with pytest.raises(Damaged, match=f"payload a: .*{message}"):
         _build([[sample]])
     assert len(_build([[Sample("a", 2, 1.0, 0, tokens=5, context_tokens=2)]])) == 1
@@ -207,23 +207,23 @@ def test_all_damaged_payloads_are_named_at_once() -> None:
         ("tokens", np.array([1, 2, 3, 4, -5], np.int32), "do not fit"),
     ],
 )
-def test_a_payload_that_does_not_fit(column: str, value: np.ndarray, message: str) -> None:
+def test_a_malformed_payload_is_rejected(column: str, value: np.ndarray, message: str) -> None:
     with pytest.raises(Damaged, match=message):
         _build([[Sample("a", 0, 1.0, 2)]], _payload(**{column: value}))
 
 
-def test_logprobs_that_no_sampler_gave_are_of_no_account_where_nothing_was_sampled() -> None:
+def test_invalid_logprobs_of_tool_tokens_are_ignored() -> None:
     payload = _with_tools((2, 0, 2))
     payload.logprobs[:] = [np.nan, 0.05, 3e38, -3e38, -np.inf]
     (row,) = _build([[Sample("a", 2, 1.0, 1), Sample("a", 0, 1.0, 2)]], payload)
     assert row.behaviour[:1].tolist() == [-np.inf]
 
 
-def test_a_plan_that_does_not_know_of_tool_tokens() -> None:
+def test_a_plan_without_the_tool_tokens_is_rejected() -> None:
     with pytest.raises(Damaged, match=r"payload a: completion 2 has 1 tokens sampled by the policy, .* trains 3"):
         _build([[Sample("a", 2, 1.0, 3)]], _with_tools((2, 0, 2)))
 
 
-def test_a_row_beyond_the_budget() -> None:
+def test_a_row_beyond_the_budget_is_rejected() -> None:
     with pytest.raises(PlanMismatch, match=r"a row of 6 tokens exceeds trainer\.row_tokens = 5"):
         _build([[Sample("a", 0, 1.0, 2)] * 2], row_tokens=5)

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told, and the optimizer it is given."""
+"""DeepSpeed's settings and optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_tied_embedding_does_not_decay(tmp_path: Path) -> None:
     ("stage", "dtype", "runs_as", "clipping"),
     [(0, "float32", 0, 0.0), (0, "bfloat16", 1, 0.5), (1, "float32", 1, 0.5), (3, "bfloat16", 3, 0.5)],
 )
-def test_settings(tiny_model: Path, stage: int, dtype: str, runs_as: int, clipping: float) -> None:
+def test_settings_depend_on_stage_and_dtype(tiny_model: Path, stage: int, dtype: str, runs_as: int, clipping: float) -> None:
     config = make_config(tiny_model, trainer={"zero_stage": stage}, model={"dtype": dtype}, optimizer={"max_grad_norm": 0.5})
     tree = engine.settings(config, model.load(config.model, 1.0, 8))
     assert tree["zero_optimization"]["stage"] == runs_as
@@ -52,14 +52,14 @@ def test_warm_up_is_linear_and_never_zero(step: int, expected: float, tiny_model
         ("cosine", 2, [0.5, 1.0, 0.6, 0.2]),
     ],
 )
-def test_rates_fall_from_the_peak_to_the_final_fraction(schedule: str, warmup: int, expected: list[float]) -> None:
+def test_the_learning_rate_decays_to_the_final_fraction(schedule: str, warmup: int, expected: list[float]) -> None:
     options = Optimizer(learning_rate=2.0, schedule=schedule, warmup_steps=warmup, final_fraction=0.2)  # pyright: ignore
     rates = [engine.learning_rate(options, step, 4) for step in range(4)]
     assert rates == pytest.approx([2.0 * value for value in expected])
-    assert engine.learning_rate(options, 9, 4) == rates[-1]  # steps past the last keep its rate
+    assert engine.learning_rate(options, 9, 4) == rates[-1]  # steps past the last keep the final rate
 
 
-def test_random_state_is_put_back() -> None:
+def test_random_state_is_restored() -> None:
     engine.seed(5, deterministic=False)
     state = engine.random_state()
     drawn = random.random(), float(np.random.rand()), float(torch.rand(()))

@@ -1,4 +1,4 @@
-"""Divisors and shares: the literal means, however responses lie in rows, ranks and mini-batches."""
+"""Divisors and shares give the literal means for any layout of rows, ranks and mini-batches."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _literal(number: int, group: list[Any]) -> list[literal.Response]:
     return responses
 
 
-def test_by_hand() -> None:
+def test_divisors_by_hand() -> None:
     # Group a: 3 of 4 tokens count in completion 0, none of 1 in completion 1; group b: none of its 2; group c is masked.
     token_counts = {
         ("a.1", 0): denominators.TokenCounts(planned=4, counted=3),

@@ -1,4 +1,4 @@
-"""A step without a group is the step that would have been planned without it, but for how its rows are packed."""
+"""A step without a group equals one planned without it, except for how its rows are packed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def samples(ranks: list[RankPlan]) -> list[Sample]:
 
 
 @pytest.mark.parametrize("denominator", ["token", "constant", "sequence", "group"])
-def test_what_is_left_is_what_a_plan_of_the_others_has(denominator: str) -> None:
+def test_the_rest_equals_a_plan_of_the_remaining_groups(denominator: str) -> None:
     groups = [group(f"0-{i}", i) for i in range(6)]
     loss = Loss(denominator=denominator, denominator_tokens=77 if denominator == "constant" else 0)  # type: ignore[arg-type]
     layout = Layout(2, 64, denominator_tokens=loss.denominator_tokens, denominator=loss.denominator)
@@ -65,14 +65,14 @@ def test_each_mini_batch_has_its_own_denominator_and_none_is_zero() -> None:
 
 
 async def losing_replies(store: Store, server: RedisServer) -> Store:
-    """Another store of the run, which gets the reply to the second of two identical calls."""
+    """Another store of the run that sends every call twice and gets the second reply."""
     connection = await Repeater.connect(server.url, store.keys.name, server.password)
     connection.journal, connection.watched = Journal(at_once=True), store
     return Store(connection)
 
 
-async def test_statistics_are_those_of_the_groups_that_are_left(store: Store, server: RedisServer) -> None:
-    """Two steps have drawn the lost group; each comes to count what it would have without it."""
+async def test_statistics_are_those_of_the_remaining_groups(store: Store, server: RedisServer) -> None:
+    """Two steps have drawn the lost group; each ends up with the counts it would have had without it."""
     config = make_config(Path("unused"), replay={"sampler": "prioritized", "max_uses": 2, "importance_beta": 0.5})
     team = await flow.start(store, table=TableRules(max_uses=2))
     await flow.issue(store, team, 3)
@@ -101,7 +101,9 @@ async def test_statistics_are_those_of_the_groups_that_are_left(store: Store, se
         assert plan is not None
         assert plan.stats["replay/train/uses_mean"] == step
         stats = expected[step].stats
-        emptier = stats["rows/train/packed_ratio"] * expected[step].rows_per_rank / plan.rows_per_rank  # its rows stay, empty
+        emptier = (
+            stats["rows/train/packed_ratio"] * expected[step].rows_per_rank / plan.rows_per_rank
+        )  # its rows stay but are empty
         assert plan.stats == pytest.approx(stats | {DAMAGED: 1.0, "rows/train/packed_ratio": emptier}, abs=1e-12)
     assert (
         await discard_damaged(

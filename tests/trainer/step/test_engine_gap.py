@@ -1,4 +1,4 @@
-"""An engine that computes another model stops the run before the first step that shows it is committed."""
+"""An engine whose logprobs differ from the trainer's stops the run before the first such step is committed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _metrics(mean: float) -> dict[str, float]:
 
 @pytest.mark.parametrize(("step", "stale"), [(0, 0.0), (0, 0.5), (40, 0.0)])
 def test_a_gap_on_the_first_step_on_policy_stops_the_run(step: int, stale: float) -> None:
-    """Also of a fork, whose engine may have other options; step 0 is always on policy."""
+    """Also for a fork, whose engine may have other options; step 0 is always on policy."""
     with pytest.raises(
         Fatal, match=rf"differ from the trainer's by 0\.86 nats on average \(at most 3\.3\) on step {step}, .*max_gap = 0\.1"
     ):
@@ -25,9 +25,7 @@ def test_a_gap_on_the_first_step_on_policy_stops_the_run(step: int, stale: float
     ("step", "stats", "gap", "limit"),
     [(0, {}, 0.1, 0.1), (0, {}, 0.86, 0.0), (1, {OFF_POLICY: 0.01}, 0.86, 0.1), (1, {}, 0.86, 0.1)],
 )
-def test_what_rounding_off_policy_groups_or_no_limit_leave_alone(
-    step: int, stats: dict[str, float], gap: float, limit: float
-) -> None:
+def test_small_off_policy_or_unlimited_gaps_are_accepted(step: int, stats: dict[str, float], gap: float, limit: float) -> None:
     EngineComparison(limit).check(step, stats, _metrics(gap))  # raises otherwise
 
 

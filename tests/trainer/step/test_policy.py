@@ -29,7 +29,7 @@ SECTIONS: dict[str, Any] = {
     "replay": {"sampler": "prioritized", "priority": "trainer", "max_uses": 2},
 }
 ROWS = [[3, 1, 0, 2], [5, 4, 11], [7, 6], [9, 10], [8]]
-"""Five rows, which divide evenly among one rank only."""
+"""Five rows, which divide evenly only with one rank."""
 MASKED = [2, 7]
 WEIGHTS = [0.5, 1.0, 0.125]  # importance weights of the groups
 ONE_MINI_BATCH: dict[str, Any] = {
@@ -62,7 +62,7 @@ NOT_TRAINED = {
 
 
 def _dealt(ranks: int) -> Any:
-    """The layout of `ROWS` on so many ranks."""
+    """The layout of `ROWS` on `ranks` ranks."""
     return [[ROWS[rank::ranks] for rank in range(ranks)]]
 
 
@@ -73,12 +73,12 @@ GRADIENTS = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 10
 def payloads() -> dict[str, Payload]:
     groups = {}
     for name, payload in make_payloads(groups=3, size=4).items():
-        payload.logprobs[::9] = np.nan  # behaviour logprobs that an engine failed to give
+        payload.logprobs[::9] = np.nan  # behaviour logprobs missing from the engine
         longest = int(payload.lengths.argmax())
         middle = int(payload.lengths[longest]) // 2
         tools = [(longest, middle - 2, middle), (longest, middle + 1, middle + 3)]
         if not groups:
-            tools.append((1, 0, int(payload.lengths[1])))  # a completion of nothing else
+            tools.append((1, 0, int(payload.lengths[1])))  # a completion of tool tokens only
         groups[name] = msgspec.structs.replace(payload, tool_spans=np.array(tools, np.int32))
     return groups
 
@@ -97,7 +97,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(
     tiny_model: Path, tied_model: Path, payloads: Any, samples: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
-    """What every job returned, by name, one per rank."""
+    """Results of every job by name, one per rank."""
 
     def job(layout: Any, model: Path = tiny_model, dtype: str = "float32", clip: float | None = None, **trainer: Any) -> Job:
         sections = SECTIONS | {"trainer": {"row_tokens": 128, "step_timeout_s": 60.0} | trainer}
@@ -225,7 +225,7 @@ def _largest_difference(ours: dict[str, torch.Tensor], expected: dict[str, torch
     return max(float((ours[name].double() - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
-def test_gradient_is_that_of_the_formula(tiny_model: Path, payloads: Any, samples: Any, results: dict[str, list[Any]]) -> None:
+def test_the_gradient_matches_the_formula(tiny_model: Path, payloads: Any, samples: Any, results: dict[str, list[Any]]) -> None:
     (expected,) = _twin(tiny_model, payloads, samples, [list(range(12))])
     names = [name for name in results if not name.startswith("mini") and name not in OTHER_NUMBERS]
     assert {"alone", "four", "offload 1 one", "offload 3 two", "sequence 2", "sequence 2 zero3", "exact 4"} < set(names)
@@ -237,7 +237,7 @@ def test_gradient_is_that_of_the_formula(tiny_model: Path, payloads: Any, sample
     assert max(differences.values()) < 1e-4, differences
 
 
-def test_the_same_rows_give_the_same_bits_on_any_number_of_ranks(results: dict[str, list[Any]]) -> None:
+def test_results_are_bitwise_equal_on_any_number_of_ranks(results: dict[str, list[Any]]) -> None:
     first, *others = (result for ranks in (1, 2, 4) for result in results[f"exact {ranks}"])
     for other in others:
         for kind in ("gradients", "weights", "metrics", "priorities"):
@@ -248,7 +248,7 @@ def test_the_same_rows_give_the_same_bits_on_any_number_of_ranks(results: dict[s
 
 
 def _bits(value: Any) -> Any:
-    """Something that is equal exactly where all tensors and numbers are; without times, which never are."""
+    """A value that is equal exactly if all tensors and numbers are; times, which always differ, are left out."""
     match value:
         case torch.Tensor():
             return value.numpy().tobytes()
@@ -260,7 +260,7 @@ def _bits(value: Any) -> Any:
             return value
 
 
-def test_a_team_has_the_gradient_of_one_rank(results: dict[str, list[Any]]) -> None:
+def test_sequence_parallel_ranks_match_the_gradient_of_one_rank(results: dict[str, list[Any]]) -> None:
     alone = {name: value.double() for name, value in results["plain 1"][0]["gradients"][0].items()}
     for name in ("sequence 2", "sequence 2 zero3", "sequence 4", "sequence 2 data 2"):
         for result in results[name]:
@@ -277,7 +277,7 @@ def test_gradients_add_up_in_fixed_point(results: dict[str, list[Any]]) -> None:
         assert sums["no number"].isinf().all()
 
 
-def test_matrices_decay_and_nothing_else(results: dict[str, list[Any]]) -> None:
+def test_only_matrices_decay(results: dict[str, list[Any]]) -> None:
     for stage in range(4):
         for rates in results[f"decay {stage}"]:
             for name, rate in rates.items():
@@ -301,7 +301,7 @@ def test_gradient_in_bfloat16_is_close(tiny_model: Path, payloads: Any, samples:
             assert result["metrics"][0]["logprob_gap/train/mean"] > 0
 
 
-def test_numbers_that_are_none_stop_every_rank(results: dict[str, list[Any]]) -> None:
+def test_nonfinite_numbers_stop_every_rank(results: dict[str, list[Any]]) -> None:
     for of_reference, of_policy in results["non-finite"]:
         assert "step 0: the loss is nan. The step is not committed" in of_reference
         assert "step 0: the gradient's norm is nan" in of_policy
@@ -315,7 +315,7 @@ def test_mini_batches_follow_the_formula(tiny_model: Path, payloads: Any, sample
             assert _largest_difference(result["gradients"][1], second) < 2e-3, name
 
 
-def test_metrics_are_those_of_all_tokens_for_any_layout(payloads: Any, samples: Any, results: dict[str, list[Any]]) -> None:
+def test_metrics_cover_all_tokens_for_any_layout(payloads: Any, samples: Any, results: dict[str, list[Any]]) -> None:
     planned = sum(sample.trained_tokens for sample in samples)
     for family in (False, True):
         names = [name for name in results if name.startswith("mini") == family and name not in OTHER_NUMBERS]
@@ -324,7 +324,7 @@ def test_metrics_are_those_of_all_tokens_for_any_layout(payloads: Any, samples: 
             assert one["tokens/train/sum"] + one["excluded/train/tokens"] == planned
             assert one["excluded/train/tokens"] > 0
             for name, value in one.items():
-                if not name.startswith(("time/", "flops/")):  # prompts are shared by other responses
+                if not name.startswith(("time/", "flops/")):  # prompts are shared by different responses
                     assert value == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-5), name
     first = results["alone"][0]["metrics"][0]
     assert first["ratio/train/mean"] == 1
@@ -336,23 +336,23 @@ def test_metrics_are_those_of_all_tokens_for_any_layout(payloads: Any, samples: 
     assert clips <= second.keys()
 
 
-def test_priorities_are_the_same_on_every_rank_and_for_any_layout(
+def test_priorities_are_equal_on_every_rank_and_layout(
     tiny_model: Path, payloads: Any, samples: Any, results: dict[str, list[Any]]
 ) -> None:
     expected = loss_variants.priorities(tiny_model, payloads, samples, low=0.2, high=0.272)
     trained = {name for name in results if name not in OTHER_NUMBERS | NOT_TRAINED}
     for name in trained:
-        for result in results[name]:  # of the second mini-batch, what the first has moved may differ by a token or two
+        for result in results[name]:  # in the second mini-batch, tokens moved by the first may differ by one or two
             assert result["priorities"][0] == pytest.approx(expected, rel=0.1 if name.startswith("mini") else 1e-5), name
             assert result["priorities"][0] == results[name][0]["priorities"][0], name
     clipped = [result["priorities"][0] for name in ("clip one", "clip two") for result in results[name]]
     assert all(one == clipped[0] for one in clipped)
     narrow = loss_variants.priorities(tiny_model, payloads, samples, low=0.002, high=0.002)
-    assert clipped[0]["0-0"] == pytest.approx(narrow["0-0"]), "it trains in the first mini-batch, before any update"
+    assert clipped[0]["0-0"] == pytest.approx(narrow["0-0"]), "its group trains in the first mini-batch, before any update"
 
 
 @pytest.mark.parametrize("name", loss_variants.VARIANTS)
-def test_every_loss_and_denominator_follows_the_formula_on_any_number_of_ranks(
+def test_losses_follow_the_formula_on_any_number_of_ranks(
     tiny_model: Path, payloads: Any, samples: Any, results: dict[str, list[Any]], name: str
 ) -> None:
     config = loss_variants.VARIANTS[name]
@@ -389,10 +389,10 @@ def test_gradient_norm_and_clipping(tiny_model: Path, results: dict[str, list[An
 
 
 @torch.no_grad()
-def test_gaps_of_every_token_are_those_of_the_formula(
+def test_logprob_gaps_of_every_token_match_the_formula(
     tiny_model: Path, payloads: Any, samples: Any, results: dict[str, list[Any]]
 ) -> None:
-    """The trainer's logprob at the start of the step - the sampler's, for any layout and for teams."""
+    """The trainer's logprob at the start of the step minus the sampler's, for any layout and with sequence parallelism."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64, attn_implementation="eager")
@@ -411,7 +411,7 @@ def test_gaps_of_every_token_are_those_of_the_formula(
             np.testing.assert_allclose(gaps, expected[segment], rtol=0.051, atol=1e-4, err_msg=f"{name} {segment}")
 
 
-def test_all_ranks_hold_the_same_weights_afterwards(results: dict[str, list[Any]]) -> None:
+def test_all_ranks_end_with_the_same_weights(results: dict[str, list[Any]]) -> None:
     for name in set(results) - NOT_TRAINED:
         ranks = results[name]
         for result in ranks[1:]:

@@ -1,4 +1,4 @@
-"""The next step is fetched while this one trains: the same rows, the same errors, none of the wait, nothing left over."""
+"""The next step is fetched while this one trains: same rows, same errors, no waiting, nothing left over."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(server: RedisServer) -> Iterator[str]:
 
 
 class Rig:
-    """A prefetch of rank 1 on a store whose payloads come late."""
+    """A prefetch of rank 1 on a store with delayed payloads."""
 
     def __init__(self, server: RedisServer, name: str) -> None:
         self.portal = Portal()
@@ -85,7 +85,7 @@ class Rig:
         self.prefetch = Prefetch(self.portal, self.store, 1, self.build)
 
     def at_once(self, step: int) -> list[PackedRow]:
-        """The rows of a step, without any prefetch."""
+        """The rows of a step without prefetching."""
         plan = self.portal.call(self.store.steps.rank_plan(step, 1))
         return self.build(plan, self.portal.call(self.store.at_once(sorted({s.payload for r in plan.rows for s in r}))))
 
@@ -96,7 +96,7 @@ class Rig:
         return self.store.keys.step(step)
 
     def fetched(self) -> Fetched | None:
-        """What lies ready."""
+        """The prefetched step, if any."""
         ahead = self.prefetch._ahead
         return ahead.fetched if ahead else None
 
@@ -122,7 +122,7 @@ def until(true: Callable[[], Any]) -> None:
 
 
 def same(rows: list[PackedRow], others: list[PackedRow]) -> bool:
-    """Equal to the bit."""
+    """Whether rows are bitwise equal."""
     if len(rows) != len(others):
         return False
     pairs = [(getattr(a, f.name), getattr(b, f.name)) for a, b in zip(rows, others, strict=True) for f in fields(PackedRow)]
@@ -131,7 +131,7 @@ def same(rows: list[PackedRow], others: list[PackedRow]) -> bool:
     ) and all(torch.equal(a.packing.sequences, b.packing.sequences) for a, b in zip(rows, others, strict=True))
 
 
-def test_what_is_fetched_ahead_is_there_at_once_and_equal_to_the_bit(rig: Rig) -> None:
+def test_prefetched_rows_are_immediate_and_bitwise_equal(rig: Rig) -> None:
     rig.store.delay_s = DELAY_S
     first, ahead_s = rig.prefetch.take(0)
     assert ahead_s == 0
@@ -149,7 +149,7 @@ def test_what_is_fetched_ahead_is_there_at_once_and_equal_to_the_bit(rig: Rig) -
     assert not same(first.rows, fetched.rows)
 
 
-def test_a_fetch_under_way_is_waited_for_and_not_repeated(rig: Rig) -> None:
+def test_a_fetch_in_progress_is_awaited_and_not_repeated(rig: Rig) -> None:
     rig.store.delay_s = DELAY_S
     rig.prefetch.begin(0)
     fetched, ahead_s = rig.prefetch.take(0)
@@ -157,7 +157,7 @@ def test_a_fetch_under_way_is_waited_for_and_not_repeated(rig: Rig) -> None:
     assert rig.store.asked == 1
 
 
-def test_a_plan_that_is_not_prepared_yet_is_found_later_or_when_its_step_begins(rig: Rig) -> None:
+def test_an_unprepared_plan_is_found_when_its_step_begins(rig: Rig) -> None:
     whole = rig.redis("HGETALL", rig.step_key(2))
     flat = [part for pair in whole.items() for part in pair]
     for looks in (True, False):
@@ -172,7 +172,7 @@ def test_a_plan_that_is_not_prepared_yet_is_found_later_or_when_its_step_begins(
         assert same(fetched.rows, rig.at_once(2))
 
 
-def test_a_plan_that_vanished_is_not_trained(rig: Rig) -> None:
+def test_a_lost_plan_is_not_trained(rig: Rig) -> None:
     rig.prefetch.begin(1)
     until(rig.fetched)
     rig.redis("DEL", rig.step_key(1))
@@ -183,7 +183,7 @@ def test_a_plan_that_vanished_is_not_trained(rig: Rig) -> None:
         rig.prefetch.take(1)
 
 
-def test_a_plan_that_changed_is_fetched_anew(rig: Rig) -> None:
+def test_a_changed_plan_is_fetched_again(rig: Rig) -> None:
     rig.prefetch.begin(1)
     until(rig.fetched)
     for field in (b"rank:0", b"rank:1"):
@@ -197,7 +197,7 @@ def test_a_plan_that_changed_is_fetched_anew(rig: Rig) -> None:
     assert same(fetched.rows, rig.at_once(2))
 
 
-def test_a_plan_of_another_step_or_with_others_groups_is_refused(rig: Rig) -> None:
+def test_a_plan_of_another_step_or_groups_is_rejected(rig: Rig) -> None:
     rig.redis("HSET", rig.step_key(1), "plan", rig.redis("HGET", rig.step_key(2), "plan"))
     with pytest.raises(PlanMismatch, match="plan of step 1 says that it is for step 2"):
         rig.prefetch.take(1)
@@ -207,7 +207,7 @@ def test_a_plan_of_another_step_or_with_others_groups_is_refused(rig: Rig) -> No
         rig.prefetch.take(3)
 
 
-def test_a_failure_ahead_of_time_counts_only_if_it_is_there_when_the_step_begins(rig: Rig) -> None:
+def test_an_early_failure_counts_only_if_it_persists(rig: Rig) -> None:
     key = next(k for k in rig.redis("KEYS", rig.store.keys.payload("0-4.*")))
     payload = rig.redis("GET", key)
     for back in (True, False):
@@ -222,17 +222,17 @@ def test_a_failure_ahead_of_time_counts_only_if_it_is_there_when_the_step_begins
                 rig.prefetch.take(1)
 
 
-def test_nothing_is_left_over(rig: Rig) -> None:
+def test_no_task_is_left_over(rig: Rig) -> None:
     rig.store.delay_s = 60
     rig.prefetch.begin(1)
     until(lambda: rig.store.asked)
     rig.store.delay_s = 0
-    rig.prefetch.begin(2)  # the first is dropped in the midst of its request
+    rig.prefetch.begin(2)  # the first is cancelled during its request
     assert rig.tasks() in (["prefetch 2"], [])
-    assert same(rig.prefetch.take(3)[0].rows, rig.at_once(3))  # and so is one that is not the step that begins
+    assert same(rig.prefetch.take(3)[0].rows, rig.at_once(3))  # and so is a prefetch of another step
     assert rig.tasks() == []
     rig.redis("DEL", rig.step_key(1))
-    rig.prefetch.begin(1)  # waits for a plan that never comes, when the run is stopped
+    rig.prefetch.begin(1)  # waits for a plan that never comes when the run is stopped
     assert rig.tasks() == ["prefetch 1"]
     rig.prefetch.close()
     assert rig.tasks() == []
@@ -240,8 +240,8 @@ def test_nothing_is_left_over(rig: Rig) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ranks_train_prefetched_steps_as_they_train_others(server: RedisServer, tiny_model: Path, tmp_path: Path) -> None:
-    """Two real ranks: the wait disappears from the second step on, the weights do not change, and none trains what one cannot."""
+def test_ranks_train_prefetched_steps_like_any_other(server: RedisServer, tiny_model: Path, tmp_path: Path) -> None:
+    """Two real ranks: no wait from the second step on, equal weights, and no rank trains what another cannot."""
     names = [f"t-{uuid.uuid4().hex[:12]}" for _ in range(2)]
     for name in names:
         asyncio.run(make_run(server, name))
@@ -271,17 +271,17 @@ def test_ranks_train_prefetched_steps_as_they_train_others(server: RedisServer, 
     for result in broken:
         assert result["problem"] == ""
         gone, made_up = result["damaged"]
-        assert "it is gone from Redis" in gone, "rank 0 is told of what rank 1 found"
+        assert "it is gone from Redis" in gone, "rank 0 learns what rank 1 found"
         assert "a behaviour logprob is 3e+38, outside the valid range" in made_up
         assert len(result["metrics"]) == STEPS
         tokens = [metrics["tokens/train/sum"] for metrics in result["metrics"]]
-        assert tokens[2] == tokens[3] == tokens[1] - 2 * flow.GROUP_SIZE, "the step goes without the group, on every rank"
+        assert tokens[2] == tokens[3] == tokens[1] - 2 * flow.GROUP_SIZE, "every rank trains the step without the group"
     for result in (*whole, *broken):
         assert all(torch.equal(value, result["at_once"][name]) for name, value in result["weights"].items())
 
 
 async def _damage_payloads_of_rank_1(server: RedisServer, name: str) -> None:
-    """One of step 2 is gone; one of step 3 is sealed by a generator that made up its behaviour logprobs."""
+    """Delete one of step 2, and put invalid behaviour logprobs into one of step 3."""
     store = await Store.connect(server.url, name, server.password)
     lost, made_up = [(await store.steps.rank_plan(step, 1)).rows[0][0].payload for step in (2, 3)]
     await store.client.delete(store.keys.payload(lost))

@@ -1,4 +1,4 @@
-"""Priorities of groups by hand and against a slow twin, however completions are spread over rows and ranks."""
+"""Priorities of groups, by hand and against a slow twin, for any layout of rows and ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rows(layout: list[list[Sample]], payloads: dict[str, Payload]) -> list[batc
     return batches.build(RankPlan(layout), payloads, vocabulary=8, row_tokens=10_000)
 
 
-def test_by_hand() -> None:
+def test_priorities_by_hand() -> None:
     # Completion 0: |A| = 2, three of its four tokens learn. 1: |A| = 0.5, of four tokens one is a tool's and one excluded, and
     # one of the other two learns. 2 is masked, 3 all tool tokens, 4 all excluded.
     payload = _payload([4, 4, 3, 2, 2], excluded=(5, 13, 14), tools=((1, 0, 1), (3, 0, 2)))
@@ -42,20 +42,20 @@ def test_by_hand() -> None:
     assert priorities.join([parts]) == {"0-7": 1.75}
 
 
-def test_a_group_of_several_ranks_is_summed_and_every_group_is_named() -> None:
+def test_groups_are_summed_over_ranks_and_all_are_listed() -> None:
     first = {("0-1.1", 0): [(1.0, 2.0)], ("0-2.1", 0): [(0.0, 0.0)]}
     second = {("0-1.1", 1): [(0.5, 2.0)], ("0-1.1", 2): [(1.0, 1.0)]}
     assert priorities.join([first, {}, second]) == {"0-1": 1.75, "0-2": 0.0}
     assert priorities.join([{}]) == {}
 
 
-def test_weights_follow_the_exponent_and_nothing_left_is_weight_zero() -> None:
+def test_weights_follow_the_exponent_and_zero_stays_zero() -> None:
     assert priorities.sampling_weights({"a": 4.0, "b": 0.0}, 0.5) == {"a": pytest.approx(2.0), "b": 0.0}
     assert priorities.sampling_weights({"a": 4.0, "b": 0.25}, 0.0) == {"a": 1.0, "b": 1.0}
 
 
 @pytest.mark.parametrize(("payload", "group"), [("0-7.3", "0-7"), ("a.b-12-9.41", "a.b-12-9")])
-def test_a_group_is_named_after_its_payload_up_to_the_last_dot(payload: str, group: str) -> None:
+def test_a_groups_name_is_its_payloads_up_to_the_last_dot(payload: str, group: str) -> None:
     assert priorities.group_of(payload) == group
 
 
@@ -65,9 +65,7 @@ step = st.lists(st.lists(completion, min_size=1, max_size=4), min_size=1, max_si
 
 
 @given(step, st.data())
-def test_any_layout_gives_what_the_twin_gives(
-    groups: list[list[tuple[float, list[tuple[bool, bool]]]]], data: st.DataObject
-) -> None:
+def test_any_layout_matches_the_twin(groups: list[list[tuple[float, list[tuple[bool, bool]]]]], data: st.DataObject) -> None:
     payloads, samples, learnt, expected = {}, [], [], {}
     for number, group in enumerate(groups):
         name = f"0-{number}.1"
@@ -94,4 +92,4 @@ def test_any_layout_gives_what_the_twin_gives(
     found = priorities.join(parts)
     assert list(found) == sorted(expected)
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert found == priorities.join(reversed(parts)), "the order of ranks leaves no trace"
+    assert found == priorities.join(reversed(parts)), "the order of ranks does not matter"

@@ -1,4 +1,4 @@
-"""Rollouts of several segments: what is packed is what was sampled, and a row computes what each segment alone does."""
+"""Rollouts of several segments: exactly the sampled tokens are packed, and a row computes what single segments do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _whole(one: Segment) -> list[int]:
 
 
 def _sampled(one: Segment) -> list[int]:
-    """The places of a segment's tokens that the policy sampled."""
+    """Positions of a segment's tokens that the policy sampled."""
     tools = {place for start, end in one.completion.tool_spans for place in range(start, end)}
     return [place for place in range(len(one.completion.tokens)) if place not in tools]
 
@@ -87,7 +87,7 @@ def test_any_plan_trains_exactly_the_sampled_tokens(
 
 @given(groups)
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_a_row_has_the_logprobs_and_the_gradient_of_its_segments_alone(tiny_model: Path, drawn: list[list[list[Drawn]]]) -> None:
+def test_a_row_matches_its_segments_computed_alone(tiny_model: Path, drawn: list[list[list[Drawn]]]) -> None:
     scorer, made = _scorer(tiny_model), _made(drawn)
     _, (rank,) = plan_step(0, [one.plan_group() for one in made], Layout(1, ROW_TOKENS))
     by_name = {one.name: one for one in made}
@@ -117,7 +117,7 @@ def _alone(scorer: model.Scorer, one: Segment) -> torch.Tensor:
 
 
 def _gradient(logprobs: dict[tuple[str, int], torch.Tensor], weights: list[torch.nn.Parameter]) -> tuple[torch.Tensor, ...]:
-    """The gradient of a sum in which every token has a factor of its own."""
+    """The gradient of a sum in which every token has its own factor."""
     total = torch.zeros(())
     for number, place in enumerate(sorted(logprobs)):
         total = total + (logprobs[place] * torch.linspace(-1, 1 + number, len(logprobs[place]))).sum()
@@ -126,7 +126,7 @@ def _gradient(logprobs: dict[tuple[str, int], torch.Tensor], weights: list[torch
 
 @given(groups, st.sampled_from(["sequence", "group", "token"]), st.integers(1, 3), st.integers(1, 2))
 @settings(max_examples=40, deadline=None)
-def test_a_rollout_is_one_response_of_the_means_wherever_its_segments_are(
+def test_a_rollout_counts_as_one_response_for_any_layout(
     drawn: list[list[list[Drawn]]], kind: str, ranks: int, mini_batches: int
 ) -> None:
     """Give every token a loss that names its rollout; the sum must be that of the literal mean of means, mini-batch by
@@ -164,14 +164,14 @@ def _literal(members: list[Made], kind: str) -> float:
 
 @given(groups)
 @settings(max_examples=20, deadline=None)
-def test_a_plan_without_its_damaged_groups_counts_as_planning_does(drawn: list[list[list[Drawn]]]) -> None:
+def test_denominators_without_damaged_groups_match_planning(drawn: list[list[list[Drawn]]]) -> None:
     made = _made(drawn)
     loss = Loss.model_validate({"policy": "gspo", "denominator": "sequence"})
     plan, ranks = plan_step(0, [one.plan_group() for one in made], Layout(1, ROW_TOKENS, 1, 0, "sequence"))
     assert without(plan, ranks, set(), loss)[0].denominators == plan.denominators
 
 
-def test_priorities_count_a_rollout_once_however_its_segments_are_packed() -> None:
+def test_priorities_count_a_rollout_once_for_any_packing() -> None:
     made = make(0, [[(0, [(5, False), (6, False)]), (3, [(7, False)])], [(0, [(8, False)])]])
     _, (rank,) = plan_step(0, [made.plan_group()], Layout(1, 100))
     samples = [sample for row in rank.rows for sample in row]
@@ -181,7 +181,7 @@ def test_priorities_count_a_rollout_once_however_its_segments_are_packed() -> No
 
 
 def _group() -> Made:
-    """Two rollouts: one of two segments, the second of which follows a context of five tokens; one after the prompt."""
+    """Two rollouts: one of two segments, the second after a context of five tokens, and one directly after the prompt."""
     return make(0, [[(0, [(5, False)]), (3, [(6, False), (7, True)])], [(0, [(8, False)])]])
 
 
@@ -216,7 +216,7 @@ def test_a_row_of_two_contexts_by_hand() -> None:
         ({"context_lengths": [0, 3, 0], "context": PROMPT}, "completion 1 follows context 0, but its header says 1"),
     ],
 )
-def test_segments_that_do_not_fit_their_plan_are_damage(changes: dict[str, list[int]], message: str) -> None:
+def test_segments_that_do_not_match_their_plan_are_damaged(changes: dict[str, list[int]], message: str) -> None:
     made = _group()
     payload = msgspec.structs.replace(made.payload, **{name: np.array(value, np.int32) for name, value in changes.items()})
     _, (rank,) = plan_step(0, [made.plan_group()], Layout(1, 100))
@@ -228,7 +228,7 @@ columns = st.lists(st.integers(-1, 3), max_size=4).map(lambda values: np.array(v
 
 
 @given(columns, columns, columns)
-def test_no_segments_bring_down_a_rank_or_train_a_context(rollout: np.ndarray, sizes: np.ndarray, context: np.ndarray) -> None:
+def test_random_segments_never_crash_a_rank_or_train_context(rollout: np.ndarray, sizes: np.ndarray, context: np.ndarray) -> None:
     payload: Payload = msgspec.structs.replace(_group().payload, rollout=rollout, context_lengths=sizes, context=context)
     plan = RankPlan([[Sample("a", index, 1.0, 1) for index in range(3)]])
     try:

@@ -1,4 +1,4 @@
-"""Peaks of devices by the names that drivers give them."""
+"""Peak FLOPS of devices by the names that drivers report."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def test_devices_are_known_by_name(name: str, expected: float) -> None:
     assert known_tflops(name) == expected
 
 
-def test_a_cpu_has_only_the_peak_that_is_given() -> None:
+def test_a_cpu_has_only_the_configured_peak() -> None:
     assert peak_tflops(0.0, "bfloat16", torch.device("cpu")) == 0
     assert peak_tflops(0.2, "float32", torch.device("cpu")) == 0.2
