@@ -1,4 +1,4 @@
-"""A stand-in for any service: real Redis, real process, no model. The trainer counts steps; the others wait for the end.
+"""A fake of any service: real Redis, real process, no model. The trainer counts steps; the others wait for the end.
 
 FAKE_STEP_S: seconds per step. FAKE_EXIT: `<pod>:<code>:<message>` makes that pod exit immediately. FAKE_DEAF: a pod that does
 nothing and ignores SIGTERM. FAKE_CHILD: a pod that starts a child process and prints its id.
@@ -46,7 +46,7 @@ async def serve(kind: str, path: str, name: str) -> int:
         if state is not None and state.finished and kind != "web":  # the web console runs until it is stopped
             break
         if name == "trainer-0" and state is not None and state.restore >= 0:
-            if served:  # as the trainer does: it leaves, and its successor restores
+            if served:  # like the real trainer, it exits, and its successor restores
                 print(f"error: the run is restored to step {state.restore}: restarting from there", file=sys.stderr)
                 return 1
             await store.run.request_restore(None)

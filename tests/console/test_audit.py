@@ -1,4 +1,4 @@
-"""The audit: what it reports as lost, duplicated or wrong, on hand-made counts and on a real run."""
+"""The audit: what it reports as lost, duplicated or inconsistent, on hand-made counts and on a real run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_sound_run_by_hand() -> None:
         ({"ledger:unknown_headers": 1}, "1 messages belong to tickets that were never issued"),
     ],
 )
-def test_every_kind_of_fault_is_a_line(change: dict[str, int], message: str) -> None:
+def test_every_kind_of_problem_is_reported_on_one_line(change: dict[str, int], message: str) -> None:
     report = assess("by-hand", COUNTS | change)
     assert not report.ok
     assert len(report.messages) == 1
@@ -49,7 +49,7 @@ def test_every_kind_of_fault_is_a_line(change: dict[str, int], message: str) -> 
     assert message in shown.get()
 
 
-async def test_a_run_at_work(any_store: Store) -> None:
+async def test_a_run_in_progress_is_consistent(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 4)
     await prepare(any_store, team, 0, ["0-0", "0-1"])

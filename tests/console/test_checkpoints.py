@@ -32,7 +32,7 @@ def _write(root: Path, step: int, **facts: Any) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder with the checkpoints of steps 3 and 7, and one that was left half-written."""
+    """A run's folder with the checkpoints of steps 3 and 7 and an incomplete one."""
     config = small_config(tmp_path, None, "run.steps=20", "checkpoint.every_steps=4", "checkpoint.keep=2")
     folder = tmp_path / "small"
     folder.mkdir()
@@ -48,7 +48,7 @@ def _listed(run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tup
     return code, {one["step"]: one for one in json.loads(capsys.readouterr().out)["checkpoints"]}
 
 
-def test_listed_with_what_matters(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_listed_with_their_state(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = _listed(run, capsys)
     assert code == 0
     assert {step: (one["complete"], one["latest"], one["kept_until"]) for step, one in found.items()} == {
@@ -64,7 +64,7 @@ def test_listed_with_what_matters(run: Path, capsys: pytest.CaptureFixture[str])
     assert "latest, complete" in table
 
 
-def test_damage_is_found_by_verify_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_verify_detects_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints" / "step-00000003" / "state").write_bytes(b"y" * 100)
     assert _listed(run, capsys)[0] == 0
     code, found = _listed(run, capsys, "--verify")
@@ -73,7 +73,7 @@ def test_damage_is_found_by_verify_alone(run: Path, capsys: pytest.CaptureFixtur
     assert found[7]["problem"] == ""
 
 
-def test_a_newer_version_s_is_listed_and_never_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_a_newer_version_is_listed_not_skipped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write(run / "checkpoints", 9, layout=LAYOUT + 1)
     code, found = _listed(run, capsys)
     assert (code, found[9]["latest"]) == (1, True)
@@ -84,7 +84,7 @@ def test_a_newer_version_s_is_listed_and_never_passed_over(run: Path, capsys: py
         CheckpointFolder(run / "checkpoints").at(9)
 
 
-def test_one_step_is_found_or_named_as_missing(run: Path) -> None:
+def test_a_missing_or_incomplete_step_is_named(run: Path) -> None:
     found = CheckpointFolder(run / "checkpoints")
     assert found.at(3).read("state") == b"x" * 100
     with pytest.raises(CheckpointError, match=r"step 5 in .* does not exist; complete checkpoints: 3, 7"):
@@ -96,7 +96,7 @@ def test_one_step_is_found_or_named_as_missing(run: Path) -> None:
         found.at(3)
 
 
-def test_how_long_one_is_kept() -> None:
+def test_kept_until_by_hand() -> None:
     saving = {"steps": 20, "every_steps": 4, "keep": 3}
     assert kept_until([1, 3, 7], 7, **saving) == {1: 11, 3: 15, 7: 19}
     assert kept_until([3, 7, 8], 8, **saving) == {3: 11, 7: 15, 8: 19}
@@ -105,26 +105,26 @@ def test_how_long_one_is_kept() -> None:
     assert kept_until([], -1, **saving) == {}
 
 
-def test_how_long_one_is_kept_after_the_run_was_taken_back() -> None:
-    """The next checkpoint is of step 7. Those of later steps are deleted first, although written last; one is rewritten."""
+def test_kept_until_after_a_restore() -> None:
+    """The next checkpoint is that of step 7. Later steps are deleted first, although written last; one is rewritten."""
     saving = {"steps": 24, "every_steps": 4, "keep": 3}
     assert kept_until([3, 11, 15], 3, **saving) == {11: 7, 15: 11, 3: 15}
     assert kept_until([3, 7, 11], 3, **saving) == {7: 7, 11: 11, 3: 15}
     assert kept_until([11, 15, 19, 3], 3, **saving) == {11: 7, 15: 7, 19: 11, 3: 15}
 
 
-def test_a_run_that_was_taken_back_lists_them_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restored_run_lists_when_checkpoints_are_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     atomic_folders.replace(run / "checkpoints" / "latest", b"step-00000003")
     _, found = _listed(run, capsys)
     assert {step: one["kept_until"] for step, one in found.items() if one["complete"]} == {3: 11, 7: 7}
 
 
-def test_no_run_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(tmp_path / "none")]) == 2
     assert "no run" in capsys.readouterr().err
 
 
-def test_asking_for_one(server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_can_be_requested(server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import asyncio
 
     config = small_config(tmp_path, server, "run.name=asked")

@@ -1,4 +1,4 @@
-"""The command line: help, configuration, one-line errors, verbs on a run."""
+"""The command line: help, configuration, one-line errors, commands on a run."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def grpo(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_quick(command: str) -> None:
-    """Measure CPU seconds of the process, best of three, because the machine may be busy."""
+def test_help_is_fast(command: str) -> None:
+    """CPU seconds of the process, best of three, as the machine may be busy."""
     spent = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -117,9 +117,7 @@ def test_an_unreachable_redis_is_exit_code_3(capsys: pytest.CaptureFixture[str],
     assert grpo(capsys, "run", tmp_path / "run.toml", "--redis-url", "http://host")[0] == 3
 
 
-def test_a_run_of_an_older_version_goes_on_with_a_key_that_nothing_reads(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_old_run_with_an_obsolete_key_can_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     folder.write(config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k1_weighted"})}))
@@ -131,7 +129,7 @@ def test_a_run_of_an_older_version_goes_on_with_a_key_that_nothing_reads(
     assert "loss.kl_estimator = 'k2' has no effect" in grpo(capsys, *again, "loss.kl_estimator=k2")[2]
 
 
-def test_a_configuration_is_printed_complete(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_whole_configuration_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = small_config(tmp_path, None, "run.steps=9")
     code, text, _ = grpo(capsys, "config", tmp_path / "run.toml", "run.steps=9")
     assert (code, tomllib.loads(text)) == (0, tomllib.loads(to_toml(config)))
@@ -150,14 +148,14 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"verifiers[].kind", "data.sources[](reasoning_gym).task", "run.name"} <= {key["key"] for key in keys}
 
 
-def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_installed_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(grpo(capsys, "version", "--json")[1])
     assert found.keys() >= {"grpo", "python", "torch", "redis"}
     assert f"grpo          {found['grpo']}" in grpo(capsys, "version")[1]
 
 
-def test_every_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Their help says so."""
+def test_every_command_has_json_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """According to the help texts."""
     verbs = [name for name in get_command(app).commands if name not in ("inspect", "replay")]
     assert len(verbs) > 20
     assert [name for name in verbs if "--json" not in grpo(capsys, name, "--help")[1]] == []
@@ -174,14 +172,14 @@ def test_every_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("pause --wait 0.5 small", "0.5"),
     ],
 )
-def test_a_wait_without_a_number_is_that_of_its_command(words: str, wait: str) -> None:
+def test_wait_without_a_number_uses_the_commands_default(words: str, wait: str) -> None:
     given = with_waits(words.split())
     assert given[given.index("--wait") + 1] == wait
     assert given.count("--wait") == 1
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "scale", "drain", "checkpoint", "restore", "record", "stop", "smoke"])
-def test_help_names_one_number_of_seconds_to_wait(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_help_states_one_default_wait(capsys: pytest.CaptureFixture[str], command: str) -> None:
     text = " ".join(grpo(capsys, command, "--help")[1].partition("[SECONDS]")[2].split()).partition(" --")[0]
     assert ("default: 600." if command == "smoke" else "without a number: 300.") in text
     assert "[default: " not in text
@@ -191,7 +189,7 @@ LONG_NAME = "z-release-with-a-name-of-forty-characters-dataprep-7f9c5d8b6d-x2x4z
 
 
 async def begin(folder: RunFolder, server: RedisServer) -> None:
-    """Create a run with one pod and one step, as its services would leave it."""
+    """Create a run with one pod and one step, as its services would."""
     config = load_resolved(folder.config)
     store = await Store.connect(server.url, config.run.name, server.password)
     await store.run.create(digest(config), "data", config.run.steps, config.slots)
@@ -202,7 +200,7 @@ async def begin(folder: RunFolder, server: RedisServer) -> None:
 
 
 def questions(monkeypatch: pytest.MonkeyPatch, act: Callable[[], int]) -> tuple[int, list[str]]:
-    """Act on a terminal where somebody answers no. Return the exit code and the questions."""
+    """Run `act` on a terminal where the user answers no. Return the exit code and the questions."""
     asked = list[str]()
     with monkeypatch.context() as terminal:
         terminal.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -211,8 +209,10 @@ def questions(monkeypatch: pytest.MonkeyPatch, act: Callable[[], int]) -> tuple[
         return act(), asked
 
 
-def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own server is down. Each command starts it briefly, and requests persist."""
+def test_commands_work_on_a_stopped_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's own server is down. Each command starts it briefly, and requests persist."""
     import asyncio
 
     monkeypatch.chdir(tmp_path)
@@ -227,7 +227,7 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     assert (code, errors) == (0, "")
     for expected in ("small", "0/4 steps", "stopped", "step 1/4", "reward 0.500", "trainer-0", "training"):
         assert expected in text
-    assert LONG_NAME in text, "without a terminal, as in kubectl exec, no name is cut"
+    assert LONG_NAME in text, "without a terminal, as in kubectl exec, names are not truncated"
     _, text, errors = grpo(capsys, "pause", "small", "--role", "generator", "--why", "maintenance")
     assert "generator paused" in " ".join(text.split()), errors
     state = json.loads(grpo(capsys, "status", folder.path, "--json")[1])["state"]

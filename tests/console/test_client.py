@@ -29,14 +29,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Ite
         for route in app.routes:
             if (
                 isinstance(route, APIRoute) and route.include_in_schema and not route.path.startswith("/v1/console/")
-            ):  # of the page
+            ):  # used only by the page
                 assert f'"{route.path.partition("{")[0]}' in source, f"the client has no method for {route.path}"
     yield {kind: url for kind, (url, _) in found.items()}
     portal.call(world.__aexit__(None, None, None))
     portal.close()
 
 
-def test_every_endpoint_by_its_method(served: dict[str, str]) -> None:
+def test_every_endpoint_has_a_client_method(served: dict[str, str]) -> None:
     with Client(served["generator"], OPERATE) as pod:
         assert pod.live().alive
         assert pod.ready().ready
@@ -72,7 +72,7 @@ def test_every_endpoint_by_its_method(served: dict[str, str]) -> None:
             trainer.restore(3)
 
 
-def test_what_a_token_may_not_and_who_is_not_there(served: dict[str, str]) -> None:
+def test_forbidden_calls_and_unreachable_pods_are_errors(served: dict[str, str]) -> None:
     with Client(served["tracker"], "read-token") as reader:
         assert reader.state().run == "served"
         with pytest.raises(ApiError, match="this token is read-only") as refused:
@@ -86,7 +86,7 @@ def test_what_a_token_may_not_and_who_is_not_there(served: dict[str, str]) -> No
         away.ready()
 
 
-def test_grpo_steers_by_the_endpoints(
+def test_commands_work_through_the_api(
     served: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Commands for a release on a cluster: through the cluster's API, which runs them in a pod as a kubelet does."""
+"""Commands on a release in a cluster, run in a pod through the cluster's API as by a kubelet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pod(name: str, component: str, ready: bool = True, phase: str = "Running", r
 
 
 class Cluster:
-    """The part of a cluster's API that lists pods and executes commands in them, here as processes with a pod's variables."""
+    """The part of a cluster's API that lists pods and runs commands in them, here as processes with a pod's environment."""
 
     def __init__(self, folder: Path, environ: dict[str, str]) -> None:
         self.environ, self.executed = environ, list[tuple[str, str, list[str]]]()
@@ -58,7 +58,10 @@ class Cluster:
             pod("demo-trainer-0", "trainer", runs=True),
         ]
         self.breaks, self.port = False, 0
-        self.forwarded, self.listening = list[tuple[str, int]](), dict[str, int]()  # pod and port; pod -> where it really listens
+        self.forwarded, self.listening = (
+            list[tuple[str, int]](),
+            dict[str, int](),
+        )  # pod and port; pod -> port where it actually listens
         self.secrets: dict[str, dict[str, str]] = {}
         certificate, key = folder / "ca.crt", folder / "ca.key"
         subprocess.run(
@@ -149,7 +152,7 @@ class Cluster:
         return socket
 
     async def _forward(self, request: web.Request) -> web.WebSocketResponse:
-        """The protocol of a kubelet for one port: each channel begins with its number; the pod listens on this machine."""
+        """The kubelet's protocol for one port: each channel starts with its number; the pod listens on this machine."""
         socket, name = web.WebSocketResponse(protocols=[PROTOCOL]), request.match_info["name"]
         await socket.prepare(request)
         self.forwarded.append((name, int(request.query["ports"])))
@@ -189,7 +192,7 @@ class Cluster:
 def cluster(store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     tree = tomllib.loads(to_toml(config))
-    del tree["fleet"]  # as in the chart's configuration, which leaves out sections without keys
+    del tree["fleet"]  # as in the chart's configuration, which omits sections without keys
     (tmp_path / "run.toml").write_bytes(msgspec.toml.encode(tree))
     found = Cluster(tmp_path, {CONFIG_ENV: str(tmp_path / "run.toml")})
     monkeypatch.setenv("KUBECONFIG", str(found.kubeconfig))
@@ -197,7 +200,7 @@ def cluster(store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pyte
     found.close()
 
 
-async def test_verbs_run_in_the_pod_that_has_what_they_need(
+async def test_commands_run_in_the_pod_that_has_what_they_need(
     cluster: Cluster, store: Store, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.run.create("config", "data", 4, 8)
@@ -210,7 +213,7 @@ async def test_verbs_run_in_the_pod_that_has_what_they_need(
 
     code, out, _ = await grpo("status", "--kube-context", "west", "demo", "--json")
     assert (code, json.loads(out)["state"]["steps"]) == (0, 4)
-    assert cluster.variables == {"LOGNAME": "me"}, "COLUMNS would have tables drawn as on a terminal"
+    assert cluster.variables == {"LOGNAME": "me"}, "COLUMNS would make tables look as on a terminal"
     with monkeypatch.context() as terminal:
         terminal.setattr(sys.stdout, "isatty", lambda: True)
         terminal.setenv("COLUMNS", "99")
@@ -256,7 +259,7 @@ async def test_verbs_run_in_the_pod_that_has_what_they_need(
         (["stauts", "demo", "--kube-context", "west"], 2, "stauts"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_run_there_says_why(
+def test_commands_that_cannot_run_in_a_pod_say_why(
     words: list[str], code: int, said: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == code
@@ -281,14 +284,14 @@ DATAPREP = pod("demo-dataprep-a", "dataprep")
         ("export", [CONSOLE, TRACKER, LOADING], "demo-trainer-1"),
     ],
 )  # fmt: skip
-def test_the_volume_is_read_where_it_is(verb: str, pods: list[dict[str, Any]], chosen: str, cluster: Cluster) -> None:
+def test_the_volume_is_read_in_a_pod_that_mounts_it(verb: str, pods: list[dict[str, Any]], chosen: str, cluster: Cluster) -> None:
     cluster.pods = [DATAPREP, *pods]
     main([verb, "demo", "--kube-context", "west"])
     assert [(name, container) for name, container, _ in cluster.executed] == [(chosen, chosen.split("-")[1])]
 
 
 @pytest.mark.parametrize(("verb", "console_too"), [("samples", True), ("restore", False)])
-def test_a_release_without_a_pod_that_has_the_volume_says_how_to_start_one(
+def test_a_missing_pod_with_the_volume_has_a_remedy(
     verb: str, console_too: bool, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.pods = [DATAPREP, LOST, BLIND]
@@ -299,7 +302,7 @@ def test_a_release_without_a_pod_that_has_the_volume_says_how_to_start_one(
     assert cluster.executed == []
 
 
-def test_a_status_that_is_no_exit_code_is_an_error() -> None:
+def test_a_status_without_an_exit_code_is_an_error() -> None:
     assert exit_code(b'{"status": "Success"}') == 0
     with pytest.raises(ConsoleError, match="no such file or directory"):
         exit_code(b'{"status": "Failure", "message": "exec: \\"grpo\\": no such file or directory"}')
@@ -308,7 +311,7 @@ def test_a_status_that_is_no_exit_code_is_an_error() -> None:
 
 
 def console_pod(name: str) -> dict[str, Any]:
-    """A pod of the web console, as the chart makes it."""
+    """A pod of the web console, as the chart defines it."""
     made = pod(name, "web")
     probe = {"httpGet": {"path": "/health/ready", "port": "api", "scheme": "HTTP"}}
     made["spec"]["containers"][0] |= {"ports": [{"name": "api", "containerPort": 8080}], "readinessProbe": probe}
@@ -319,7 +322,7 @@ def console_pod(name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def page(name: str) -> Iterator[int]:
-    """A server that says its name and returns what is posted; its port."""
+    """Port of a server that returns its name, or what is posted."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -356,7 +359,7 @@ def grpo_web(*words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str
             assert process.wait(60) == 0
 
 
-def test_the_page_of_a_release_is_here_and_follows_its_pod(cluster: Cluster) -> None:
+def test_the_page_of_a_release_is_forwarded_and_follows_its_pod(cluster: Cluster) -> None:
     cluster.pods = [console_pod("demo-web-a")]
     cluster.secrets["demo-auth"] = {"api-token": "operates", "api-read-token": "reads"}
     body = os.urandom(1 << 20)
@@ -373,18 +376,18 @@ def test_the_page_of_a_release_is_here_and_follows_its_pod(cluster: Cluster) -> 
         with pytest.raises(httpx.HTTPError):
             httpx.get(url, timeout=60)
         cluster.listening = {"demo-web-b": second}
-        assert httpx.get(url, timeout=60).text == "b", "one connection that fails is not the end"
+        assert httpx.get(url, timeout=60).text == "b", "one failed connection must not end the forwarding"
     assert set(cluster.forwarded) == {("demo-web-a", 8080), ("demo-web-b", 8080)}
 
 
-def test_who_may_not_read_the_tokens_is_told_which_secret_has_them(cluster: Cluster) -> None:
+def test_without_rights_to_the_tokens_the_secret_is_named(cluster: Cluster) -> None:
     cluster.pods = [console_pod("demo-web-a")]
     with grpo_web("--port", str(free_port(""))) as (_, said):
         assert (said["control"], said["view"]) == ("", said["url"])
         assert said["note"] == "log in with a token of Secret demo-auth, which you may not read"
 
 
-def test_a_port_that_is_taken_is_refused(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_rejected(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.pods = [console_pod("demo-web-a")]
     with page("a") as taken:
         assert main(["web", "demo", "--kube-context", "west", "--port", str(taken)]) == 2

@@ -1,4 +1,4 @@
-"""Two runs are laid side by side from their folders."""
+"""`grpo compare` shows two runs side by side from their folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def made(folder: Path, name: str, rate: float, *overrides: str) -> Path:
     return run
 
 
-def test_configuration_curves_and_evaluations_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configurations_curves_and_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = made(tmp_path, "slow", 0.01), made(tmp_path, "fast", 0.02, "optimizer.learning_rate=3e-5")
     assert main(["compare", str(slow), str(fast), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -37,11 +37,11 @@ def test_configuration_curves_and_evaluations_side_by_side(tmp_path: Path, capsy
     lines = capsys.readouterr().out.splitlines()
     [curve] = [line for line in lines if line.startswith("reward/train/mean")]
     assert curve.split()[2::2] == ["0.375", "0.75"]
-    assert curve.split()[3][-1] == "█", "both curves have one scale"
+    assert curve.split()[3][-1] == "█", "both curves share a scale"
     assert not any("time/step_s" in line for line in lines)
 
 
-def test_a_run_without_a_step_and_one_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_steps_is_compared_and_a_missing_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = made(tmp_path, "one", 0.01)
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         (one / name).unlink()

@@ -1,4 +1,4 @@
-"""`grpo doctor` finds problems, and each comes with a remedy."""
+"""`grpo doctor` finds problems and gives a remedy for each."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def config(tmp_path: Path) -> RunConfig:
     return small_config(tmp_path)
 
 
-def test_a_machine_that_is_well_and_one_whose_data_is_gone(
+def test_a_healthy_machine_passes_and_missing_data_fails(
     tmp_path: Path, config: RunConfig, server: RedisServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole command, with its exit codes."""
-    exec(machine._ASK_TORCH, {})  # in this process, which has torch loaded: importing it takes seconds
+    exec(machine._ASK_TORCH, {})  # in this process, where torch is loaded: importing it takes seconds
     assert json.loads(capsys.readouterr().out).keys() == {"torch", "cuda", "gpus"}
     monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
     file = tmp_path / "run.toml"
@@ -67,7 +67,7 @@ def test_a_machine_that_is_well_and_one_whose_data_is_gone(
     assert main(["doctor", str(tmp_path / "nothing.toml")]) == 2
 
 
-async def test_a_redis_that_evicts_or_is_not_there_is_a_fault(config: RunConfig, server_: RedisServer) -> None:
+async def test_an_evicting_or_unreachable_redis_is_a_problem(config: RunConfig, server_: RedisServer) -> None:
     with redis.Redis(port=server_.port, password=server_.password) as admin:
         admin.config_set("maxmemory-policy", "allkeys-lru")
         try:
@@ -85,7 +85,7 @@ def _server_(server: RedisServer) -> RedisServer:
     return server
 
 
-async def test_what_a_replica_would_lose_as_master_is_a_fault(tmp_path: Path, config: RunConfig) -> None:
+async def test_a_misconfigured_replica_is_a_problem(tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / "cluster").mkdir()
     with redis_cluster(tmp_path / "cluster", find_server(), config.run.name) as cluster:
         what = f"Redis: replica 127.0.0.1:{cluster.replica.port}"
@@ -126,7 +126,7 @@ async def see_that_masters_with_shards_are_looked_at(cluster: RedisCluster, conf
     assert "has maxmemory-policy allkeys-lru" in only(found, "Redis").detail
 
 
-def test_what_a_server_says_is_judged(config: RunConfig) -> None:
+def test_the_state_of_a_server_is_judged(config: RunConfig) -> None:
     well = {"redis_version": "7.0.15", "aof_enabled": 1, "used_memory": 10**6, "total_system_memory": 16 * 2**30}
     assert {one.state for one in judge(Asked(well, 0.0005, 0.01), config)} == {"ok"}
     assert only(judge(Asked({**well, "aof_enabled": 0}, 0.0005, 0.0), config), "Redis: durability").state == "fault"
@@ -140,7 +140,7 @@ def test_what_a_server_says_is_judged(config: RunConfig) -> None:
     assert all(one.remedy for one in found if one.state == "fault")
 
 
-def test_work_that_is_not_there(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_and_data_are_problems(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(model(config), "model").state == "ok"
     (tmp_path / "model" / "config.json").unlink()
     assert "config.json" in only(model(config), "model").detail
@@ -168,7 +168,7 @@ def test_work_that_is_not_there(tmp_path: Path, config: RunConfig, monkeypatch: 
         ([], "zstandard", "a run on this machine", "local"),
     ],
 )
-def test_a_package_that_only_some_runs_need(
+def test_a_package_is_required_only_by_runs_that_use_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], package: str, key: str, extra: str
 ) -> None:
     monkeypatch.setattr(packages, "there", lambda name: name != package)
@@ -180,7 +180,7 @@ def test_a_package_that_only_some_runs_need(
     assert only(packages.packages(without), "packages").state == "ok"
 
 
-def test_a_model_that_is_not_on_the_hub_hides_nothing_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_model_does_not_hide_problems_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(path: str) -> Path:
         raise DataError(str(unusable(path, "is neither a folder nor a model available on the hub", OSError("404; not found"))))
 
@@ -192,23 +192,21 @@ def test_a_model_that_is_not_on_the_hub_hides_nothing_of_the_data(tmp_path: Path
     fault = only(found, "data source main")
     assert fault.detail == "model.path = 'nobody/nothing' is neither a folder nor a model available on the hub: 404; not found"
     assert fault.remedy == "correct the path to a folder, or the name (a private or gated model needs HF_TOKEN)"
-    assert not [one for one in found if one.what == "model"], "that it is downloaded"
+    assert not [one for one in found if one.what == "model"], "a note that it is downloaded"
     (tmp_path / "data.jsonl").unlink()
     found = preflight(config, [], {}, own=True)
     assert only(found, "data source main").detail.startswith("data.sources.0.path = ")
     assert only(found, "model").state == "note"
 
 
-def test_a_run_that_resumes_is_checked_for_what_may_change(
-    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_checked_for_what_may_change(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def faults(*overrides: str) -> set[str]:
         now = load(tmp_path / "run.toml", overrides, environ={})
         return {one.what for one in check_again(now, config, [], {}) if one.state == "fault"}
 
     monkeypatch.setattr(resources, "_free_bytes", lambda: 30 * 2**30)
     assert faults() == set()
-    (tmp_path / "data.jsonl").unlink()  # dataprep compares it with what the run began with
+    (tmp_path / "data.jsonl").unlink()  # dataprep compares it with the original data
     source = '{ name = "test", kind = "jsonl", path = "/nonexistent" }'
     evaluation = (f"evaluation.sources=[{source}]", "evaluation.every_steps=1", "evaluation.min_training_generators=0")
     changed = (*evaluation, "generator.count=64", "web.host=192.0.2.1", "web.port=80", "checkpoint.keep=900000000000")
@@ -216,10 +214,10 @@ def test_a_run_that_resumes_is_checked_for_what_may_change(
     monkeypatch.setattr(packages, "there", lambda name: name != "obstore")
     assert faults("sync.backend=store", "sync.folder=s3://bucket/run", "api.token_file=/nonexistent") == {"packages", "secrets"}
     with FolderLock(tmp_path / "small", 0.0, say=print):
-        assert faults(*changed) == {"evaluation source test"}, "memory and ports are those of the run itself"
+        assert faults(*changed) == {"evaluation source test"}, "memory and ports are used by the run itself"
 
 
-def test_the_checkpoints_of_a_run_need_no_further_space(
+def test_existing_checkpoints_count_towards_the_required_space(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "LEAST_FREE_BYTES", 1)
@@ -232,7 +230,7 @@ def test_the_checkpoints_of_a_run_need_no_further_space(
     assert only(resources.disk(many), "disk").state == "ok"
 
 
-def test_a_machine_that_is_not_well(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": "13", "gpus": []})
     assert only(machine.gpus({"CUDA_VISIBLE_DEVICES": "0,1"}), "GPUs").state == "fault"
     monkeypatch.setattr(machine, "_torch", lambda: {"error": "no module named torch"})
@@ -246,7 +244,7 @@ def test_a_machine_that_is_not_well(tmp_path: Path, config: RunConfig, monkeypat
     assert only(resources.disk(config), "disk").state == only(machine.shared_memory(config, 0), "shared memory").state == "fault"
 
 
-def test_a_look_that_breaks_is_a_finding_and_the_others_are_made() -> None:
+def test_a_check_that_crashes_does_not_stop_the_others() -> None:
     def broken() -> list[Finding]:
         raise RuntimeError("the driver crashed")
 
@@ -255,11 +253,11 @@ def test_a_look_that_breaks_is_a_finding_and_the_others_are_made() -> None:
     assert "the driver crashed" in found[0].detail
 
 
-async def test_a_release_is_looked_at_from_one_of_its_pods(
+async def test_a_release_is_checked_from_one_of_its_pods(
     tmp_path: Path, config: RunConfig, server: RedisServer, store: Store, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It checks what all pods share, not the pod itself; a service unreachable at its address is a fault."""
+    """It checks what all pods share, not the pod itself; a service unreachable at its address is a problem."""
     (tmp_path / "run.toml").write_text(to_toml(small_config(tmp_path, server, f"run.name={store.keys.name}")))
 
     async def look() -> tuple[int, dict[str, dict[str, str]]]:
@@ -281,7 +279,7 @@ async def test_a_release_is_looked_at_from_one_of_its_pods(
     assert "generator" not in found
 
 
-async def test_users_that_are_let_in_are_named(tmp_path: Path, config: RunConfig) -> None:
+async def test_users_that_can_log_in_are_named(tmp_path: Path, config: RunConfig) -> None:
     guarded = RedisServer(tmp_path / "redis", run="small")
     await asyncio.to_thread(guarded.start)
     try:

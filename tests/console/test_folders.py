@@ -1,4 +1,4 @@
-"""`grpo ls` and `grpo logs`: what run folders say, whatever has become of their runs."""
+"""`grpo ls` and `grpo logs` on folders of runs in any state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.harness import small_config
 
 @contextlib.contextmanager
 def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Do not wait for a process that a failure has left behind."""
+    """Kill a process that a failed test would leave behind."""
     try:
         yield
     finally:
@@ -29,7 +29,7 @@ def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def run_folder(parent: Path, name: str, steps: int = 0, status: str = "") -> RunFolder:
-    """A run's folder as a run of four steps leaves it that trained `steps` and ended with `status`."""
+    """The folder of a run of four steps that trained `steps` of them and ended with `status`."""
     config = small_config(parent / f"{name}-given", None, f"run.name={name}", f"run.dir={parent / 'runs'}")
     folder = RunFolder.of(config)
     folder.write(config)
@@ -58,7 +58,7 @@ def test_runs_are_listed_with_their_state(tmp_path: Path, capsys: pytest.Capture
         pass  # listing leaves no lock behind
 
 
-def test_a_folder_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(tmp_path)]) == 0
     assert f"no runs in {tmp_path}" in capsys.readouterr().out
 
@@ -77,11 +77,11 @@ def test_the_last_lines_of_every_log_are_printed(tmp_path: Path, capsys: pytest.
     assert "no log of 'webb'" in capsys.readouterr().err
 
 
-def test_what_is_added_is_printed_until_ctrl_c(tmp_path: Path) -> None:
+def test_logs_are_followed_until_ctrl_c(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, "followed")
     log = folder.logs / "trainer-0.log"
     log.write_text("old\n")
-    given = ["env", "--default-signal=INT"]  # which is ignored where the tests run in the background
+    given = ["env", "--default-signal=INT"]  # SIGINT is ignored if the tests run in the background
     command = [*given, sys.executable, "-u", "-m", "services.console", "logs", str(folder.path), "-f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process, killed_at_the_end(process):
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""`grpo fork` makes another run from a checkpoint: what it copies, what it changes, and what it refuses."""
+"""`grpo fork` creates a run from a checkpoint: what it copies, changes and rejects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = Groups([SnapshotGroup("0-7", 7, {"header": b"h"}, b"tokens", 1.0)])
 
 
 def checkpoint(config: RunConfig, step: int) -> None:
-    """Write a checkpoint as the trainer does, with a group that was saved with its tokens."""
+    """Write a checkpoint as the trainer does, with one group saved with its tokens."""
     final = RunFolder.of(config).checkpoints / f"step-{step:08d}"
     partial = atomic_folders.begin(final)
     (partial / "trainer").mkdir()
@@ -63,16 +63,16 @@ def forked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 
 @pytest.fixture(autouse=True)
 def runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let names of runs be looked up in the working folder, where `small_config` has them."""
+    """Look up runs by name in the working folder, where `small_config` puts them."""
     monkeypatch.setattr("services.console.paths.RUNS", Path("."))
 
 
-def test_the_new_run_has_the_checkpoint_as_its_own(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_new_run_owns_the_checkpoint(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     told = forked(capsys, "--at", "1", "run.name=other", "optimizer.learning_rate=3e-5", "sampling.group_size=2")
     new = RunFolder(Path(told["folder"]))
     config = load_resolved(new.config)
     assert (config.run.name, config.optimizer.learning_rate, config.sampling.group_size) == ("other", 3e-5, 2)
-    assert new.holds(load(told["file"], environ={})), "grpo run of the file goes on with the folder"
+    assert new.holds(load(told["file"], environ={})), "`grpo run` of the file resumes in the folder"
     saved = CheckpointFolder(new.checkpoints).latest()
     assert saved is not None
     assert (saved.step, saved.manifest.facts["run"], saved.read("trainer/state-0.pt")) == (1, "other", b"weights")
@@ -97,7 +97,7 @@ def test_the_new_run_has_the_checkpoint_as_its_own(old: RunFolder, capsys: pytes
         (["loss.policy=gspo"], ["loss.policy=dapo", "loss.policy=cispo"], (0.2, 0.272, "token")),
     ],
 )
-def test_another_loss_has_its_own_defaults(
+def test_a_changed_loss_gets_its_own_defaults(
     tmp_path: Path,
     old: RunFolder,
     before: list[str],
@@ -105,7 +105,7 @@ def test_another_loss_has_its_own_defaults(
     loss: tuple[float, float, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The run's file has every key, also those that nobody set."""
+    """The run's file has every key, including those left at their defaults."""
     config = small_config(tmp_path, None, *before)
     old.write(config)
     checkpoint(config, 5)
@@ -113,7 +113,7 @@ def test_another_loss_has_its_own_defaults(
     assert (new.clip_low, new.clip_high, new.denominator) == loss
 
 
-def test_by_default_it_is_the_latest_checkpoint(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_latest_checkpoint_is_the_default(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     told = forked(capsys)
     assert (told["run"], told["step"], told["file"]) == ("small-at-3", 3, "small-at-3.toml")
     assert main(["fork", "small"]) == 2
@@ -136,10 +136,10 @@ def test_by_default_it_is_the_latest_checkpoint(old: RunFolder, capsys: pytest.C
         (["run.stepz=2"], "run.stepz = 2 is not a known key; did you mean 'steps'?"),
     ],
 )
-def test_what_a_checkpoint_cannot_continue_with_is_refused(
+def test_changes_that_break_the_checkpoint_are_rejected(
     old: RunFolder, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(old.path.parent.iterdir())
     assert main(["fork", "small", *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert sorted(old.path.parent.iterdir()) == before, "nothing is left"
+    assert sorted(old.path.parent.iterdir()) == before, "nothing is left behind"

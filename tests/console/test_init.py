@@ -32,7 +32,7 @@ def rows(file: Path, *records: dict[str, Any]) -> str:
     return file.name
 
 
-def test_the_file_says_what_was_seen_of_model_data_and_reward(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_describes_model_data_and_reward(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = rows(here / "prompts.jsonl", {"question": "say 1", "solution": "1", "level": 3})
     (here / "own.py").write_text("def _help(): ...\n\ndef rate(completion, answer):\n    return float(completion == answer)\n")
     assert main(["init", "--model", "model", "--data", data, "--reward", "own.py"]) == 0
@@ -46,7 +46,7 @@ def test_the_file_says_what_was_seen_of_model_data_and_reward(here: Path, capsys
     assert verifier.function == f"{here / 'own.py'}:rate"
     assert config.model.max_tokens == CONTEXT
     found = preflight(config, [], {}, own=True)
-    assert [one for one in found if one.state == "fault"] == [], "it passes doctor"
+    assert [one for one in found if one.state == "fault"] == [], "the file passes `grpo doctor`"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_file_says_what_was_seen_of_model_data_and_reward(here: Path, capsys
         (["Paris"], "exact", ""),
     ],
 )
-def test_the_answer_is_told_by_how_data_sets_mark_it(here: Path, answers: list[Any], kind: str, pattern: str) -> None:
+def test_answer_patterns_of_common_data_sets_are_detected(here: Path, answers: list[Any], kind: str, pattern: str) -> None:
     data = rows(here / "prompts.jsonl", *({"prompt": "say 1", "answer": answer} for answer in answers))
     assert main(["init", "--model", "model", "--data", data]) == 0
     config = load("run.toml", environ={})
@@ -67,7 +67,7 @@ def test_the_answer_is_told_by_how_data_sets_mark_it(here: Path, answers: list[A
     assert (config.verifiers[0].kind, source.answer_pattern) == (kind, pattern)
 
 
-def test_the_longest_prompt_has_room(here: Path) -> None:
+def test_the_longest_prompt_fits(here: Path) -> None:
     data = rows(here / "prompts.jsonl", {"prompt": "say 1 " * 12, "answer": "1"})
     assert main(["init", "--model", "model", "--data", data]) == 0
     config = load("run.toml", environ={})
@@ -75,7 +75,7 @@ def test_the_longest_prompt_has_room(here: Path) -> None:
     assert config.sampling.max_tokens == CONTEXT - config.data.max_prompt_tokens
 
 
-def test_what_is_not_given_is_asked_for_on_a_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_arguments_are_asked_for_on_a_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = rows(here / "prompts.jsonl", {"prompt": "say 1", "answer": "1"})
     monkeypatch.setattr("sys.stdin", io.StringIO(f"model\n{data}\nexact\n"))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -84,7 +84,7 @@ def test_what_is_not_given_is_asked_for_on_a_terminal(here: Path, monkeypatch: p
     assert (config.model.path, config.verifiers[0].kind) == ("model", "exact")
 
 
-def test_without_data_the_file_runs_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_data_the_file_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sums.toml"
     assert main(["init", str(file)]) == 0
     assert f"grpo run {file}" in capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_without_data_the_file_runs_as_it_is(tmp_path: Path, capsys: pytest.Capt
     assert isinstance(config.data.sources[0], ReasoningGymSource)
 
 
-def test_parquet_is_told_by_its_name(here: Path) -> None:
+def test_parquet_is_recognised_by_its_extension(here: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"problem": "say 1", "answer": "1"}]), here / "rows.parquet")
     assert main(["init", "--model", "model", "--data", "rows.parquet"]) == 0
     source = load("run.toml", environ={}).data.sources[0]
@@ -101,12 +101,12 @@ def test_parquet_is_told_by_its_name(here: Path) -> None:
     assert (source.kind, source.prompt_field) == ("parquet", "problem")
 
 
-def test_a_file_name_that_is_no_run_name_gives_the_default_name(tmp_path: Path) -> None:
+def test_an_invalid_run_name_falls_back_to_the_default(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "my run.toml")]) == 0
     assert load(tmp_path / "my run.toml", environ={}).run.name == "run"
 
 
-def test_an_existing_file_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text("mine")
     assert main(["init", str(file)]) == 2
@@ -125,7 +125,7 @@ def test_an_existing_file_is_left_as_it_is(tmp_path: Path, capsys: pytest.Captur
         (["no/such/folder/run.toml"], "No such file or directory"),
     ],
 )
-def test_what_cannot_be_written_is_said_in_a_line(
+def test_errors_are_reported_on_one_line(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,6 +136,6 @@ def test_what_cannot_be_written_is_said_in_a_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"grpo {importlib.metadata.version('grpo')}\n"

@@ -1,4 +1,4 @@
-"""`grpo inspect` and `grpo replay requeue` on a real Redis: what is shown, and that nothing shown can harm a terminal."""
+"""`grpo inspect` and `grpo replay requeue` on a real Redis: what is shown, and that output is safe for terminals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(store: Store, server: RedisServer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def show(run: Path, capsys: pytest.CaptureFixture[str]) -> Show:
-    """Return a function that calls a verb on the run and returns its exit code and output."""
+    """Return a function that runs a command on the run and returns its exit code and output."""
 
     async def call(verb: Callable[..., Awaitable[int]], *arguments: Any, as_json: bool = False) -> tuple[int, str]:
         given = (Target(str(run)),) if verb is verbs.requeue else (str(run), "")
@@ -64,7 +64,7 @@ def show(run: Path, capsys: pytest.CaptureFixture[str]) -> Show:
 
 
 async def tell(show: Show, verb: Callable[..., Awaitable[int]], *arguments: Any) -> Any:
-    """Call a verb with --json and return the decoded output."""
+    """Run a command with --json and return the decoded output."""
     code, text = await show(verb, *arguments, as_json=True)
     assert code == EXIT_OK
     return json.loads(text)
@@ -75,7 +75,7 @@ def tokens(run: Path, text: str) -> list[int]:
 
 
 async def write(store: Store, run: Path, claimed: Claim, prompt: str, completions: Sequence[str], **fields: Any) -> None:
-    """Submit a group of these texts, each sampled by two policy versions."""
+    """Submit a group with these texts, each sampled by two policy versions."""
     ids = [tokens(run, text) for text in completions]
     lengths = [len(one) for one in ids]
     flat = np.array([token for one in ids for token in one], np.int32)
@@ -143,7 +143,7 @@ async def test_the_buffer_shows_sizes_weights_and_probabilities(store: Store, sh
         ("order", False, 99, 5, []),
     ],
 )
-async def test_pages_of_the_buffer_are_sorted(
+async def test_the_buffer_is_paged_and_sorted(
     store: Store, show: Show, sort: str, reverse: bool, offset: int, limit: int, expected: list[str]
 ) -> None:
     await weighted_table(store, [1.0, 4.0, 9.0, 0.0, 5.0, 2.0])
@@ -151,7 +151,7 @@ async def test_pages_of_the_buffer_are_sorted(
     assert [row["group"] for row in found["groups"]] == expected
 
 
-async def test_a_page_costs_the_same_whatever_the_size_of_the_table(store: Store) -> None:
+async def test_a_page_costs_the_same_for_any_size_of_the_table(store: Store) -> None:
     """Count commands and bytes sent by the server for a page of 5 out of 50 and out of 1,000 groups."""
 
     async def cost() -> tuple[int, int]:
@@ -169,7 +169,7 @@ async def test_a_page_costs_the_same_whatever_the_size_of_the_table(store: Store
     assert large[1] < 1.1 * small[1]
 
 
-async def test_a_table_without_weights_has_none_to_sort_by(store: Store, show: Show) -> None:
+async def test_sorting_by_weight_without_weights_is_an_error(store: Store, show: Show) -> None:
     team = await start(store)
     await flow.buffer(store, team, 2)
     (row, _) = (await tell(show, verbs.buffer, "order", False, 0, 20))["groups"]
@@ -181,7 +181,7 @@ async def test_a_table_without_weights_has_none_to_sort_by(store: Store, show: S
     assert caught.value.code == EXIT_CONFIG
 
 
-async def test_a_header_that_is_none_spoils_one_row_only(store: Store, show: Show) -> None:
+async def test_a_malformed_header_affects_only_its_row(store: Store, show: Show) -> None:
     team = await start(store)
     await flow.buffer(store, team, 2)
     await store.client.hset(store.keys.group("0-0"), "header", b"\xc1 no header")  # type: ignore[misc]
@@ -191,7 +191,7 @@ async def test_a_header_that_is_none_spoils_one_row_only(store: Store, show: Sho
     assert "unreadable header" in (await show(verbs.group, "0-0", 0, 16))[1]
 
 
-async def test_a_group_is_shown_as_text_with_scores_advantages_and_versions(store: Store, run: Path, show: Show) -> None:
+async def test_a_group_shows_text_scores_advantages_and_versions(store: Store, run: Path, show: Show) -> None:
     await one_group(store, run)
     found = await tell(show, verbs.group, "0-0", 0, 16)
     assert (found["place"], found["prompt"]["text"], found["uses"], found["size"]) == ("replay", "say 5", 0, 4)
@@ -215,7 +215,7 @@ async def test_a_group_is_shown_as_text_with_scores_advantages_and_versions(stor
         assert expected in text
 
 
-async def test_a_rollout_is_shown_with_its_segments_below(store: Store, run: Path, show: Show) -> None:
+async def test_a_rollout_lists_its_segments(store: Store, run: Path, show: Show) -> None:
     team = await start(store)
     await issue(store, team, 1)
     (claimed,) = await claim(store, "e")
@@ -242,7 +242,7 @@ async def test_a_rollout_is_shown_with_its_segments_below(store: Store, run: Pat
     assert [one["index"] for one in (await tell(show, verbs.group, "0-0", 1, 1))["completions"]] == [1]
 
 
-async def test_a_conversation_is_shown_turn_by_turn_with_what_each_took(store: Store, run: Path, show: Show) -> None:
+async def test_a_conversation_shows_each_turn_with_its_cost(store: Store, run: Path, show: Show) -> None:
     team = await start(store)
     await issue(store, team, 1)
     (claimed,) = await claim(store, "e")
@@ -275,15 +275,15 @@ def said(run: Path, text: str, context: str) -> Segment:
     return Segment(generated, np.array(tokens(run, context), np.int32))
 
 
-async def test_completions_come_in_pages(store: Store, run: Path, show: Show) -> None:
+async def test_completions_are_paged(store: Store, run: Path, show: Show) -> None:
     await one_group(store, run)
     found = await tell(show, verbs.group, "0-0", 1, 2)
     assert ([one["index"] for one in found["completions"]], found["size"], found["offset"]) == ([1, 2], 4, 1)
     assert "completions 1 to 2 of 4" in (await show(verbs.group, "0-0", 1, 2))[1]
 
 
-async def test_text_of_others_controls_no_terminal(store: Store, run: Path, show: Show) -> None:
-    """A prompt, completions, a dead letter's reason and a generator's name with escape sequences, markup and bidi marks."""
+async def test_untrusted_text_is_escaped(store: Store, run: Path, show: Show) -> None:
+    """Prompt, completions, reason of a dead letter and name of a generator contain escape sequences, markup and bidi marks."""
     team = await start(store, slots=4)
     await issue(store, team, 2)
     one, two = await claim(store, NASTY, 2)
@@ -311,11 +311,11 @@ async def test_text_of_others_controls_no_terminal(store: Store, run: Path, show
     for _, text in shown:
         assert all(c.isprintable() or c == "\n" for c in text), text
     assert "\\e[2J" in shown[1][1]
-    assert "[bold red]5[/]" in shown[1][1], "markup is shown, not followed"
+    assert "[bold red]5[/]" in shown[1][1], "markup is shown, not interpreted"
     assert json.loads(shown[6][1])["completions"][0]["segments"][0]["parts"][0]["passage"]["text"] == NASTY
 
 
-def test_escapes_are_those_of_python_and_json() -> None:
+def test_escapes_follow_python_and_json() -> None:
     assert printable("a\x1b\n\t\x9b\u202e\U000e0001ü漢\ud800") == "a\\e\\n\\t\\x9b\\u202e\\U000e0001ü漢\\ud800"
     assert printable("a\n\x00b", keep_lines=True) == "a\n\\x00b"
     for text in ("ü漢 \x7f\x9b\u202e\U000e0001", NASTY):
@@ -324,7 +324,7 @@ def test_escapes_are_those_of_python_and_json() -> None:
         assert json.loads(encoded) == text
 
 
-async def test_without_a_tokenizer_there_are_token_ids_and_a_reason(store: Store, run: Path, show: Show) -> None:
+async def test_without_a_tokenizer_token_ids_and_a_reason_are_shown(store: Store, run: Path, show: Show) -> None:
     await one_group(store, run)
     (run.parent / "model" / "tokenizer.json").unlink()
     found = await tell(show, verbs.group, "0-0", 0, 1)
@@ -338,7 +338,7 @@ async def test_without_a_tokenizer_there_are_token_ids_and_a_reason(store: Store
     assert "is not a valid tokenizer" in (await show(verbs.group, "0-0", 0, 1))[1]
 
 
-async def test_a_run_whose_folder_is_elsewhere_shows_what_redis_has(
+async def test_without_the_run_folder_data_in_redis_is_shown(
     store: Store, server: RedisServer, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await one_group(store, run)
@@ -351,7 +351,7 @@ async def test_a_run_whose_folder_is_elsewhere_shows_what_redis_has(
 
 
 def encoded(prompt: Any, segments: list[int], tokens: list[int], spans: Any) -> bytes:
-    """Return a payload whose arrays need not fit together."""
+    """Return a payload whose arrays may be inconsistent."""
     one, two, three, four = (np.array(values, np.int32) for values in (prompt, segments, tokens, spans))
     return codec.encode(Payload(one, two, three, np.zeros(len(tokens), np.float32), four))
 
@@ -366,7 +366,7 @@ def encoded(prompt: Any, segments: list[int], tokens: list[int], spans: Any) -> 
         (encoded([-5, 2**31 - 1], [1, 1, 0, 0], [-1, 9_999_999], [[9, 9, 9, 9]]), "9999999"),
     ],
 )
-async def test_tokens_that_make_no_sense_are_said_to(store: Store, run: Path, show: Show, payload: bytes, shown: str) -> None:
+async def test_damaged_tokens_are_reported(store: Store, run: Path, show: Show, payload: bytes, shown: str) -> None:
     await one_group(store, run)
     (name,) = [key async for key in store.client.scan_iter(match="*:payload:*")]
     await store.client.set(name, codec.seal(payload))
@@ -380,8 +380,8 @@ async def place(store: Store, ticket: str) -> tuple[str, str]:
     return found.place, found.where
 
 
-async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
-    """Follow one ticket from issue to the checkpoint that covers its step, and others to each other outcome."""
+async def test_a_ticket_is_found_in_every_place(store: Store) -> None:
+    """Follow one ticket from issue to the checkpoint that covers its step, and others to every other outcome."""
     team = await start(store, slots=12)
     with pytest.raises(NotFound, match="unknown ticket 0-0: it was not issued yet"):
         await place(store, "0-0")
@@ -427,7 +427,7 @@ async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
     assert (await place(store, "0-0"))[0] == "trained"
 
 
-async def test_a_ticket_between_two_places_is_said_to_move(store: Store) -> None:
+async def test_a_ticket_between_two_places_is_shown_as_moving(store: Store) -> None:
     """The ticket is issued but in neither stream, because it was settled between the reads."""
     team = await start(store)
     await issue(store, team, 1)
@@ -446,13 +446,13 @@ async def test_a_header_with_empty_columns_is_shown(store: Store) -> None:
     assert "no advantages: its header has no rewards" in found.notes
 
 
-async def test_an_evicted_group_says_so(store: Store) -> None:
+async def test_an_evicted_group_is_shown_as_evicted(store: Store) -> None:
     team = await start(store, table=TableRules(capacity=1))
     await flow.buffer(store, team, 2)
     assert await place(store, "0-0") == ("dropped", "dropped: evicted from a full replay table before it was trained")
 
 
-async def test_a_replayed_group_names_all_its_steps(store: Store, show: Show) -> None:
+async def test_a_replayed_group_lists_all_its_steps(store: Store, show: Show) -> None:
     team = await start(store, table=TableRules(max_uses=3))
     await flow.buffer(store, team, 2)
     for step, groups in enumerate((["0-0"], ["0-1"], ["0-0"])):
@@ -464,7 +464,7 @@ async def test_a_replayed_group_names_all_its_steps(store: Store, show: Show) ->
 
 
 @pytest.mark.parametrize("ticket", ["", "17", "0-", "a-b", "0-17.5", "-1-2", "0-99999999999", "0-1 0-2", "٠-١"])
-async def test_what_is_no_ticket_is_an_error_of_one_line(store: Store, show: Show, ticket: str) -> None:
+async def test_a_malformed_ticket_is_a_one_line_error(store: Store, show: Show, ticket: str) -> None:
     await start(store)
     with pytest.raises(ConsoleError, match=r"is not a ticket: give <epoch>-<row>, e\.g\. 0-17") as caught:
         await show(verbs.group, ticket, 0, 16)
@@ -487,7 +487,7 @@ async def two_ranks(store: Store) -> flow.Team:
     return team
 
 
-async def test_a_step_shows_its_groups_and_how_rows_are_filled(store: Store, show: Show) -> None:
+async def test_a_step_shows_its_groups_and_row_usage(store: Store, show: Show) -> None:
     await two_ranks(store)
     found = await tell(show, verbs.step, 0, 0, 100)
     plan = found["plan"]
@@ -550,14 +550,14 @@ async def test_a_retired_step_shows_its_metrics(store: Store, show: Show) -> Non
 @pytest.mark.parametrize(
     ("step", "message"), [(2, "step 2 is not prepared yet: the last one is step 1"), (9, "step 9 is not prepared")]
 )
-async def test_a_step_that_is_not_prepared_is_an_error(store: Store, show: Show, step: int, message: str) -> None:
+async def test_an_unprepared_step_is_an_error(store: Store, show: Show, step: int, message: str) -> None:
     await two_ranks(store)
     with pytest.raises(ConsoleError, match=message):
         await show(verbs.step, step, 0, 100)
 
 
-async def test_the_record_of_a_step_is_found_whatever_happened_since(store: Store) -> None:
-    """3,000 steps, with a restore from 2,000 to 1,995; evaluations report in between; entries share milliseconds."""
+async def test_the_latest_record_of_a_step_is_found(store: Store) -> None:
+    """3,000 steps with a restore from 2,000 to 1,995, evaluations in between, and entries that share a millisecond."""
     steps = [*range(2000), *range(1995, 3000)]
     async with store.client.pipeline(transaction=False) as pipe:
         for i, step in enumerate(steps):
@@ -578,7 +578,7 @@ async def test_the_record_of_a_step_is_found_whatever_happened_since(store: Stor
     assert await store.inspection.step_record(3000) is None
 
 
-async def test_the_ledger_is_the_audits(store: Store, show: Show) -> None:
+async def test_the_ledger_matches_the_audit(store: Store, show: Show) -> None:
     team = await start(store)
     await flow.buffer(store, team, 2)
     found = await tell(show, verbs.ledger)
@@ -594,7 +594,7 @@ async def bury(store: Store, team: flow.Team, reasons: Sequence[str]) -> list[st
     return [letter.id for letter in reversed(await store.dead_letters.page(len(reasons)))]
 
 
-async def test_dead_letters_come_in_pages_and_whole(store: Store, show: Show) -> None:
+async def test_dead_letters_are_paged_or_shown_whole(store: Store, show: Show) -> None:
     team = await start(store)
     ids = await bury(store, team, ["one broke", "two broke", "three broke"])
     page = await tell(show, verbs.dead_letters, 2, "")
@@ -612,7 +612,7 @@ async def test_dead_letters_come_in_pages_and_whole(store: Store, show: Show) ->
 
 
 @pytest.mark.parametrize("body", [b"", b"\x00\xff\x1b[2J", b"x" * 100_000])
-async def test_a_body_that_is_no_message_is_shown_as_digits(store: Store, show: Show, body: bytes) -> None:
+async def test_an_undecodable_body_is_shown_as_hex(store: Store, show: Show, body: bytes) -> None:
     await start(store)
     id = (await store.client.xadd(store.keys.deadletter, {"ticket": b"\xff\x1b", "reason": "?", "body": body})).decode()
     found = await tell(show, verbs.dead_letter, [id])
@@ -621,7 +621,7 @@ async def test_a_body_that_is_no_message_is_shown_as_digits(store: Store, show: 
     assert len(text) < 2000
 
 
-async def test_a_header_with_numbers_that_are_none_is_shown(store: Store, show: Show) -> None:
+async def test_a_header_with_nonfinite_numbers_is_shown(store: Store, show: Show) -> None:
     team = await start(store)
     await issue(store, team, 1)
     (one,) = await claim(store, "g")
@@ -637,7 +637,7 @@ async def test_a_header_with_numbers_that_are_none_is_shown(store: Store, show: 
 
 
 @pytest.mark.parametrize("id", ["nothing", "5-", "99999999999999999999999-0"])
-async def test_an_id_that_is_none_is_an_error(store: Store, show: Show, id: str) -> None:
+async def test_an_invalid_id_is_an_error(store: Store, show: Show, id: str) -> None:
     await start(store)
     for verb, arguments in ((verbs.dead_letter, ([id],)), (verbs.dead_letters, (20, id))):
         with pytest.raises(ConsoleError, match="is not the id of a dead letter"):
@@ -666,12 +666,14 @@ async def test_requeue_takes_ids_a_reason_or_all(store: Store, show: Show) -> No
 
 
 @pytest.mark.parametrize(("ids", "everything", "reason"), [([], False, ""), (["1-1"], True, ""), (["1-1"], False, "x")])
-async def test_requeue_wants_one_way_to_choose(store: Store, show: Show, ids: list[str], everything: bool, reason: str) -> None:
+async def test_requeue_takes_exactly_one_way_to_choose(
+    store: Store, show: Show, ids: list[str], everything: bool, reason: str
+) -> None:
     with pytest.raises(ConsoleError, match="give exactly one of: ids of dead letters"):
         await show(verbs.requeue, ids, everything, reason)
 
 
-async def test_a_run_that_is_over_refuses_a_requeue(store: Store, show: Show) -> None:
+async def test_a_finished_run_rejects_a_requeue(store: Store, show: Show) -> None:
     team = await start(store)
     ids = await bury(store, team, ["broke"])
     await store.run.finish("trained 4 of 4 steps")
@@ -680,7 +682,9 @@ async def test_a_run_that_is_over_refuses_a_requeue(store: Store, show: Show) ->
     assert await store.dead_letters.count() == 1
 
 
-def test_the_command_line_reaches_every_verb(server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_reachable_from_the_command_line(
+    server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = f"t-{uuid.uuid4().hex[:12]}"
     config = small_config(tmp_path, server, f"run.name={name}")
     folder = RunFolder.of(config)

@@ -1,4 +1,4 @@
-"""Text and tables for people: drawn by rich on a terminal, plain elsewhere."""
+"""Text and tables for people: formatted by rich on a terminal, plain elsewhere."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def _drawn(part: Shown) -> list[str]:
     return [line.rstrip() for line in shown.get().splitlines()]
 
 
-def test_a_table() -> None:
+def test_a_table_is_plain_or_drawn() -> None:
     assert str(_table()) == PLAIN
     assert _drawn(_table()) == DRAWN.splitlines()
 
 
-def test_parts_below_each_other() -> None:
+def test_parts_are_stacked() -> None:
     facts = facts_grid([("version", "3"), ("sent", cell("4 B", "red"))])
     parts = Stacked(facts, Styled(), Framed(cell("0: [b]"), Styled("4\n2")))
     assert str(parts) == "version  3\nsent     4 B\n\n0: [b]\n4\n2"
@@ -57,7 +57,7 @@ def test_parts_below_each_other() -> None:
     assert _drawn(parts) == ["version  3", "sent     4 B", "", top, *(f"│ {each:57}│" for each in "42"), f"╰{'─' * 58}╯"]
 
 
-def test_text_is_drawn_where_there_is_a_width(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_wrapped_if_the_width_is_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     show(Styled("a text that is longer than a line", "bold"), Styled("another"))
     assert capsys.readouterr().out == "a text that is longer than a line\nanother\n"

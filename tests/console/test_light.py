@@ -1,4 +1,4 @@
-"""The command line stays quick: what takes long to import is not imported by verbs that can do without it."""
+"""The command line stays fast: slow modules are imported only by commands that need them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEAVY = (
     "torch", "transformers", "fastapi", "httpx", "opentelemetry", "numpy", "pyarrow", "redis", "pydantic", "rich", "kubernetes",
     "aiohttp",
 )  # fmt: skip
-"""What takes 50 ms of CPU or more to import."""
+"""Modules that take 50 ms of CPU or more to import."""
 VERBS: dict[str, set[str]] = {
     "--help": set(),
     "version": set(),
@@ -61,7 +61,7 @@ VERBS: dict[str, set[str]] = {
     "config run.toml": {"pydantic"},
     "stop small --json": set(),
 }
-"""Verbs, and what each needs of it beyond what those before it do. In one process, since the next one imports less than it."""
+"""Commands, and the slow modules that each needs beyond those before it: all run in one process."""
 CODE = """
 import json, sys
 from services.console.__main__ import main
@@ -79,7 +79,7 @@ print(json.dumps(found))
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """The working folder of a run whose Redis answers, with a pod and a step, as its services would leave it."""
+    """The working folder of a run with a live Redis, one pod and one step, as its services would leave it."""
     server = RedisServer(tmp_path / "redis")
     server.start()
     make_model(tmp_path / "model")
@@ -114,7 +114,7 @@ ARGUMENTS = (
 
 
 @pytest.mark.parametrize("words", ARGUMENTS)
-def test_arguments_have_the_values_and_errors_that_typer_gives_them(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_parsed_as_by_typer(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def parsed() -> object:
         command: Any = typer.main.get_command(only(app, words.split()))
         try:
@@ -128,12 +128,12 @@ def test_arguments_have_the_values_and_errors_that_typer_gives_them(words: str, 
     quicken()
     quick = parsed()
     for kind in (TyperOption, TyperArgument):
-        assert kind.process_value is _process_value  # or this version of typer needs none of it
+        assert kind.process_value is _process_value  # otherwise this version of typer does not need it
         monkeypatch.setattr(kind, "process_value", kind.checked_value)
     assert quick == parsed()
 
 
-def test_verbs_import_only_what_they_need(run: Path) -> None:
+def test_commands_import_only_what_they_need(run: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(list(VERBS))], cwd=run, capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

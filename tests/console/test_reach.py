@@ -14,7 +14,7 @@ from services.console.doctor.reach import check
 from tests.support.harness import small_config
 
 
-def test_two_machines_add_up_what_each_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_machines_run_a_collective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_config(tmp_path)
     file, host = str(tmp_path / "run.toml"), "sync.host=127.0.0.1"
     command = [sys.executable, "-m", "services.console", "doctor", file, host, "--listen", "--json"]
@@ -35,7 +35,7 @@ def test_two_machines_add_up_what_each_has(tmp_path: Path, capsys: pytest.Captur
     assert "all-reduce of 16 MiB" in theirs["findings"][1]["detail"]
 
 
-def test_nobody_there_and_nobody_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_peers_are_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path, None, "sync.join_deadline_s=1.0", "sync.host=127.0.0.1")
     (lonely,) = check(config, "", wait_s=0.2)
     assert (lonely.state, "no machine connected within 0.2 s" in lonely.detail) == ("fault", True)
@@ -45,7 +45,7 @@ def test_nobody_there_and_nobody_comes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "sync.host" in refused.remedy
 
 
-def test_torch_is_asked_for_where_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (found,) = check(small_config(tmp_path), "127.0.0.1:1")
@@ -53,7 +53,7 @@ def test_torch_is_asked_for_where_it_is_not(tmp_path: Path, monkeypatch: pytest.
     assert "grpo[trainer]" in found.remedy
 
 
-def test_both_sides_at_once_and_no_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conflicting_or_malformed_options_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_config(tmp_path)
     assert main(["doctor", str(tmp_path / "run.toml"), "--listen", "--reach", "here:1"]) == 2
     assert main(["doctor", str(tmp_path / "run.toml"), "--reach", "here"]) == 2

@@ -1,4 +1,4 @@
-"""`grpo samples` prints what matches, safely, and says what is missing."""
+"""`grpo samples` prints matching rows safely and reports what is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
-def test_a_page_as_a_table_as_text_and_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_printed_as_table_text_and_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [made_row(i) for i in range(40)] + [made_row(40, completion="\x1b[2Jgone")]
     writer = write_log(run / "samples", rows)
     assert main(["samples", str(run), "--where", "reward > 0.7", "--sort", "length", "--limit", "2"]) == 0
@@ -55,7 +55,7 @@ def test_a_page_as_a_table_as_text_and_as_json(run: Path, capsys: pytest.Capture
     assert "the log begins at step 7" in out
 
 
-def test_what_cannot_be_answered_is_an_error_of_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_queries_are_one_line_errors(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", str(run)]) == 2
     assert "samples.keep is 0" in capsys.readouterr().err
     write_log(run / "samples", [made_row(0)])

@@ -27,7 +27,7 @@ def ranked(completions):
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A configuration with a model folder, forty questions and a reward of its own."""
+    """A configuration with a model folder, forty questions and a custom reward."""
     save_tokenizer_folder(tmp_path / "model")
     small_config(tmp_path)
     (tmp_path / "my_rewards.py").write_text(OWN)
@@ -67,7 +67,7 @@ def test_a_failure_is_shown_and_the_others_are_scored(file: Path, tmp_path: Path
     assert "failed: verifier 'python' failed: KeyError: 'raise' (my_rewards.py:4)" in out
 
 
-def test_what_a_function_prints_is_shown(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_function_is_shown(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my_rewards.py").write_text("def score(completion):\n    print('seen', completion, flush=True)\n    return 1\n")
     assert main(["score", str(file)]) == 0
     assert "seen 0" in capfd.readouterr().out
@@ -75,7 +75,7 @@ def test_what_a_function_prints_is_shown(file: Path, tmp_path: Path, capfd: pyte
     assert "seen" not in capfd.readouterr().out
 
 
-def test_a_file_that_needs_another_is_refused_as_it_would_be_in_a_run(
+def test_a_file_that_imports_another_is_rejected_as_in_a_run(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "helper_of_rewards.py").write_text("WORD = 'x'\n")
@@ -104,7 +104,7 @@ def test_groups_are_scored_together(file: Path, tmp_path: Path, capsys: pytest.C
         ("", "the file is empty: add lines"),
     ],
 )
-def test_a_line_that_cannot_be_scored_is_named(
+def test_a_malformed_line_is_named(
     file: Path, tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "c.jsonl").write_text(line + "\n")
@@ -124,7 +124,7 @@ def test_a_line_that_cannot_be_scored_is_named(
         ("data.max_prompt_tokens=1", "the prompt has"),
     ],
 )
-def test_a_run_that_could_not_be_scored_is_refused_before_it_starts(file: Path, override: str, message: str) -> None:
+def test_an_unusable_verifier_is_rejected_before_the_run(file: Path, override: str, message: str) -> None:
     assert faults(load(file, environ={})) == []
     (found,) = faults(load(file, [override], environ={}))
     assert message in found.line

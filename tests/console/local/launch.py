@@ -1,6 +1,6 @@
 """`grpo run` with fake services, in a separate process: `python -m tests.console.local.launch` takes grpo's command line.
 
-FAKE_REPORT=1 also draws the report, which costs more than everything else.
+FAKE_REPORT=1 also draws the report, which takes longer than everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.runtime.processes.child_processes import ServicePlan
 
 
 def fake_units(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[ServicePlan]:
-    """Return the real plan, with the fake in place of each service."""
+    """Return the real plan with each service replaced by the fake."""
 
     def fake(argv: Sequence[str]) -> tuple[str, ...]:
         return (argv[0], "-m", "tests.console.fake_service", argv[2].removeprefix("services."), *argv[3:])

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, and that it is recorded."""
+"""Which settings may change when a run is resumed, and how changes are recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.harness import small_config
 
 
 @pytest.mark.parametrize("override", ["run.steps=9", "filters.zero_std=true", "optimizer.schedule=linear"])
-def test_how_a_run_goes_on_may_change(tmp_path: Path, override: str) -> None:
+def test_settings_that_do_not_define_a_run_may_change(tmp_path: Path, override: str) -> None:
     before = small_config(tmp_path)
     folder = RunFolder.of(before)
     folder.write(before)
@@ -32,14 +32,14 @@ def test_how_a_run_goes_on_may_change(tmp_path: Path, override: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["run.seed=9", "sampling.group_size=2", "loss.policy=gspo", "admission.max_staleness=0"])
-def test_what_defines_a_run_may_not(tmp_path: Path, override: str) -> None:
+def test_settings_that_define_a_run_may_not_change(tmp_path: Path, override: str) -> None:
     folder = RunFolder.of(small_config(tmp_path))
     folder.write(small_config(tmp_path))
     with pytest.raises(ConsoleError, match=override.partition("=")[0]):
         folder.check(small_config(tmp_path, None, override))
 
 
-def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path) -> None:
+def test_changes_are_recorded_with_their_first_step(tmp_path: Path) -> None:
     before, now = small_config(tmp_path), small_config(tmp_path, None, "run.steps=9", "filters.zero_std=true")
     found = changes(before, now)
     assert in_words(found) == "filters.zero_std from False to True, run.steps from 4 to 9"
@@ -53,10 +53,8 @@ def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path)
     assert lines[0]["changes"] == {"filters.zero_std": [False, True], "run.steps": [4, 9]}
 
 
-async def test_a_run_needs_the_steps_that_it_has_trained_where_it_continues(
-    tmp_path: Path, server: RedisServer, store: Store
-) -> None:
-    """It continues after the checkpoint to which it is restored, or where its Redis says, or after the latest checkpoint."""
+async def test_run_steps_must_cover_the_steps_already_trained(tmp_path: Path, server: RedisServer, store: Store) -> None:
+    """It continues after the restored checkpoint, or where its Redis says, or after the latest checkpoint."""
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", "run.steps=45")
     folder, login = RunFolder.of(config), Login(server.password)
     assert await next_step(config, login, folder, None) == 0
@@ -65,7 +63,7 @@ async def test_a_run_needs_the_steps_that_it_has_trained_where_it_continues(
     with pytest.raises(ConsoleError, match=r"run\.steps = 45, but the run has trained 51: raise it"):
         await next_step(config, login, folder, None)
     (folder.checkpoints / "latest").write_text("step-00000020")
-    assert await next_step(config, login, folder, None) == 21, "it was restored"
+    assert await next_step(config, login, folder, None) == 21, "the run was restored"
     await store.run.create(digest(config), "data", 60, config.slots)
     await store.client.hset(store.keys.run, "committed_step", 59)
     with pytest.raises(ConsoleError, match="but the run has trained 60"):
@@ -78,7 +76,7 @@ async def test_a_run_needs_the_steps_that_it_has_trained_where_it_continues(
         await next_step(config, login, folder, None)
 
 
-def test_a_run_without_its_redis_records_what_changes_and_refuses_what_cannot(tmp_path: Path) -> None:
+def test_without_redis_changes_are_recorded_or_rejected(tmp_path: Path) -> None:
     config, file = small_config(tmp_path), config_file(tmp_path)
     folder = RunFolder.of(config)
     folder.write(config)

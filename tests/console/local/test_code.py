@@ -1,4 +1,4 @@
-"""The code that judges a run is kept with it."""
+"""Reward code is copied into the run's folder."""
 
 from __future__ import annotations
 
@@ -33,27 +33,25 @@ def function(config: RunConfig) -> str:
     return verifier.function
 
 
-def test_a_path_starts_at_the_configuration_file(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_configuration_file(tmp_path: Path) -> None:
     small_config(tmp_path)
     (tmp_path / "rewards.py").write_text(ONE)
     config = load(tmp_path / "run.toml", ['verifiers=[{kind="python", function="rewards.py:score"}]'], environ={})
     assert function(config) == f"{tmp_path}/rewards.py:score"
 
 
-def test_a_run_goes_on_with_the_code_that_it_began_with(
-    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_keeps_its_original_code(config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder.of(config)
     written = folder.write(config)
     copy = Path(function(written).rpartition(":")[0])
     assert copy.is_relative_to(folder.code.absolute())
     assert copy.read_text() == ONE
-    assert digest(written) == digest(config) == digest(load_resolved(folder.config)), "the folder does not count"
+    assert digest(written) == digest(config) == digest(load_resolved(folder.config)), "the folder does not matter"
     assert judged_as_before(config, folder) == written
     assert capsys.readouterr().err == ""
 
     (tmp_path / "rewards.py").write_text(OTHER)
-    assert digest(config) != digest(written), "the content does"
+    assert digest(config) != digest(written), "the content matters"
     again = judged_as_before(config, folder)
     assert again == written
     assert folder.check(again)
@@ -67,7 +65,7 @@ def test_a_run_goes_on_with_the_code_that_it_began_with(
     assert not copy.exists()
 
 
-def test_another_function_is_another_run(config: RunConfig, tmp_path: Path) -> None:
+def test_another_function_makes_another_run(config: RunConfig, tmp_path: Path) -> None:
     folder = RunFolder.of(config)
     folder.write(config)
     (tmp_path / "rewards.py").write_text(ONE + OTHER.replace("score", "other"))
@@ -78,7 +76,7 @@ def test_another_function_is_another_run(config: RunConfig, tmp_path: Path) -> N
         folder.check(judged_as_before(changed, folder))
 
 
-def test_a_file_that_is_not_there_is_named(config: RunConfig, tmp_path: Path) -> None:
+def test_a_missing_file_is_named(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").unlink()
     with pytest.raises(ConfigError, match=r"rewards\.py, cannot be read \(No such file or directory\): correct the path"):
         digest(config)

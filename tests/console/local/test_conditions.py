@@ -1,4 +1,4 @@
-"""What a run is doing as its folder tells: nothing is started, and nothing is said that is no longer true."""
+"""The condition of a run as read from its folder, without starting anything or reporting outdated facts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KILLED = Condition("stopped", "grpo run was killed")
         (Condition("finished", "trained 4 of 4 steps"), Condition("running"), Condition("finished", "trained 4 of 4 steps")),
     ],
 )
-def test_what_was_noted_holds_only_while_it_is_true(
+def test_a_noted_condition_is_ignored_once_outdated(
     tmp_path: Path, noted: Condition | None, running: Condition, stopped: Condition
 ) -> None:
     folder = RunFolder(tmp_path)
@@ -36,10 +36,10 @@ def test_what_was_noted_holds_only_while_it_is_true(
         assert conditions.of(folder) == running
     assert conditions.of(folder) == stopped
     with FolderLock(tmp_path, readers=True):
-        assert conditions.of(folder) == stopped, "a reader does not run it"
+        assert conditions.of(folder) == stopped, "a reader does not count as running it"
 
 
-def test_a_run_of_an_earlier_version_ended_as_its_summary_says(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_is_read_from_its_summary(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.summary.write_text('{"status": "failed"}')
     assert conditions.of(folder) == Condition("failed")

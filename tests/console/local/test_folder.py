@@ -26,7 +26,7 @@ from tests.support.console import ROOT
 from tests.support.harness import small_config
 
 
-def test_a_resolved_configuration_is_the_same_run(tmp_path: Path) -> None:
+def test_a_resolved_configuration_identifies_the_same_run(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     resolved = resolve(config, folder, "redis://127.0.0.1:1/0", "/secret")
@@ -39,7 +39,7 @@ def test_a_resolved_configuration_is_the_same_run(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.token.stat().st_mode) == 0o600
 
 
-def test_another_run_of_the_name_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_a_different_run_of_the_same_name_is_rejected(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     folder.write(resolve(config, folder))
@@ -51,7 +51,7 @@ def test_another_run_of_the_name_is_refused_with_what_differs(tmp_path: Path) ->
         folder.check(other)
 
 
-def test_only_a_run_is_deleted(tmp_path: Path) -> None:
+def test_only_run_folders_are_deleted(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_only_a_run_is_deleted(tmp_path: Path) -> None:
     (folder.path / "lock").touch()
     folder.clear()
     assert [entry.name for entry in folder.path.iterdir()] == ["lock"]
-    assert (tmp_path / "run.toml").exists(), "a link was followed"
+    assert (tmp_path / "run.toml").exists(), "a symbolic link was followed"
 
 
 @pytest.mark.parametrize(
@@ -80,21 +80,21 @@ def test_only_a_run_is_deleted(tmp_path: Path) -> None:
         ("redis.appendfsync=always", "redis://h:1", r"redis\.appendfsync = 'always' has no effect on the server at redis://h:1"),
     ],
 )
-def test_keys_of_one_s_own_server_and_of_another_are_told_apart(tmp_path: Path, override: str, url: str, message: str) -> None:
+def test_keys_without_effect_for_the_kind_of_redis_are_rejected(tmp_path: Path, override: str, url: str, message: str) -> None:
     config = small_config(tmp_path, None, override)
     (found,) = check_redis(config, url)
     assert re.match(message, f"{found.detail}: {found.remedy}")
     assert list(check_redis(config, "" if url else "rediss://h:1")) == []
 
 
-def test_passwords_leave_addresses() -> None:
+def test_passwords_are_split_from_urls() -> None:
     assert split_password("redis://:s%40fe@host:1/2") == ("redis://host:1/2", "s@fe")
     assert split_password("rediss://me:safe@host:1/2") == ("rediss://me@host:1/2", "safe")
     assert split_password("redis://host:1") == ("redis://host:1", "")
     assert split_password("") == ("", "")
 
 
-def test_a_folder_has_one_holder_and_a_child_holds_it_too(tmp_path: Path) -> None:
+def test_a_folder_is_locked_by_one_console_and_its_children(tmp_path: Path) -> None:
     with FolderLock(tmp_path) as lock:
         taker = (
             "import sys; from pathlib import Path; from services.console.local.lock import *\n"
@@ -115,12 +115,12 @@ def test_a_folder_has_one_holder_and_a_child_holds_it_too(tmp_path: Path) -> Non
     with (tmp_path / "lock").open() as waits, subprocess.Popen(["sleep", "60"], pass_fds=(waits.fileno(),)) as other:
         with FolderLock(tmp_path, 0.2, say=said.append):
             assert child.wait(10) == -signal.SIGKILL
-        assert other.poll() is None, "it has the file open, and not the lock"
+        assert other.poll() is None, "it has the file open, but not the lock"
         other.kill()
     assert said == [f"killing process {child.pid} (left behind when process 99999999 died): still there after 0.2 s"]
 
 
-def test_nobody_is_killed_once_the_lock_has_changed_hands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_killed_after_the_lock_changes_hands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FolderLock(tmp_path) as dead:
         child = subprocess.Popen(["sleep", "60"], pass_fds=(dead.fd,))
         (tmp_path / "lock").write_text("99999999\n")
@@ -128,7 +128,7 @@ def test_nobody_is_killed_once_the_lock_has_changed_hands(tmp_path: Path, monkey
 
     def taken(path: Path) -> list[int]:
         left = listed(path)
-        (tmp_path / "lock").write_text(f"{child.pid}\n")  # it is a console that has the lock now
+        (tmp_path / "lock").write_text(f"{child.pid}\n")  # a console now holds the lock
         return left
 
     monkeypatch.setattr(locks, "_holders", taken)
@@ -139,7 +139,7 @@ def test_nobody_is_killed_once_the_lock_has_changed_hands(tmp_path: Path, monkey
     child.wait()
 
 
-def test_shards_are_refused_before_a_run_begins_on_a_server_alone(tmp_path: Path, server: RedisServer) -> None:
+def test_shards_on_a_single_server_are_rejected_before_the_run(tmp_path: Path, server: RedisServer) -> None:
     config = small_config(tmp_path, server, "redis.payload_shards=3")
     with pytest.raises(StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster"):
         asyncio.run(_claim_name(config, server.url, Login(server.password), fresh=False))

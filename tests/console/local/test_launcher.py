@@ -1,4 +1,4 @@
-"""`grpo run` from the outside: real console, real Redis, real processes; only the services are fake."""
+"""`grpo run` end to end: real console, real Redis, real processes; only the services are fake."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.console import (
 )
 
 
-def test_a_run_goes_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
+def test_a_run_finishes_and_writes_its_results(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     done = grpo("run", file, "run.steps=12", "generator.count=2", "trainer.ranks=2", FAKE_REPORT="1")
     assert done.returncode == 0, done.stderr
@@ -73,13 +73,13 @@ def test_a_run_goes_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
     kept = (run / "config.toml").read_bytes()
     less = grpo("run", file, "run.steps=13", "generator.count=2", "trainer.ranks=2", "filters.zero_std=true")
     assert (less.returncode, "run.steps = 13, but the run has trained 14: raise it" in less.stderr) == (2, True)
-    assert (run / "config.toml").read_bytes() == kept, "a refused change is written nowhere"
+    assert (run / "config.toml").read_bytes() == kept, "a rejected change is not written"
     assert len((run / "changes.jsonl").read_text().splitlines()) == 1
     assert main(["audit", str(run)]) == 0
     assert processes_of(run) == {}
 
 
-def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
+def test_killed_services_and_redis_are_restarted(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     arguments = ("run", file, "--no-screen", "run.steps=60", "generator.count=1", "trainer.ranks=2")
     with launched(*arguments, FAKE_STEP_S="0.1", FAKE_CHILD="generator-0") as console:
@@ -96,7 +96,7 @@ def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
                 and all(now[pod] != before[pod] for pod in ("generator-0", "trainer-0", "trainer-1", "redis"))
                 and now
             ),
-            "another process for each",
+            "each must be a new process",
         )
         assert now["dataprep-0"] == before["dataprep-0"]
         wait_until(lambda: not lives(child), "a killed service's child to end")
@@ -111,7 +111,7 @@ def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
     assert restarts == {"dataprep-0": 0, "trainer": 1, "generator-0": 1, "redis": 1}
 
 
-def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_and_the_same_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     with launched("run", file, "run.steps=300", FAKE_STEP_S="0.1") as console:
         wait_until(lambda: len(steps(run)) > 2, "the first steps")
@@ -139,11 +139,11 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytes
     assert (fresh.returncode, steps(run)) == (0, [0, 1, 2])
 
 
-def test_a_wait_at_the_end_says_for_whom_and_how_long(tmp_path: Path) -> None:
+def test_waiting_at_the_end_names_pods_and_time_limit(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     with launched("run", file, "--no-screen", "run.steps=2", FAKE_DEAF="generator-0") as console:
         assert console.stdout is not None
-        others = r".*\bgenerator-0\b"  # which on a busy machine have not ended either
+        others = r".*\bgenerator-0\b"  # on a busy machine, others may still be running
         for said in (rf"waiting up to 25 s for {others}.* to exit", rf"still running after the end of the run: {others}"):
             assert any(re.search(said, line) for line in console.stdout), said
             console.send_signal(signal.SIGINT)
@@ -152,8 +152,8 @@ def test_a_wait_at_the_end_says_for_whom_and_how_long(tmp_path: Path) -> None:
     assert processes_of(run) == {}
 
 
-def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A draining generator that ignores SIGTERM is killed, and that counts as no death. The last request outlives a restart."""
+def test_generators_are_scaled_up_and_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A draining generator that ignores SIGTERM is killed, which is not a crash. The last request survives a restart."""
     file, run = config_file(tmp_path), tmp_path / "small"
     arguments = ("run", file, "run.steps=1000", "generator.count=1", "generator.drain_s=0", "--no-screen")
 
@@ -200,7 +200,7 @@ def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytes
         assert why in capsys.readouterr().err
 
 
-def test_a_console_that_is_killed_takes_its_services_along(tmp_path: Path) -> None:
+def test_killing_the_console_ends_its_services(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     with launched("run", file, "run.steps=1000", "generator.drain_s=0", FAKE_DEAF="generator-0") as console:
         wait_until(lambda: len(steps(run)) > 2 and "deaf" in log(run, "generator-0"), "the first steps")
@@ -219,7 +219,7 @@ def test_a_console_that_is_killed_takes_its_services_along(tmp_path: Path) -> No
     assert steps(run) == list(range(len(steps(run))))
 
 
-def test_a_terminal_gets_the_live_screen(tmp_path: Path) -> None:
+def test_a_terminal_shows_the_live_screen(tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     arguments = command("run", config_file(tmp_path), "run.steps=3")
     console = subprocess.Popen(arguments, stdout=end, stderr=end, env=environment(TERM="xterm"), cwd=ROOT)
@@ -232,7 +232,7 @@ def test_a_terminal_gets_the_live_screen(tmp_path: Path) -> None:
     assert console.wait(timeout=LIMIT_S) == 0
     assert b"3/3 steps" in shown
     assert b"heartbeat" in shown
-    assert b"\x1b[?25h" in shown, "the cursor is not back"
+    assert b"\x1b[?25h" in shown, "the cursor is not restored"
 
 
 def test_a_configuration_error_of_a_service_ends_the_run(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_configuration_error_of_a_service_ends_the_run(tmp_path: Path) -> None
     assert processes_of(tmp_path / "small") == {}
 
 
-def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
+def test_a_service_that_keeps_crashing_ends_the_run(tmp_path: Path) -> None:
     file = config_file(tmp_path)
     done = grpo("run", file, "run.steps=300", FAKE_STEP_S="60", FAKE_EXIT="generator-0:1:the engine is broken")
     assert done.returncode == 1
@@ -252,7 +252,7 @@ def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "small" / "summary.json").read_text())["status"] == "failed"
 
 
-def test_a_restore_that_was_requested_is_no_failure(tmp_path: Path) -> None:
+def test_a_requested_restore_is_not_a_failure(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     with launched("run", file, "--no-screen", "run.steps=120", FAKE_STEP_S="0.1") as console:
         wait_until(lambda: len(steps(run)) > 2, "the first steps")
@@ -278,7 +278,7 @@ async def forget(server: RedisServer, run: str) -> None:
     await store.close()
 
 
-def test_two_runs_beside_each_other_on_two_kinds_of_redis(
+def test_two_runs_on_two_kinds_of_redis_run_side_by_side(
     tmp_path: Path, server: RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = config_file(tmp_path)

@@ -1,4 +1,4 @@
-"""The processes of a run, and the GPUs that each sees."""
+"""The processes of a run and the GPUs visible to each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seen(children: list[ServicePlan]) -> dict[str, str | None]:
     return {pod.name: pod.environ.get("CUDA_VISIBLE_DEVICES") for child in children for pod in child.pods}
 
 
-def test_a_run_is_dataprep_the_trainer_ranks_and_the_generators(tmp_path: Path) -> None:
+def test_a_run_consists_of_dataprep_trainer_ranks_and_generators(tmp_path: Path) -> None:
     children = plan_units(config(tmp_path, "trainer.ranks=2", "generator.count=2"), Path("/run/config.toml"))
     assert [(child.name, child.collective, [pod.name for pod in child.pods]) for child in children] == [
         ("dataprep-0", False, ["dataprep-0"]),
@@ -61,7 +61,7 @@ def test_trainer_ranks_get_the_first_gpus_and_generators_the_next(tmp_path: Path
     }  # fmt: skip
 
 
-def test_too_few_gpus_are_shared_over_gloo(tmp_path: Path) -> None:
+def test_too_few_gpus_are_shared_using_gloo(tmp_path: Path) -> None:
     few = config(tmp_path, "generator.count=2")
     assert sharing(few, ["3"])
     assert forced_backend(few, ["3"]) == "gloo"
@@ -74,7 +74,7 @@ def test_too_few_gpus_are_shared_over_gloo(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_run_grows_by_its_last_generators_and_as_far_as_there_are_gpus(tmp_path: Path) -> None:
+def test_a_run_grows_by_generators_up_to_its_gpus(tmp_path: Path) -> None:
     eight = list("01234567")
     small, grown = (config(tmp_path, "trainer.ranks=2", f"generator.count={count}") for count in (2, 6))
     assert plan_units(grown, Path("c"), eight)[: 2 + 2] == plan_units(small, Path("c"), eight)
@@ -85,7 +85,7 @@ def test_a_run_grows_by_its_last_generators_and_as_far_as_there_are_gpus(tmp_pat
     assert max_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # already shared
 
 
-def test_the_request_counts_and_else_the_configuration(tmp_path: Path) -> None:
+def test_a_scale_request_overrides_the_configuration(tmp_path: Path) -> None:
     request = RunState(4, 8, 0, 0, -1, -1, -1, -1, "", {}, "", "", "d", "c", scale=Scale(5, "more"))
     assert wanted_generators(None, 2, None) == (2, "")
     assert wanted_generators(replace(request, scale=Scale()), 2, None) == (2, "")
@@ -94,7 +94,7 @@ def test_the_request_counts_and_else_the_configuration(tmp_path: Path) -> None:
     assert wanted_generators(replace(request, scale=Scale(0)), 2, 3) == (0, "")
 
 
-def test_more_than_there_is_room_for_is_refused_with_the_remedy() -> None:
+def test_too_many_generators_are_rejected_with_a_remedy() -> None:
     assert Scale(most=3).refusal(3) == Scale().refusal(1000) == ""
     assert "generators = 4 exceeds the 3 that fit on the GPUs" in Scale(most=3).refusal(4)
     assert "request fewer" in Scale().refusal(10_001)
@@ -103,12 +103,12 @@ def test_more_than_there_is_room_for_is_refused_with_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("override", "names"), [('sync.backend="nccl"', "sync.backend"), ("trainer.ranks=2", "trainer.ranks = 2")]
 )
-def test_what_cannot_be_shared_is_refused(tmp_path: Path, override: str, names: str) -> None:
+def test_impossible_gpu_sharing_is_rejected(tmp_path: Path, override: str, names: str) -> None:
     with pytest.raises(ConsoleError, match=names):
         sharing(config(tmp_path, override), ["0"])
 
 
-def test_services_inherit_no_overrides_and_no_more_threads_than_cores(tmp_path: Path) -> None:
+def test_services_inherit_no_overrides_and_limited_threads(tmp_path: Path) -> None:
     given = {"PATH": "/bin", "GRPO__RUN__STEPS": "5", "GRPO_REDIS_PASSWORD": "x"}
     common = common_environment(given, config(tmp_path), [])
     assert common["OMP_NUM_THREADS"] == "1"
@@ -119,7 +119,7 @@ def test_services_inherit_no_overrides_and_no_more_threads_than_cores(tmp_path: 
     assert common_environment(given, config(tmp_path), ["0"])["HF_HUB_OFFLINE"] == "1"
 
 
-def test_gpus_are_those_the_caller_may_see(tmp_path: Path) -> None:
+def test_visible_gpus_come_from_cuda_visible_devices(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 5"}) == ["2", "5"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
 
@@ -136,10 +136,10 @@ def test_engines_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
     pair = config(tmp_path, "generator.engine=vllm", "generator.count=1")
     assert memory_share(pair, ["0"]) == 0.45
     assert memory_share(config(tmp_path, "generator.engine=vllm", "generator.count=3"), ["0", "1"]) == 0.45
-    assert [memory_share(pair, gpus) for gpus in ([], ["0", "1"])] == [None, None], "it has one to itself"
+    assert [memory_share(pair, gpus) for gpus in ([], ["0", "1"])] == [None, None], "the generator has its own GPU"
     said = config(tmp_path, "generator.engine=vllm", "generator.engine_options.gpu_memory_utilization=0.3")
     assert memory_share(said, ["0"]) is None
-    assert memory_share(config(tmp_path), ["0"]) is None, "an engine of one's own has options of its own"
+    assert memory_share(config(tmp_path), ["0"]) is None, "a custom engine has its own options"
     shared = resolve(pair, RunFolder.of(pair), memory_share=0.45)
     assert shared.generator.engine_options == {"gpu_memory_utilization": 0.45}
     assert digest(shared) == digest(pair)

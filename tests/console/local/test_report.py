@@ -42,19 +42,19 @@ def full_row(step: int) -> dict[str, float]:
     ],
     ids=["no step", "one step", "forty steps", "no metric", "gaps"],
 )
-def test_every_file_gives_a_picture(rows: list[dict[str, float]], tmp_path: Path) -> None:
+def test_any_metrics_file_gives_an_image(rows: list[dict[str, float]], tmp_path: Path) -> None:
     out = tmp_path / "report.png"
     report.write_report(write_steps(tmp_path / "metrics.jsonl", rows), {"run": "demo", "max_staleness": 1}, out)
     assert out.read_bytes().startswith(PNG)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.png"]
 
 
-def test_a_run_without_metrics_gives_a_picture(tmp_path: Path) -> None:
+def test_a_run_without_metrics_gives_an_image(tmp_path: Path) -> None:
     report.write_report(tmp_path / "metrics.jsonl", {}, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(PNG)
 
 
-def test_rows_come_in_order_the_last_of_a_step_counts_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_rows_are_sorted_deduplicated_and_torn_lines_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1,"a":1}\n{"step":0,"a":2}\n{"step":1.0,"a":3}\n{"step":2,"a"')
     assert report.read_rows(path) == [{"step": 0, "a": 2}, {"step": 1.0, "a": 3}]
@@ -67,7 +67,7 @@ def test_the_title_averages_ten_steps_at_either_end() -> None:
     assert report.title([], {}) == "run · 0 steps"
 
 
-def test_the_subtitle_names_what_is_known() -> None:
+def test_the_subtitle_lists_known_facts() -> None:
     rows = [{"step": step, "reward/train/mean": 0.5} for step in range(11)]
     summary = {"model": "build/arithmetic", "generators": 2, "wall_s": 187.0, "status": "finished"}
     ends = "rewards above: means of the first and last 10 steps"

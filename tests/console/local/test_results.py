@@ -36,7 +36,7 @@ def test_each_step_is_mirrored_once(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0, "x": 1.5}, {"step": 1}, {"step": 2}]
 
 
-def test_steps_recorded_anew_after_a_restore_take_the_place_of_what_they_were(tmp_path: Path) -> None:
+def test_steps_recorded_after_a_restore_replace_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     mirror = Mirror(path)
     mirror.add([{"step": step, "x": 1.0} for step in range(6)])
@@ -51,7 +51,7 @@ def test_steps_recorded_anew_after_a_restore_take_the_place_of_what_they_were(tm
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 6]
 
 
-def test_evaluation_rounds_of_what_was_undone_go_though_no_round_takes_their_place(tmp_path: Path) -> None:
+def test_a_restore_removes_evaluations_of_undone_steps(tmp_path: Path) -> None:
     def mirrors() -> tuple[Mirror, Mirror]:
         return Mirror(tmp_path / "metrics.jsonl"), Mirror(tmp_path / "evaluations.jsonl", EVALUATED)
 
@@ -82,7 +82,7 @@ def test_evaluation_rounds_of_what_was_undone_go_though_no_round_takes_their_pla
     rounds.close()
 
 
-async def test_an_observer_passes_every_entry_on_once(store: Store) -> None:
+async def test_an_observer_passes_on_every_entry_once(store: Store) -> None:
     for step in range(BATCH + 5):
         await store.monitor.record({"step": float(step)})
     observer = Observer(store, ttl_s=5.0)
@@ -119,14 +119,14 @@ def test_a_summary_by_hand(tmp_path: Path) -> None:
     assert "largest lag 2 of 2, 0 tickets lost, 0 duplicated, 5 dropped as stale" in in_words(found)[1]
 
 
-def test_a_run_that_never_began_has_a_summary(tmp_path: Path) -> None:
+def test_a_run_that_never_started_has_a_summary(tmp_path: Path) -> None:
     found = summarise(small_config(tmp_path), [], None, None, status="failed", wall_s=1.0, restarts={})
     assert (found["steps"], found["reward_first"], found["max_lag"], found["lost"]) == (0, None, None, None)
     assert in_words(found)[1] == "tickets not audited"
     assert summary.read(tmp_path / "nothing.json") == {}
 
 
-def test_rates_count_by_time_and_a_night_does_not_drown_them() -> None:
+def test_rates_are_weighted_by_time_with_long_pauses_capped() -> None:
     rows = [row(0, 0.0, r=999.0), row(1, 1.0, r=10.0), row(2, 4.0, r=30.0)]
     assert figures.average_rate(rows, "r") == pytest.approx((1 * 10 + 3 * 30) / 4)
     steady = [row(i, float(i), r=10.0) for i in range(11)]
@@ -136,7 +136,7 @@ def test_rates_count_by_time_and_a_night_does_not_drown_them() -> None:
     assert figures.average_rate([], "r") is None
 
 
-def test_numbers_for_people() -> None:
+def test_numbers_are_formatted_for_people() -> None:
     assert [figures.duration(s) for s in (None, 4.21, 42.0, 187.0, 7387.0)] == ["–", "4.2 s", "42 s", "3:07", "2:03:07"]
     rows = [row(step, 3.0 * step) for step in range(5)]
     assert figures.left_s(rows, 10) == pytest.approx(15.0)

@@ -31,13 +31,13 @@ def screen_of(folder: Path) -> ScreenDisplay:
     return ScreenDisplay("demo", 100, [], WarningsTail(folder), console)
 
 
-def test_before_anything_is_known_there_are_dashes(tmp_path: Path) -> None:
+def test_unknown_values_are_shown_as_dashes(tmp_path: Path) -> None:
     text = drawn(screen_of(tmp_path))
     assert "0/100 steps" in text
     assert "–" in text
 
 
-def test_a_run_in_full_swing(tmp_path: Path) -> None:
+def test_a_busy_run_is_shown_in_full(tmp_path: Path) -> None:
     screen = screen_of(tmp_path)
     (tmp_path / "generator-0.log").write_text(
         json.dumps({"event": "verifier timed out", "level": "warning", "error": "5 s"}) + "\n"
@@ -62,7 +62,7 @@ def test_a_run_in_full_swing(tmp_path: Path) -> None:
     assert "Triton" not in text
 
 
-def test_what_pods_wait_for_is_shown(tmp_path: Path) -> None:
+def test_the_reason_why_pods_wait_is_shown(tmp_path: Path) -> None:
     screen, away = screen_of(tmp_path), "waiting for verifier 'judge' at http://judge: connection refused, for 12 s\x1b[2J"
     pods = [msgspec.structs.replace(POD, name=f"generator-{i}", waiting=away) for i in range(5)]
     with screen:
@@ -74,7 +74,7 @@ def test_what_pods_wait_for_is_shown(tmp_path: Path) -> None:
     assert text.count("ready, waiting") == 5
 
 
-def test_the_tail_reads_what_is_appended_and_whole_lines_only(tmp_path: Path) -> None:
+def test_the_tail_reads_only_appended_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text(json.dumps({"event": "old", "level": "error"}) + "\n")
     tail = WarningsTail(tmp_path)

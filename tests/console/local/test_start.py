@@ -1,4 +1,4 @@
-"""Which folder `grpo run` may have: a run that trained nothing is replaced, and one that did is deleted only if that is meant."""
+"""Which folder `grpo run` may use: a run that trained nothing is replaced; one that did is deleted only on confirmation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE = Path("run.toml")
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Pretend that somebody is there, who answers no; return the questions."""
+    """Simulate a terminal where the user answers no; return the questions."""
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -40,7 +40,7 @@ def held(folder: Path, trained: bool) -> tuple[RunConfig, RunFolder]:
     return config, run
 
 
-def test_a_run_that_trained_nothing_is_replaced_without_ceremony(tmp_path: Path) -> None:
+def test_a_run_that_trained_nothing_is_replaced(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     held(tmp_path, trained=False)
     done = grpo("run", file, "run.seed=7", "run.steps=2")
@@ -53,8 +53,8 @@ def test_a_run_that_trained_nothing_is_replaced_without_ceremony(tmp_path: Path)
     assert "continue from a checkpoint with grpo fork, or delete it with --fresh" in done.stderr
 
 
-def test_what_only_redis_knows_of_a_run_counts(tmp_path: Path) -> None:
-    """Its console was killed before it wrote the first step's record."""
+def test_steps_known_only_to_redis_count(tmp_path: Path) -> None:
+    """The console was killed before it wrote the first step's record."""
     config, run = held(tmp_path, trained=False)
     server = start_server(run.redis, "everysec", config.run.name)
 
@@ -74,7 +74,7 @@ def test_what_only_redis_knows_of_a_run_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("trained", "yes", "asks"), [(True, False, True), (True, True, False), (False, False, False)])
-def test_fresh_asks_on_a_terminal_before_it_deletes_what_was_trained(
+def test_fresh_asks_before_it_deletes_trained_steps(
     tmp_path: Path, terminal: list[str], trained: bool, yes: bool, asks: bool
 ) -> None:
     config, run = held(tmp_path, trained)
@@ -89,7 +89,7 @@ def test_fresh_asks_on_a_terminal_before_it_deletes_what_was_trained(
         assert terminal == []
 
 
-def test_a_run_that_is_resumed_is_neither_replaced_nor_asked_about(tmp_path: Path, terminal: list[str]) -> None:
+def test_a_resumed_run_is_neither_replaced_nor_asked_about(tmp_path: Path, terminal: list[str]) -> None:
     config, run = held(tmp_path, trained=False)
     assert not fresh_or_asked(Options(FILE), config, run, lambda: 0).fresh
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 9})})
@@ -97,7 +97,7 @@ def test_a_run_that_is_resumed_is_neither_replaced_nor_asked_about(tmp_path: Pat
     assert terminal == []
 
 
-def test_the_summary_is_json_and_everything_else_is_on_standard_error(tmp_path: Path) -> None:
+def test_json_goes_to_stdout_and_everything_else_to_stderr(tmp_path: Path) -> None:
     done = grpo("run", config_file(tmp_path), "run.steps=2", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

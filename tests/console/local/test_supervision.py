@@ -26,12 +26,12 @@ SHORT: dict[str, Any] = {"lived_s": 1.0, "committed_step": 3, "over": False, "re
 STUCK = Record(deaths=0, committed_step=3)
 
 
-def test_exit_codes_are_those_of_the_services() -> None:
+def test_exit_codes_match_those_of_the_services() -> None:
     for name in ("EXIT_OK", "EXIT_FAILED", "EXIT_CONFIG", "EXIT_REDIS"):
         assert getattr(errors, name) == getattr(entry, name)
 
 
-def test_pauses_double_up_to_a_limit_and_then_the_run_ends() -> None:
+def test_restart_delays_double_until_the_run_ends() -> None:
     record, pauses = STUCK, []
     for _ in range(DEATHS_IN_A_ROW):
         decision, record = decide("generator-0", record, [-9], **SHORT)
@@ -42,27 +42,27 @@ def test_pauses_double_up_to_a_limit_and_then_the_run_ends() -> None:
     assert decision == GiveUp("generator-0 died 6 times in a row without completing a step", 1)
 
 
-def test_a_committed_step_or_a_long_life_ends_a_row_of_deaths() -> None:
+def test_a_committed_step_or_a_long_life_resets_the_crash_count() -> None:
     tired = Record(deaths=DEATHS_IN_A_ROW, committed_step=3)
     assert decide("trainer", tired, [1], **{**SHORT, "committed_step": 4}) == (Start(0.5), Record(1, 4))
     assert decide("trainer", tired, [1], **{**SHORT, "lived_s": 61.0}) == (Start(0.5), Record(1, 3))
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_verdicts_end_the_run_at_once(code: int) -> None:
+def test_fatal_exit_codes_end_the_run_at_once(code: int) -> None:
     assert decide("dataprep-0", STUCK, [code], **SHORT) == (GiveUp("dataprep-0 cannot run", code), STUCK)
     assert decide("trainer", STUCK, [None, code], **SHORT)[0] == GiveUp("trainer cannot run", code)
 
 
-def test_want_of_a_redis_that_has_served_is_no_verdict() -> None:
-    """A starting pod gives up on a server that does not respond for 4 s, which must not end the run."""
+def test_losing_a_redis_that_worked_is_not_fatal() -> None:
+    """A starting pod gives up on a server that is silent for 4 s; that must not end the run."""
     served = {**SHORT, "redis_served": True}
     assert isinstance(decide("trainer", STUCK, [3], **served)[0], Start)
     assert isinstance(decide("trainer", STUCK, [2], **served)[0], GiveUp)
 
 
-def test_an_error_that_repeats_itself_ends_the_run() -> None:
-    """Numbers in it may differ. A step in between, a kill, or a Redis that is away breaks the row."""
+def test_a_repeated_error_ends_the_run() -> None:
+    """Numbers in the message may differ. A step in between, a kill, or an unreachable Redis resets the count."""
     dead = {**SHORT, "worked": False}
     _, record = decide("generator-0", STUCK, [1], **dead, cause="out of memory: 2 GiB, 17 MiB free")
     assert decide("generator-0", record, [1], **dead, cause="out of memory: 2 GiB, 19 MiB free")[0] == GiveUp(
@@ -76,7 +76,7 @@ def test_an_error_that_repeats_itself_ends_the_run() -> None:
     assert isinstance(decide("generator-0", record, [1], **progress, cause="out of memory: 2 GiB, 3 MiB free")[0], Start)
 
 
-def test_a_service_that_worked_may_die_of_an_error_once_more() -> None:
+def test_a_service_that_worked_may_repeat_an_error_once_more() -> None:
     record, long = STUCK, {**SHORT, "lived_s": 900.0}
     for _ in range(ALIKE - 1):
         decision, record = decide("trainer", record, [1], **long, cause="nan in the loss")
@@ -85,17 +85,17 @@ def test_a_service_that_worked_may_die_of_an_error_once_more() -> None:
     assert decision == GiveUp(f"trainer died of the same error {ALIKE} times in a row", 1)
 
 
-def test_nobody_starts_again_after_the_end() -> None:
+def test_no_service_is_restarted_after_the_end() -> None:
     for code in (0, 1, 2, -9):
         assert decide("generator-0", STUCK, [code], **{**SHORT, "over": True}) == (Ended(), STUCK)
 
 
-def test_a_service_that_leaves_early_starts_again() -> None:
+def test_a_service_that_exits_early_is_restarted() -> None:
     assert isinstance(decide("generator-0", STUCK, [0], **SHORT)[0], Start)
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, -9, -15]), st.floats(0, 100), st.integers(0, 2)), max_size=60))
-def test_every_history_ends_or_progresses(history: list[tuple[int, float, int]]) -> None:
+def test_any_history_ends_or_progresses(history: list[tuple[int, float, int]]) -> None:
     record, committed, row = Record(), -1, 0
     for code, lived_s, steps in history:
         committed += steps
@@ -108,7 +108,7 @@ def test_every_history_ends_or_progresses(history: list[tuple[int, float, int]])
         assert 0 < decision.pause_s <= LONGEST_PAUSE_S
 
 
-def test_deaths_in_words() -> None:
+def test_crashes_are_described_in_words() -> None:
     assert account([None, -9]) == "was killed by signal 9"
     assert account([1]) == "failed with exit code 1"
     assert account([0]) == "exited before the run finished"

@@ -1,4 +1,4 @@
-"""Readers of a stopped run share its server, and a run that starts takes it from them: real processes, real Redis."""
+"""Readers of a stopped run share its server until a starting run takes over: real processes, real Redis."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def stopped(tmp_path: Path) -> RunFolder:
 
 
 def reader(folder: RunFolder) -> subprocess.Popen[str]:
-    """Another process that reads the run until its input ends."""
+    """Start another process that reads the run until its input ends."""
     return subprocess.Popen(
         [sys.executable, "-c", READER, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
 
 
-def test_readers_share_a_server_that_ends_with_the_last_of_them(stopped: RunFolder) -> None:
+def test_readers_share_a_server_until_the_last_one_exits(stopped: RunFolder) -> None:
     first, second = reader(stopped), reader(stopped)
     assert first.stdout is not None
     assert second.stdout is not None
     url = first.stdout.readline()
     assert second.stdout.readline() == url
-    first.kill()  # it leaves without a word
+    first.kill()  # it exits without cleaning up
     first.communicate()
     with reading(stopped, print) as found:
         assert found.url == url.strip()
@@ -70,7 +70,7 @@ def test_readers_share_a_server_that_ends_with_the_last_of_them(stopped: RunFold
     wait_until(lambda: holder(stopped.path) is None, "the end of the server")
 
 
-def test_many_commands_at_once_see_the_run(stopped: RunFolder) -> None:
+def test_concurrent_commands_see_the_run(stopped: RunFolder) -> None:
     def status(_: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "services.console", "status", str(stopped.path)]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -82,7 +82,7 @@ def test_many_commands_at_once_see_the_run(stopped: RunFolder) -> None:
     wait_until(lambda: holder(stopped.path) is None, "the end of the server")
 
 
-def test_a_run_takes_the_folder_from_readers(stopped: RunFolder) -> None:
+def test_a_starting_run_takes_the_folder_from_readers(stopped: RunFolder) -> None:
     with reading(stopped, print) as found, FolderLock(stopped.path, 60.0):
         assert found.holder.readers
         now = holder(stopped.path)
@@ -90,11 +90,11 @@ def test_a_run_takes_the_folder_from_readers(stopped: RunFolder) -> None:
         assert (now.pid, now.readers) == (os.getpid(), False)
 
 
-def test_what_a_killed_run_left_behind_is_named_and_waited_for(stopped: RunFolder) -> None:
+def test_leftovers_of_a_killed_run_are_named_and_awaited(stopped: RunFolder) -> None:
     said: list[str] = []
     with FolderLock(stopped.path) as lock:
         left = subprocess.Popen(["sleep", "60"], pass_fds=(lock.fd,))
-        (stopped.path / "lock").write_text("99999999\n")  # as if the console had died
+        (stopped.path / "lock").write_text("99999999\n")  # as if the console had been killed
     with ThreadPoolExecutor(1) as pool:
         wait = pool.submit(lambda: wait_until(lambda: said, "a word on the wait") and left.send_signal(signal.SIGKILL))
         with reading(stopped, said.append) as found:
@@ -104,7 +104,7 @@ def test_what_a_killed_run_left_behind_is_named_and_waited_for(stopped: RunFolde
     assert said == [f"waiting up to 60 s for process {left.pid} (left behind when process 99999999 died) to exit"]
 
 
-def test_a_server_that_cannot_start_is_an_error_with_its_last_words(stopped: RunFolder) -> None:
+def test_a_server_that_cannot_start_is_reported_with_its_log(stopped: RunFolder) -> None:
     for part in (stopped.redis / "appendonlydir").iterdir():
         part.write_bytes(b"no commands\n" * 9)
     with pytest.raises(ConsoleError, match=f"did not start in {stopped.redis}"), reading(stopped, print):
