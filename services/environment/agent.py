@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import uvicorn
 
 from services.environment.door.app import make_door
-from services.environment.door.rollouts import RolloutOver
+from services.environment.door.turns import RolloutOver
 from services.environment.programs.frames import StepDone
 from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess
 from services.environment.programs.rows import row_for

@@ -19,7 +19,7 @@ from typing import Any
 from services.config import RunConfig
 from services.environment.chat.format import ChatFormat
 from services.environment.door.resends import AskedTurns
-from services.environment.door.rollouts import RUN, ContextFull, Overrides, RolloutOver, TurnLost, TurnReply, Usage
+from services.environment.door.turns import RUN, ContextFull, Overrides, RolloutOver, TurnLost, TurnReply, Usage
 from services.environment.generators import GeneratorFleet, limited
 from services.environment.recording.recorder import Call, Recorder, TooLong
 from services.environment.records import EnvironmentReply, Record, pack_record, unpack_records

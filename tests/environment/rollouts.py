@@ -17,7 +17,7 @@ import uvicorn
 from services.environment.chat.format import ChatFormat
 from services.environment.door.app import make_door
 from services.environment.door.resends import AskedTurns
-from services.environment.door.rollouts import ContextFull, Overrides, RolloutOver, TurnReply, Usage
+from services.environment.door.turns import ContextFull, Overrides, RolloutOver, TurnReply, Usage
 from services.environment.recording.recorder import Call, Recorder
 from services.rollouts.generated import GenerationFailed, SamplingParameters
 from tests.environment.conversations import ScriptedPolicy

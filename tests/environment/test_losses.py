@@ -14,7 +14,7 @@ import pytest
 
 from services.console.local.redis_server import RedisServer
 from services.environment.agent import Door, run_agent
-from services.environment.door.rollouts import ContextFull
+from services.environment.door.turns import ContextFull
 from services.environment.programs.frames import StepDone
 from services.environment.programs.process import ProcessLost, ProgramFailed
 from services.environment.rollout import LeaseLost

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from services.environment.door.fields import flag, listed, overrides, shown, text
-from services.environment.door.rollouts import Question, RequestRefused, TurnReply
+from services.environment.door.turns import Question, RequestRefused, TurnReply
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
 

@@ -24,7 +24,8 @@ from services.environment.chat.messages import BadMessages
 from services.environment.door import anthropic_messages, chat_completions, responses, text_completions
 from services.environment.door.fields import overruled
 from services.environment.door.resends import attempt_of, digest_of
-from services.environment.door.rollouts import OpenRollout, Question, RequestRefused, Rollouts, TurnLost, TurnReply
+from services.environment.door.rollouts import OpenRollout, Rollouts
+from services.environment.door.turns import Question, RequestRefused, TurnLost, TurnReply
 from services.protocol.errors import StoreError
 from services.rollouts.generated import GenerationFailed
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from services.environment.door.fields import flag, listed, overrides, refuse_unsupported
-from services.environment.door.rollouts import Question, TurnReply
+from services.environment.door.turns import Question, TurnReply
 
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("n", (1,)),

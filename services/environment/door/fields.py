@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from services.environment.door.rollouts import Overrides, RequestRefused
+from services.environment.door.turns import Overrides, RequestRefused
 from services.rollouts.generated import SamplingParameters
 
 MOST_STOPS = 16

@@ -11,10 +11,9 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from services.environment.door.rollouts import TurnReply
+from services.environment.door.turns import TurnReply
 
 RETRIES = "x-stainless-retry-count"
 """Header in which both SDKs count how often a request was resent."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from services.environment.door.chat_completions import logprobs_of
 from services.environment.door.fields import flag, listed, overrides, refuse_unsupported, shown, text
-from services.environment.door.rollouts import Question, RequestRefused, TurnReply
+from services.environment.door.turns import Question, RequestRefused, TurnReply
 
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("previous_response_id", ("",)),

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from services.environment.door.chat_completions import usage_of
 from services.environment.door.fields import flag, overrides, refuse_unsupported
-from services.environment.door.rollouts import Question, RequestRefused, TurnReply
+from services.environment.door.turns import Question, RequestRefused, TurnReply
 
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("n", (1,)),

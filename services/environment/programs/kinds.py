@@ -10,54 +10,19 @@ import inspect
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from services.environment.code_tool.sandboxed import SandboxService, SandboxTool
 from services.environment.code_tool.tool import CodeTool
 from services.environment.programs.command import run_command
 from services.environment.programs.frames import ProgramSetup
+from services.environment.programs.kind import LIBRARIES, Kind, policy_client
 from services.environment.programs.loaded import LoadedProgram, scores_of
 from services.environment.programs.tools import CODE, ToolSet, lists_code, methods_of
 from services.runtime.own_code import Unusable, imported
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
 OPEN_SHARE = 0.25
 """Part of `timeout_s` for which a rollout's first call of code may wait for a sandbox."""
-LIBRARIES = {
-    "mcp": ("mcp", "mcp>=2"), "agent": ("openai", "openai>=2"), "verifiers": ("verifiers", "verifiers>=0.3,<0.5"),
-}  # fmt: skip
-"""Kind -> the module that it needs, and what to install."""
-
-
-class Kind:
-    """The programs of an environment. A kind of environment is a subclass."""
-
-    def __init__(self, setup: ProgramSetup) -> None:
-        self._setup = setup
-
-    async def open(self) -> None:
-        """Load what the rollouts need. Raises `Unusable`, and whatever its code raises."""
-
-    async def close(self) -> None:
-        """Free what `open` took."""
-
-    def shared_tools(self) -> list[dict[str, Any]]:
-        """Return the descriptions of the tools that all rollouts have."""
-        return []
-
-    def program(self, rollout: str) -> LoadedProgram:
-        """Return the program of a rollout that replies to the policy."""
-        raise Unusable(f"an environment of kind {self._setup.kind} calls the policy itself")
-
-    async def run(self, given: Any) -> dict[str, float] | None:
-        """Run a rollout that asks the policy by itself; return its reward as `score` and its parts, or None if it gives none."""
-        raise Unusable(f"an environment of kind {self._setup.kind} replies to the policy")
-
-    async def rows(self, start: int, count: int, evaluation: bool, limited: bool) -> list[dict[str, Any]]:
-        """Return up to `count` rows of the environment's own data from number `start`; fewer: there are no more."""
-        raise Unusable(f"an environment of kind {self._setup.kind} has no rows of its own")
 
 
 class Conversing(Kind):
@@ -148,15 +113,6 @@ class Agent(Kind):
         async with policy_client(given) as client:
             said = self._function(client, given["row"], **self._setup.options)
             return scores_of(await said if inspect.isawaitable(said) else said)
-
-
-def policy_client(given: Any) -> AsyncOpenAI:
-    """Return a client that asks the policy in the rollout that `run` was given."""
-    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-    # A door on the loopback interface: without TLS, whose certificates take longer to load than most requests, and proxies.
-    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
-    return AsyncOpenAI(base_url=given["url"], api_key=given["key"], max_retries=0, timeout=None, http_client=http)
 
 
 def _class_tools(program: Any) -> list[dict[str, Any]]:

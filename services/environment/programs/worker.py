@@ -25,7 +25,8 @@ import msgspec
 
 from services.environment.code_tool.sandboxed import SandboxLost
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone
-from services.environment.programs.kinds import Kind, opened
+from services.environment.programs.kind import Kind
+from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
 from services.runtime import garbage_collection
 from services.runtime.own_code import Unusable

@@ -20,7 +20,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from services.environment.programs.frames import ProgramSetup
-from services.environment.programs.kinds import policy_client
+from services.environment.programs.kind import policy_client
 from services.runtime.own_code import Unusable
 
 CLIENTS = frozenset({"aiohttp", "http", "httpcore", "httpx", "requests", "socket", "ssl", "urllib", "urllib3"})

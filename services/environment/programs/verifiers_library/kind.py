@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.environment.programs.frames import ProgramSetup
-from services.environment.programs.kinds import LIBRARIES, Kind
+from services.environment.programs.kind import LIBRARIES, Kind
 from services.environment.programs.loaded import BadReply, scores_of
 from services.runtime.own_code import Unusable
 
