@@ -1,7 +1,7 @@
 """Creates the run, or attaches to it.
 
-Guarantees: a run of another configuration or of other prompts is refused and left unchanged, in a line that names what differs
-and the remedies.
+Guarantees: a run with another configuration or other prompts is rejected and left unchanged; the error, on one line, names the
+differences and the remedies.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class DataprepLoop:
     def why_unready(self) -> str:
         """Return why this pod is not ready.
 
-        A standby is ready, since it can take over at once. So is a pod whose run is paused or over: it serves the control API, by
-        which the run is resumed or inspected.
+        A standby is ready, since it can take over at once. So is a pod whose run is paused or finished: it serves the control
+        API, through which the run is resumed or inspected.
         """
         view = self.service.view
         if view.state is None:

@@ -8,9 +8,8 @@ from services.runtime.entry import Arguments, end_process, leaving_at_once, main
 
 
 def prepare(given: Arguments) -> None:
-    """On a CPU, import vLLM once for this process and the engine's: the engine is there in half the time.
-
-    A pod that stays after its run does without, since it may be idle. What cannot be imported is reported when the engine loads.
+    """On a CPU, import vLLM once for this process and the engine's, which halves the start time. A pod that stays after its run
+    skips this, since it may be idle. Import errors are reported when the engine loads.
     """
     generator = given.config.generator
     if given.stay or generator.engine != "vllm" or generator.tensor_parallel > 1:

@@ -1,9 +1,8 @@
 """Drain the generator of this pod and wait until it has exited: `python -m services.generator.drain`.
 
-A cluster runs it before it ends the pod (docs/kubernetes.md).
-Guarantees: it returns at once where there is nothing to drain: a generator that still loads, that idles since its run is over, or
-that does not answer.
-Waits for: the generator. Unblocked by: its exit, at the latest `BEYOND_S` after `generator.drain_s`.
+A cluster runs it before it terminates the pod (docs/kubernetes.md). Guarantees: it returns at once if there is nothing to
+drain: a generator that is still loading, idles because its run is over, or does not answer. Waits for: the generator. Unblocked
+by: its exit, at the latest `BEYOND_S` after `generator.drain_s`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BEYOND_S = 10.0  # after the drain: submitting finished groups, a sync round tha
 
 
 def drain(config: RunConfig, base_url: str) -> None:
-    """Request a drain, and wait until the generator no longer answers. Do neither if it has not begun to work."""
+    """Request a drain, and wait until the generator no longer answers. Do neither if it has not started to work."""
     deadline = time.monotonic() + config.generator.drain_s + BEYOND_S
     headers = {"Authorization": f"Bearer {api_tokens(config).operate}"}
     with httpx.Client(base_url=base_url, timeout=ANSWER_LIMIT_S, verify=False) as http:  # this pod, over loopback

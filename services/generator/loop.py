@@ -1,10 +1,10 @@
 """The generator's main loop: claim tickets, generate, score, submit; hand back what it cannot finish.
 
-Guarantees: those of a holder of tickets (services/rollouts/holding.py). In addition, training tickets are claimed only
-while the engine holds the published weights and is not kept on them for evaluation, and no more tickets than it can run at once
-(services/generator/rollouts/concurrency.py); beyond its share of the run's slots a pod claims only what the others leave.
-Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`), the
-trainer (`version`), operators (`control`), its own finished groups (`room`).
+Guarantees: those of a holder of tickets (services/rollouts/holding.py). In addition, training tickets are claimed only while
+the engine holds the published weights and is not kept on them for evaluation, and no more tickets than it can run at once
+(services/generator/rollouts/concurrency.py); beyond its share of the run's slots a pod claims only tickets that others leave
+unclaimed. Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`),
+the trainer (`version`), operators (`control`), its own finished groups (`room`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ log = structlog.get_logger()
 
 IDLE_S = 1.0  # the longest delay that a missed notification can cause
 PARTIAL_EVERY_S = 5.0
-"""Seconds between saves of the tokens of unfinished completions, from which another generator continues them: the most work that
-the death of a pod costs. A save is a few kilobytes per completion."""
+"""Seconds between saves of unfinished completions' tokens, from which another generator continues: the maximum work lost when a
+pod dies. A save is a few kilobytes per completion."""
 PAYLOAD_TTL_S = 3600
-"""Seconds after which a payload expires if its header was never committed, and a ticket's tokens so far if nobody continues it.
+"""Seconds after which a payload expires if its header was never committed, and a ticket's tokens so far if no pod continues it.
 A header follows its payload in the same request, or within seconds; an hour outlasts a Redis that fails over in between.
 """
 SPARE_S = 0.5  # a ticket left unclaimed this long is not wanted by the pods below their share
@@ -96,7 +96,7 @@ class RolloutLoop(RolloutWorker):
         return await serving.generate(request, gone)
 
     def why_idle(self) -> str:
-        """Return why this pod would start no work now, or hardly any, or "" if it would or is evaluating."""
+        """Return why this pod would start little or no work now, or "" if it would, or is evaluating."""
         return self._obstacle() or ("" if self.evaluating else self.verifiers.waiting)
 
     def _unable(self, request: GenerationRequest) -> str:
@@ -137,15 +137,15 @@ class RolloutLoop(RolloutWorker):
 
     @property
     def share(self) -> int:
-        """Tickets that this pod claims before others have had their share."""
+        """Number of tickets that this pod claims before others have had their share."""
         state = self.service.view.state
         return fair_share(state.slots if state else 1, self.service.claimers)
 
     def _room(self) -> int:
         """Return how many tickets to claim: up to the pod's share at once, beyond it only tickets unclaimed for `SPARE_S`.
 
-        A finished group leaves its place to another while it is scored, up to a bound. While a service that scores is away, a
-        ticket is claimed now and then, in case it fails only at the groups at hand.
+        A finished group frees its place while it is scored, up to a bound. While a scoring service is unavailable, a ticket is
+        claimed occasionally, in case the service fails only for the current groups.
         """
         held, share, now = self.generating, self.share, time.monotonic()
         free = Bounds.of(self.config).scoring - len(self.rollouts)
@@ -302,9 +302,8 @@ class RolloutLoop(RolloutWorker):
         log.info("drained", handed_back=len(left), tokens=tokens)
 
     async def abort(self) -> None:
-        """Hand back what is being generated, with its tokens so far, and what waits for a service that is away.
-
-        Other tickets being scored, and those being submitted, run to their end.
+        """Hand back tickets being generated, with their tokens so far, and those waiting for an unavailable service. Tickets
+        that are otherwise being scored or submitted are completed.
         """
         away = self.verifiers.waiting
         await self.serving.abort()

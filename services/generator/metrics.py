@@ -16,14 +16,14 @@ from services.runtime.metrics.declarations import Metrics, PhaseClock, counter, 
 from services.verifiers.sandbox.pool import PoolCounts
 
 ACTIVITIES = ("loading", "generating", "scoring", "evaluating", "syncing", "paused", "idle")
-"""What a generator spends its time on, of those in services/runtime/processes/activity.py."""
+"""Activities of a generator, out of those in services/runtime/processes/activity.py."""
 HANDED_BACK = ("drain", "load")
 SYNC_WAITS = ("gathered", "joined", "paused")
 """Waits after a phase: for the other members, and for the trainer."""
 
 
 class VllmMetrics(Collector):
-    """The metrics of vLLM itself, which registers them with the client library and not with a pod."""
+    """vLLM's own metrics, which it registers with the client library and not with a pod."""
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics that vLLM has registered in this process; none with another engine."""

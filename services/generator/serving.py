@@ -1,8 +1,8 @@
 """Serves completions to environments, which hold the tickets: `POST /v1/generate`, tokens in, tokens out.
 
 Guarantees: only published weights sample, as for the pod's own tickets; a completion that a drain or an aborting pause cuts off
-is returned with its tokens so far, to be continued elsewhere; a completion whose caller is gone is dropped.
-Waits for: the engine. Unblocked by: the engine, or the caller's disconnection.
+is returned with its tokens so far, to be continued elsewhere; a completion whose caller has disconnected is dropped. Waits for:
+the engine. Unblocked by: the engine, or the caller's disconnection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.rollouts.records import pack_partial, unpack_partial
 from services.weights.receiver import EngineDead
 
 REQUEST_BYTES = 16 << 20
-"""Most bytes of a request: a context of a million tokens, with as many of a completion to continue."""
+"""Maximum size of a request in bytes: a context of a million tokens, and as many tokens of a completion to continue."""
 QUEUE_TIMES = 4  # as many completions may be in progress as the engine runs at a time, this many times over
 
 
@@ -35,7 +35,7 @@ class NotServed(Exception):
 
 
 class Sampler(Protocol):
-    """What completes a prompt: an engine, or what stands in front of it."""
+    """Completes a prompt: an engine, or a layer in front of it."""
 
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
@@ -110,7 +110,7 @@ class Serving:
             await asyncio.sleep(0)  # lets those that have ended leave
 
     def _prefix(self, request: GenerationRequest) -> Generated | None:
-        """Return the tokens that a fit request continues."""
+        """Return the tokens that a valid request continues."""
         prompt, limit = request.prompt, self._config.model.max_tokens
         if prompt.ndim != 1 or prompt.dtype.kind != "i" or not 0 < len(prompt) <= limit - request.max_tokens:
             raise NotServed(

@@ -10,7 +10,7 @@ class StoreError(Exception):
 
 
 class RedisUnreachable(StoreError):
-    """Redis does not answer, or does not serve the run yet: it may in a moment."""
+    """Redis does not answer, or does not serve the run yet; a retry may succeed."""
 
 
 class Fenced(StoreError):
@@ -26,7 +26,7 @@ class Busy(StoreError):
 
 
 class Damaged(StoreError):
-    """Payloads that cannot be trained on, by name, and what is wrong with each."""
+    """Payloads that cannot be trained on, by name, with the fault of each."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__("; ".join(f"payload {name}: {why}" for name, why in reasons.items()))

@@ -1,4 +1,4 @@
-"""What environments ask of generators: tokens in, tokens out. Encoded with `codec`; no message of the run's streams."""
+"""Requests of environments to generators: tokens in, tokens out. Encoded with `codec`; not part of the run's streams."""
 
 from __future__ import annotations
 

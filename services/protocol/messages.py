@@ -32,7 +32,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What a verifier of one's own may see of a ticket's data row. Produced by dataprep, consumed by generators."""
+    """The part of a ticket's data row that custom verifiers may see. Produced by dataprep, consumed by generators."""
 
     messages: list[dict[str, Any]]  # the prompt as chat messages, with the system prompt
     columns: dict[str, Any]  # fields of the row

@@ -1,7 +1,7 @@
-"""What environments ask the service that keeps sandboxes for, and its replies: msgpack over `POST`.
+"""Requests of environments to the sandbox service, and its replies: msgpack over `POST`.
 
-Guarantees: every request may be sent again. `OpenSandbox` finds the sandbox that it has opened before, `RunCode` attaches to the
-call that it has begun, and `CloseSandbox` finds nothing left to do.
+Guarantees: every request may be repeated. `OpenSandbox` then finds the sandbox it opened before, `RunCode` attaches to the call
+it started, and `CloseSandbox` has nothing left to do.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ OPEN, RUN, CLOSE = "/v1/sandboxes/open", "/v1/sandboxes/run", "/v1/sandboxes/clo
 URL_ENV = "GRPO_SANDBOX_URL"
 """Variable with the address of the service. Where it is set, code that the policy writes runs in sandboxes."""
 REQUEST_BYTES = 2 << 20
-"""Most bytes of a request: the code, and the files of a rollout that is continued."""
+"""Maximum size of a request in bytes: the code, and the files of a continued rollout."""
 
 
 class SandboxName(msgspec.Struct, frozen=True, array_like=True):
-    """Names a sandbox: a rollout's program has one, and a program that takes its place has another."""
+    """Names a sandbox: each program of a rollout has its own, including one that replaces another."""
 
     rollout: str  # <ticket>.<fence of its claim>.<sample>.<restarts>
     attempt: str  # random: of the program
@@ -39,14 +39,14 @@ class SandboxName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenSandbox(msgspec.Struct, array_like=True):
-    """Give the rollout a sandbox in which nothing has run; those that it had before are deleted."""
+    """Give the rollout a fresh sandbox; its earlier ones are deleted."""
 
     name: SandboxName
     wait_s: float
 
 
 class SandboxOpened(msgspec.Struct, array_like=True):
-    """The sandbox is ready, or why it is not yet."""
+    """Whether the sandbox is ready, or why not yet."""
 
     pod: str = ""
     why_not: str = ""
@@ -62,11 +62,11 @@ class RunCode(msgspec.Struct, array_like=True):
     limit_s: float
     memory_mib: int
     files: dict[str, str] | None = None
-    """By path, in base85: written before the code runs."""
+    """Files by path, in base85, written before the code runs."""
 
 
 class CodeDone(msgspec.Struct, array_like=True):
-    """What came of a call."""
+    """The result of a call."""
 
     output: str = ""
     fault: str = ""
@@ -74,11 +74,11 @@ class CodeDone(msgspec.Struct, array_like=True):
     files: dict[str, str] | None = None
     """The contents of its folder; None: too many."""
     ended: str = ""
-    """Why the sandbox has ended by what the code did."""
+    """Why the code ended the sandbox."""
     lost: str = ""
-    """Why it is unknown what came of the call: the sandbox was lost."""
+    """Why the call's result is unknown: the sandbox was lost."""
     suspected: bool = False
-    """Whether the code may be why it was lost."""
+    """Whether the code may have caused the loss."""
 
 
 class CloseSandbox(msgspec.Struct, array_like=True):
@@ -88,5 +88,5 @@ class CloseSandbox(msgspec.Struct, array_like=True):
 
 
 def derived_token(operate: str) -> str:
-    """Return the token for sandboxes alone, which programs may have that must not operate the run."""
+    """Return the token that is valid only for sandboxes, for programs that must not operate the run."""
     return hmac.new(operate.encode(), b"sandboxes", hashlib.sha256).hexdigest()

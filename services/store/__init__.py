@@ -1,13 +1,12 @@
 """The typed store: one method per Redis Function, and the only user of Redis clients.
 
 Guarantees: every hand-over is one atomic call, which takes effect as a whole or not at all; every call may be repeated, at once
-or late, without a second effect (except `monitor.record`: readers take the first of its entries for a step), so the client itself
-retries through a restart of the server. A repeated call may report that there was nothing to do; its caller then reads the state
-again. A method that fails raises a `StoreError`. tests/repeats proves it for every function.
-
-A store is made of facets, one for each part of a run's state, which share one connection: `store.tickets.claim()`,
-`store.steps.commit()`. The Redis users of a run may call the functions of the facets they work with (acl.py). A facet is imported
-when it is first used, since a command uses one or two and importing all would take as long as the rest of it.
+or late, without a second effect (except `monitor.record`: readers take the first of its entries for a step), so the client
+itself retries through a restart of the server. A repeated call may report that there was nothing to do; its caller then reads
+the state again. A method that fails raises a `StoreError`. tests/repeats checks this for every function. A store consists of
+facets, one for each part of a run's state, which share one connection: `store.tickets.claim()`, `store.steps.commit()`. The
+Redis users of a run may call the functions of the facets they work with (acl.py). A facet is imported on first use, since a
+command uses one or two, and importing all would take as long as the rest of the command.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class LazyFacet:
         self._name = name
 
     def __get__(self, store: Store, kind: type[Store]) -> Any:
-        """Make it, and put it into this one's place."""
+        """Create the facet and store it in place of this descriptor."""
         found = getattr(import_module(f"services.store.calls.{self._module}"), self._class)(store.connection, store.payloads)
         store.__dict__[self._name] = found
         return found

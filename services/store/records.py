@@ -77,7 +77,7 @@ class TableRules(msgspec.Struct, frozen=True):
 
 
 class SweptTable(msgspec.Struct, frozen=True):
-    """What the leader bases its decisions on: the table and what is on its way to it, at the same instant."""
+    """The basis of the leader's decisions: the table and the groups on their way to it, at the same instant."""
 
     stale: int
     """Groups that this call dropped as stale."""
@@ -191,7 +191,7 @@ class RunState:
     pause_modes: dict[str, PauseMode] = field(default_factory=dict[str, PauseMode])
     """Pause mode of each paused role."""
     paused_since: dict[str, float] = field(default_factory=dict[str, float])
-    """When each paused role was told to pause, Unix seconds by the clock of the requester."""
+    """When the pause of each role was requested, Unix seconds by the requester's clock."""
     payload_shards: int = 0
     """Number of shards of its payloads; 0: they are stored with the index."""
 
@@ -269,7 +269,7 @@ def read_claim(entry: bytes, fence: bytes, ticket_id: bytes, body: bytes) -> Cla
 
 
 def read_header(entry: bytes, fields: list[bytes]) -> HeaderEntry:
-    """Read an entry of the headers stream. What the generator wrote must agree with what the server stored in addition."""
+    """Read an entry of the headers stream. The generator's header must agree with the fields that the server stored."""
     named = dict(zip(fields[::2], fields[1::2], strict=False))
     body = named.get(b"body", b"")
     ticket, payload = (named.get(name, b"").decode(errors="replace") for name in (b"ticket", b"payload"))

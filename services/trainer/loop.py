@@ -178,8 +178,8 @@ class TrainLoop:
         return cast("tuple[StepPlan, Trained]", done)
 
     def _reweigh(self, priorities: dict[str, float]) -> None:
-        """Tell replay what remains to be learnt from the groups of a step. Retraining the step after a crash gives the same
-        weights.
+        """Report to the replay table what remains to be learnt from the groups of a step. Retraining the step after a crash
+        gives the same weights.
         """
         if priorities:
             weights = sampling_weights(priorities, self.config.replay.priority_exponent)
@@ -238,7 +238,7 @@ class TrainLoop:
         }
 
     def _sent(self) -> dict[str, float]:
-        """Return what the last version took, if it could be a delta, and tell the fleet."""
+        """Return the cost of the last version if it could be a delta, and report it to the fleet."""
         sent = self.worker.sender.sent
         self._say(weights=sent)
         return sent
@@ -259,8 +259,8 @@ class TrainLoop:
     def _await_evaluation(self) -> None:
         """Wait until dataprep's leader ends the last evaluation round.
 
-        The leader reports the round, or abandons it after `FINAL_S`, or at once when the run is stopped. A leader that
-        is gone is waited for only briefly.
+        The leader reports the round, or abandons it after `FINAL_S`, or at once when the run is stopped. A missing leader is
+        waited for only briefly.
         """
         given, began = self.config.evaluation, time.monotonic()
         while given.every_steps:

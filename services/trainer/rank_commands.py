@@ -28,7 +28,7 @@ class RankCommands:
         return result
 
     def keep_waiting(self) -> None:
-        """Rank 0: tell the others that there is nothing to do yet, before their collective times out."""
+        """Rank 0: notify the others that there is nothing to do yet, before their collective times out."""
         ranks.from_rank_0(("wait", 0))
         self._in_step = True
 

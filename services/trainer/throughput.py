@@ -1,6 +1,6 @@
 """Tokens per second of a step, trained and generated, and the FLOP/s of its training. Pure: times are passed in.
 
-Guarantees: a rate counts only what was made in the time that it is divided by. A trainer that resumes a run finds plans whose
+Guarantees: a rate counts only tokens produced in the time it is divided by. A trainer that resumes a run finds plans whose
 groups were generated before it began: it gives them no rate.
 """
 

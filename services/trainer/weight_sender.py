@@ -1,4 +1,5 @@
-"""What a trainer rank sends to the generators: the policy's weights under their Hugging Face names, with adapters merged."""
+"""Provides a trainer rank's data for the generators: the policy's weights under their Hugging Face names, with adapters
+merged."""
 
 from __future__ import annotations
 

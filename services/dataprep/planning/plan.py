@@ -80,7 +80,8 @@ class Layout:
     denominator_tokens: int = 0
     """The constant denominator; 0: use the count that `denominator` selects."""
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
-    """What to count among what is in the loss: response tokens, rollouts or groups, each as one whatever its group's weight."""
+    """Unit of the denominator, among everything in the loss: response tokens, rollouts or groups, each counted once whatever
+    its group's weight."""
     same_rows: bool = False
     """Pack rows first and deal whole rows to the ranks, so that rows do not depend on the number of ranks."""
 

@@ -39,7 +39,7 @@ CHUNK_ROWS = 2048
 
 
 class Prompt(NamedTuple):
-    """A prompt and what completions of it are judged by."""
+    """A prompt and the data its completions are judged by."""
 
     tokens: list[int]
     answer: str
@@ -66,7 +66,7 @@ class PromptSource:
         self._token_starts = np.concatenate(([0], np.frombuffer(columns.token_ends, dtype=np.int64)))
         self._answers, self._rows = columns.answers.frozen(), columns.rows.frozen()
         self.digest = self._digest(config.run.seed, config.data.shuffle)
-        """SHA-256 of all token ids, all answers and rows, and the inputs of their order: the identity of the data set."""
+        """SHA-256 of all token ids, all answers and rows, and the inputs of their order: the identity of the dataset."""
 
     def __len__(self) -> int:
         return len(self._token_starts) - 1

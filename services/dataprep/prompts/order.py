@@ -203,7 +203,8 @@ class PromptOrder:
         return min(below, key=lambda source: Fraction(source.mixed + 1, self._weights[source.name]), default=None)
 
     def _recent(self, picks: Sequence[Pick]) -> np.ndarray:
-        """Return the rows [<= slots] of the last prompts after `picks`. Empty without a curriculum, which alone needs them."""
+        """Return the rows [<= slots] of the last prompts after `picks`. Empty without a curriculum, since only a curriculum
+        needs them."""
         if self._curriculum is None:
             return self._state.recent
         return np.concatenate((self._state.recent, np.array([pick.row for pick in picks], ROW)))[-self._slots :]

@@ -34,7 +34,7 @@ class PromptTokenizer:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)]
 
     def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether prompts tell the model of tools: not without a chat template, or with one that ignores them."""
+        """Return whether prompts show tools to the model: not without a chat template, or with one that ignores them."""
         if self._template is None:
             return False
         asked = [{"role": "user", "content": ""}]

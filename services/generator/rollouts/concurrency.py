@@ -2,12 +2,12 @@
 
 Guarantees: the limit stays in 1..`most`. It grows only while nothing is queued in the engine, the engine and the KV cache have
 room for what is added, and the pod is at its limit. It shrinks, at most by half at a time, when completions stay queued or the
-KV cache is full. A ticket is therefore claimed by a pod that runs it at once; a slow pod holds few, a fast one many.
+KV cache is full. So each ticket is claimed by a pod that can run it at once; a slow pod holds few, a fast one many.
 
-An engine runs at most `generator.max_num_seqs` completions. If completions queue while fewer are running, those running are all
-it can run; that number is used instead, until after `PROBE_LOOKS` polls more is tried, as it changes with the lengths of
-completions. vLLM's statistics count preemptions, but KV cache usage gives the same information for any engine: at `KV_FULL` some
-completions are preempted or about to be.
+An engine runs at most `generator.max_num_seqs` completions. If completions queue while fewer are running, the number running is
+its capacity; it is used instead, until a higher number is tried after `PROBE_LOOKS` polls, since it changes with the lengths of
+completions. vLLM's statistics count preemptions, but KV cache usage gives the same information for any engine: at `KV_FULL`
+some completions are preempted or about to be.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Bounds:
     """Limits that stay the same during the life of a pod."""
 
     most: int
-    """Most groups. Groups end raggedly, so more of them than fit at once are needed to keep an engine full."""
+    """Maximum number of groups. Completions of a group end at different times, so keeping an engine full needs more groups than
+    fit at once."""
     seats: int
     """Maximum number of completions that an engine runs at a time."""
     group_size: int

@@ -75,7 +75,7 @@ class RolloutWorker(TicketHolder[Rollout]):
         return bool(self.rollouts)
 
     async def abort(self) -> None:
-        """Hand back what is being generated, since the pause does not let it finish."""
+        """Hand back tickets being generated, since the pause does not let them finish."""
         raise NotImplementedError
 
     def hold(self, claim: Claim, ticket: Ticket) -> Rollout:

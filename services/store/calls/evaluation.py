@@ -46,7 +46,7 @@ class EvaluationState:
 
 @dataclass(frozen=True)
 class EvaluationClaims:
-    """What a claim took."""
+    """The result of a claim."""
 
     claims: list[Claim]
     environments: bool

@@ -83,7 +83,7 @@ class Payloads:
         await asyncio.gather(*(self._delete(shard, held) for shard, held in self._parted(names)))
 
     async def sealed(self, names: Sequence[str]) -> list[bytes | None]:
-        """Return payloads by name; None: it is gone."""
+        """Return payloads by name; None for a missing one."""
         if not self.shards:
             found = await _get(self._redis, names)
             if ELSEWHERE not in found:
@@ -133,7 +133,8 @@ class Payloads:
         return Connection(client, keys, f"{self._redis.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")
 
     async def delete_shards(self, count: int) -> None:
-        """Delete every payload in the shards; for a run that is gone and does not say how many there are, in `count` shards."""
+        """Delete every payload in the shards; for a deleted run, which no longer records the number of shards, in `count`
+        shards."""
         if not await self.find_shards() and self._redis.owner is not None:
             await self.spread(count)
         await asyncio.gather(*map(self._empty, self.shards))

@@ -1,4 +1,4 @@
-"""What waits for the sample log, and its acknowledgement (functions/samples.lua)."""
+"""Groups waiting for the sample log, and its acknowledgements (functions/samples.lua)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DroppedGroup:
 
 
 class SampleCalls(Facet):
-    """Reads what the sample log does not have yet, and records what it has."""
+    """Reads groups that the sample log does not have yet, and records those that it has."""
 
     async def waiting(self, count: int) -> list[DroppedGroup]:
         """Return the oldest groups that wait."""

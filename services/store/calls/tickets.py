@@ -181,7 +181,7 @@ class Tickets(Facet):
         return await self._redis.ask(self._redis.commands.get(self._keys.partial(ticket)))
 
     async def commit_turn(self, consumer: str, claim: Claim, place: TurnPlace, record: bytes, ttl_s: int) -> bool:
-        """Append a record to what has happened in a rollout. Returns False if the ticket was no longer held or the rollout has
+        """Append a record to the history of a rollout. Returns False if the ticket was no longer held or the rollout has
         started again. Records that are appended at the same time share a request. Raises `OutOfOrder` if none is before it.
         """
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, *place, record)
@@ -195,8 +195,8 @@ class Tickets(Facet):
         return await self._redis.call("commit_turn", max(commit.ttl_s for commit in commits), *args)
 
     async def restart_rollout(self, consumer: str, claim: Claim, sample: int, restarts: int, ttl_s: int) -> bool:
-        """Forget what has happened in a rollout, which starts again for the `restarts`-th time. Returns False if the ticket
-        was no longer held.
+        """Delete the history of a rollout, which restarts for the `restarts`-th time. Returns False if the ticket was no longer
+        held.
         """
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, sample, restarts, ttl_s)
         return bool(await self._redis.call("restart_rollout", *args))
@@ -219,5 +219,5 @@ class Tickets(Facet):
 
 
 def _lanes(tickets: Sequence[Ticket], environments: Collection[str]) -> str:
-    """Return a text with a 1 in the place of each ticket that is for environments, and 0 elsewhere."""
+    """Return a text with 1 for each ticket that is for environments, and 0 for the others."""
     return "".join("1" if ticket.source in environments else "0" for ticket in tickets)

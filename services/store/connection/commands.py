@@ -78,7 +78,7 @@ class Commands:
         return [(member, float(score)) for member, score in pairs(found)] if withscores else found
 
     async def zmscore(self, key: str, members: list[str]) -> list[float | None]:
-        """Return the scores of members; None: it is no member."""
+        """Return the scores of members; None for a missing member."""
         return [None if score is None else float(score) for score in await self._reply("ZMSCORE", key, *members)]
 
     async def _reply(self, *command: Any) -> Any:

@@ -18,44 +18,24 @@ from weakref import WeakKeyDictionary
 
 import hiredis
 
-from services.store.connection.login import VANISHED
+from services.store.connection.login import VANISHED, Owner
+from services.store.connection.replies import LATER, ErrorReply
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
     from redis.exceptions import RedisError
 
-    from services.store.connection.cluster import SlotOwner
-
 BUFFER_BYTES = 2**18  # received at a time
 APART_BYTES = 2**13  # longer strings are sent from their own memory; below this, copying costs less than another piece
 PIECES = 512  # in one system call; Linux takes 1024
-ELSEWHERE = frozenset(["MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "NOREPLICAS"])
-"""First words of errors that another node, or the same node a little later, would not return."""
-_LATER = ELSEWHERE | {"LOADING"}  # or a server that is reading its append-only file: wait as for a server that is starting
 _MORE = object()  # the parser does not have a complete reply yet
 
 
-class ErrorReply(Exception):
-    """An error reply of the server, as a value: its text without "ERR"."""
-
-    @property
-    def word(self) -> str:
-        """Return the first word, which names the kind of error."""
-        return str(self).partition(" ")[0]
-
-
 def redis_error(reply: ErrorReply) -> RedisError:
-    """Return redis-py's exception for an error reply, to be raised: its kinds are what the retry rule knows."""
-    from redis import exceptions
+    """Return redis-py's exception for an error reply, to be raised. Its import takes longer than most requests."""
+    from services.store.connection.exceptions import exception_of
 
-    from services.store.connection.cluster import Elsewhere
-
-    kinds = {
-        "OOM": exceptions.OutOfMemoryError, "NOAUTH": exceptions.AuthenticationError,
-        "WRONGPASS": exceptions.AuthenticationError, "LOADING": exceptions.BusyLoadingError,
-        "NOPERM": exceptions.NoPermissionError,
-    }  # fmt: skip
-    return (Elsewhere if reply.word in ELSEWHERE else kinds.get(reply.word, exceptions.ResponseError))(str(reply))
+    return exception_of(reply)
 
 
 class FastConnection:
@@ -71,14 +51,13 @@ class FastConnection:
         """Return the fast connection to the same server, with the client's limits; None if it is not reached by plain TCP."""
         import redis.asyncio as aioredis
 
-        from services.store.connection.cluster import ToOwner
-
-        if client.connection_pool.connection_class not in (aioredis.Connection, ToOwner):
+        kind = client.connection_pool.connection_class
+        if not issubclass(kind, aioredis.Connection) or issubclass(kind, aioredis.SSLConnection):
             return None
         return _connections.setdefault(client, cls(client.connection_pool.connection_kwargs))
 
     def belongs_to(self, client: aioredis.Redis) -> None:
-        """Let `beside` return this one for the client, which leads to the same server."""
+        """Make `beside` return this connection for the client, which uses the same server."""
         _connections[client] = self
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -95,10 +74,10 @@ class FastConnection:
             self._idle.pop().close()
 
     async def _again(self, error: Exception, pieces: Sequence[bytes], count: int) -> list[Any]:
-        """Try again by the retry rule, whose first attempt ended with `error`. redis-py has the rule, and its import takes longer
-        than most requests.
+        """Retry by redis-py's rule, after a first attempt that ended with `error`. Importing redis-py takes longer than most
+        requests.
         """
-        from services.store.connection.redis_py import retry_rule
+        from services.store.connection.exceptions import retry_rule
 
         failed: list[Exception] = [error]
 
@@ -124,7 +103,7 @@ class FastConnection:
             raise
         self._idle.append(line)
         for reply in replies:
-            if isinstance(reply, ErrorReply) and reply.word in _LATER:
+            if isinstance(reply, ErrorReply) and reply.word in LATER:
                 raise redis_error(reply)
         return replies
 
@@ -136,7 +115,7 @@ class FastConnection:
         if settings.get("db"):
             greeting.append(("SELECT", settings["db"]))
         async with _limit(settings["socket_connect_timeout"]):
-            owner: SlotOwner | None = settings.get("owner")
+            owner: Owner | None = settings.get("owner")
             host, port = await owner.find() if owner else (settings.get("host", "localhost"), settings.get("port", 6379))
             line = await _Line.open(host, port)
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 VANISHED = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
@@ -28,6 +28,14 @@ class Login:
     """CA bundle used to verify the server certificate of `rediss://`; empty: the system's."""
 
 
+class Owner(Protocol):
+    """Knows the server that serves a run in a Cluster."""
+
+    async def find(self) -> Address:
+        """Return its address at present. Raises `ConnectionError`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a client's waits."""
@@ -39,7 +47,7 @@ class Limits:
 
 def direct(url: str, login: Login, limits: Limits) -> dict[str, Any] | None:
     """Return the settings of a plain TCP connection, named as redis-py names them; None: the address is of another kind, or
-    only redis-py can say what is wrong with it. What the address says precedes `login`.
+    only redis-py can say what is wrong with it. The address takes precedence over `login`.
     """
     try:
         parts = urlsplit(url)

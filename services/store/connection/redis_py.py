@@ -1,4 +1,5 @@
-"""Clients of redis-py, for what the fast connection does not do: TLS, unix sockets, subscriptions, nodes of a Cluster.
+"""Clients of redis-py, for everything that the fast connection does not support: TLS, unix sockets, subscriptions, nodes of a
+Cluster.
 
 redis-py takes longer to import than most commands run, so the store imports this module when it first needs such a client.
 """
@@ -10,13 +11,12 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError, TimeoutError
 
 from services.protocol.errors import StoreError
 from services.store.connection.cluster import SlotOwner, ToOwner
-from services.store.connection.login import BACKOFF_S, LONGEST_BACKOFF_S, VANISHED, Limits, Login, shown
+from services.store.connection.exceptions import retry_rule
+from services.store.connection.login import VANISHED, Limits, Login, shown
 
 
 class _Trusting(aioredis.SSLConnection):
@@ -38,11 +38,6 @@ def plain_client(client: aioredis.Redis) -> aioredis.Redis:
     plain = aioredis.Redis(connection_pool=client.connection_pool)
     plain.response_callbacks.clear()
     return plain
-
-
-def retry_rule(retries: int) -> Retry:
-    """Return the rule by which requests are sent again after their connection broke."""
-    return Retry(ExponentialBackoff(cap=LONGEST_BACKOFF_S, base=BACKOFF_S), retries)
 
 
 def create_client(url: str, login: Login, owner: SlotOwner | None, limits: Limits) -> aioredis.Redis:

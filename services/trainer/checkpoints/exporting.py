@@ -54,7 +54,7 @@ def write(config: RunConfig, root: Path, step: int | None, folder: Path) -> Save
 
 
 def _refuse(folder: Path) -> None:
-    """Refuse a folder that holds anything but an earlier export. Raises `FolderError`."""
+    """Reject a folder that contains anything other than an earlier export. Raises `FolderError`."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     try:
@@ -83,7 +83,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write an export, print what it is as JSON, and return the exit code."""
+    """Write an export, print its description as JSON, and return the exit code."""
     config, root, step, folder = sys.argv[1:] if argv is None else argv
     try:
         saved = write(load_resolved(config), Path(root), None if int(step) < 0 else int(step), Path(folder))

@@ -22,7 +22,7 @@ MAXIMA = ("logprob_gap", "advantage", "negative_advantage")
 HISTOGRAMS = ("ratio", "advantage", "logprob_gap")
 """Measures of a token whose histograms are kept."""
 COUNTS = "counts"
-"""Name beside those of `SUMS`: the counts of all bins of `HISTOGRAMS`, one after the other."""
+"""Name in addition to those of `SUMS`: the counts of all bins of `HISTOGRAMS`, one after the other."""
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ KEPT = frozenset(
 
 @dataclass(frozen=True)
 class Computing:
-    """What of it a run wants. The default is plain: everything is kept, nothing compiled."""
+    """A run's choices. By default everything is kept and nothing is compiled."""
 
     checkpointing: bool | Literal["selective"] = False
     compiled: bool = False
@@ -44,7 +44,7 @@ class Computing:
 
     @property
     def proven(self) -> tuple[str, ...]:
-        """What of it a proof of the model depends on; empty for the default, so that proofs from before hold."""
+        """The part that a model's verification depends on; empty for the default, so that earlier results stay valid."""
         return (*(["compiled"] if self.compiled else []), *(["flex"] if self.flex else []))
 
 
@@ -52,7 +52,7 @@ PLAIN = Computing()
 
 
 def recompute(model: Any, wanted: Computing) -> None:
-    """Have backward recompute what is not to be kept."""
+    """Make the backward pass recompute everything that is not kept."""
     if wanted.checkpointing:
         given: dict[str, Any] = {"use_reentrant": False}
         if wanted.checkpointing == "selective":

@@ -1,4 +1,4 @@
-"""FLOPs that training needs, from a model's matrices and its configuration. A multiplication with its addition counts as two.
+"""FLOPs that training needs, from a model's matrices and its configuration. A multiply-add counts as two.
 
 Guarantees: only what the formula of the model needs is counted: a matrix once for each token that passes through it, of experts
 the ones that a token is routed to, and attention for the pairs of a query with the keys that it may see. What is computed again

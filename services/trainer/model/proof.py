@@ -98,7 +98,7 @@ class ProofRow:
 
 @dataclass(frozen=True)
 class OwnLogprobs:
-    """What the model alone computes, and what one rounding of its embeddings changes."""
+    """Results of the model alone, and how much one rounding of its embeddings changes."""
 
     logprobs: Tensor  # [R]
     norm: float
@@ -107,7 +107,7 @@ class OwnLogprobs:
 
 
 def alone(model: Any, row: ProofRow) -> OwnLogprobs:
-    """Return what the model alone computes for the sequences of the row.
+    """Return the results of the model alone for the sequences of the row.
 
     Leaves `model` with `IMPLEMENTATION` and in evaluation mode. Raises whatever the model raises.
     """

@@ -1,4 +1,4 @@
-"""Which models are proven: proves one that is not yet known, and keeps what is known by digest.
+"""Records which models are verified: verifies an unknown one, and stores results by digest.
 
 Guarantees: a model passes if it was proven on this software, or is now; otherwise it is refused with the figures. A model in
 bfloat16 is proven twice: in float32, where a mistake cannot hide in rounding, and as it is trained, with the kernels that do it.
@@ -29,7 +29,7 @@ ROOM = 1.5
 
 
 class Proofs:
-    """What is known of models, in files of `folder` named by digest."""
+    """Results of verification, in files of `folder` named by digest."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -42,7 +42,7 @@ FAILURES = (
 
 
 class ReplayResult(msgspec.Struct):
-    """What a replay gave."""
+    """The results of a replay."""
 
     metrics: list[dict[str, float]]
     """Metrics of each step."""
@@ -51,7 +51,7 @@ class ReplayResult(msgspec.Struct):
 
 
 def replay(bundle: Bundle, work: Path) -> None:
-    """Train the steps of a bundle, and write what they gave to `work`. Collective. Raises one of `FAILURES`."""
+    """Train the steps of a bundle, and write the results to `work`. Collective. Raises one of `FAILURES`."""
     policy = Policy(load_resolved(work / "config.toml"), World.from_environment())
     rank = policy.world.rank
     if bundle.origin.step >= 0:

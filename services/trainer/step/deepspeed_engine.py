@@ -1,6 +1,6 @@
 """DeepSpeed's part: its configuration, the optimizer, and engines for policy and reference.
 
-Guarantees: what the configuration requests is what runs; a combination that DeepSpeed would ignore is an error.
+Guarantees: the engine runs exactly the configured setup; a combination that DeepSpeed would ignore is an error.
 """
 
 from __future__ import annotations

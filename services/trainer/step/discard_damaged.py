@@ -1,7 +1,7 @@
 """Removes groups that cannot be trained from the coming steps; on rank 0.
 
-Guarantees: a payload that is damaged, missing or inconsistent with its header costs the run its group and nothing else. The group
-becomes a dead letter that says what was wrong, and every step that is not in the trainer's weights is replanned without it,
+Guarantees: a payload that is damaged, missing or inconsistent with its header costs the run its group and nothing else. The
+group becomes a dead letter with the reason, and every step that is not in the trainer's weights is replanned without it,
 atomically. The other groups stay on the same ranks and rows, and sums and statistics cover what is left.
 """
 

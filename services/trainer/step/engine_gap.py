@@ -17,7 +17,7 @@ class EngineComparison:
     """Checks the first step that allows it, of each process of the trainer."""
 
     def __init__(self, limit: float) -> None:
-        """`limit`: of the mean gap of logprobs, nats; 0 is no limit."""
+        """`limit`: maximum mean gap of logprobs, in nats; 0: no limit."""
         self._limit, self._done = limit, limit == 0
 
     def check(self, step: int, stats: Mapping[str, float], metrics: Mapping[str, float]) -> None:

@@ -76,7 +76,7 @@ class GapSender:
             self._work = self._portal.start(self._send(step, rows, gaps, STEP_BYTES // ranks))
 
     def close(self) -> None:
-        """Give what is under way a moment to end."""
+        """Give running work a moment to finish."""
         if self._work is not None:
             with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
                 self._work.result(END_S)

@@ -53,7 +53,7 @@ STATE, RANDOM = "state", "random"
 
 
 PROOFS = ".proofs"
-"""Folder under run.dir with what is known of models (proofs.py), for all runs there."""
+"""Folder under run.dir with verification results of models (proofs.py), shared by all runs there."""
 
 
 class NonFinite(RuntimeError):
@@ -71,7 +71,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Row:
-    """What is left of a row that was trained."""
+    """Results of a trained row."""
 
     learning: Tensor  # [R] bool, which of its tokens remain to be learnt
     gap: Tensor  # [R] float32, trainer - behaviour logprobs
@@ -252,7 +252,7 @@ class Policy:
         return ""
 
     def _token_counts(self, rows: Sequence[PackedRow], batches: list[list[int]]) -> list[denominators.Counts]:
-        """Return what the loss counts of every response, per mini-batch, over all ranks."""
+        """Return what the loss counts per response, for each mini-batch, over all ranks."""
         mine = [denominators.count_tokens(rows[i] for i in batch) if self._leads else {} for batch in batches]
         return [denominators.join(parts) for parts in zip(*ranks.gather(mine), strict=True)]
 

@@ -167,9 +167,8 @@ def packed_attention(
 
 
 class CurrentRow:
-    """The row of the last forward pass, for models whose layers pass nothing on to attention (Nemotron, StableLM).
-
-    It stays until the next forward pass, because checkpointed layers are computed again in backward.
+    """The row of the last forward pass, for models whose layers pass no extra arguments to attention (Nemotron, StableLM). It
+    is kept until the next forward pass, because checkpointed layers are recomputed in the backward pass.
     """
 
     packing: Packing | None = None
