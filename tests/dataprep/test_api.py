@@ -25,7 +25,7 @@ TOKEN = {"Authorization": "Bearer test-token"}
 
 @pytest_asyncio.fixture
 async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """The endpoints of a dataprep pod, without its loops."""
+    """Endpoints of a dataprep pod without its loops."""
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     save_tokenizer_folder(tmp_path / "model")
     status = PodStatus("dataprep", "dataprep-0", "b00t", "here", 1, "", "standby", -1, 0, {})
@@ -36,7 +36,7 @@ async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterat
 
 
 async def bury(store: Store, team: flow.Team, count: int) -> list[str]:
-    """Dead letters, the last first."""
+    """Create dead letters; return their ids, newest first."""
     await issue(store, team, count)
     for one in await claim(store, "g", count):
         assert await store.tickets.fail("g", one, "verifier broke", max_attempts=1)
@@ -52,7 +52,7 @@ def is_problem(answer: httpx.Response, status: int, detail: str) -> bool:
     )
 
 
-async def test_the_buffer_comes_in_pages(http: httpx.AsyncClient, store: Store) -> None:
+async def test_the_buffer_is_paged(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 5)
     found = (await http.get("/v1/buffer", params={"limit": 2, "offset": 1, "reverse": True})).json()
@@ -64,7 +64,7 @@ async def test_the_buffer_comes_in_pages(http: httpx.AsyncClient, store: Store) 
     assert is_problem(await http.get("/v1/buffer", params={"offset": -1}), 422, "offset")
 
 
-async def test_a_group_is_shown_with_its_text_and_its_place(http: httpx.AsyncClient, store: Store) -> None:
+async def test_a_group_is_shown_with_its_text_and_place(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 1)
     found = (await http.get("/v1/groups/0-0", params={"limit": 2})).json()
@@ -97,7 +97,7 @@ async def test_weight_sync_is_shown(http: httpx.AsyncClient, store: Store) -> No
     assert [(one["member"], one["behind"], one["bytes"]) for one in found["members"]] == [("generator-0:b", 0, None)]
 
 
-async def test_a_step_is_shown_or_said_not_to_be_there(http: httpx.AsyncClient, store: Store) -> None:
+async def test_a_step_is_shown_or_reported_as_missing(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 2)
     await prepare(store, team, 0, ["0-0", "0-1"])
@@ -109,7 +109,7 @@ async def test_a_step_is_shown_or_said_not_to_be_there(http: httpx.AsyncClient, 
         assert is_problem(await http.get(f"/v1/steps/{none}"), 422, "n")
 
 
-async def test_dead_letters_are_listed_shown_and_put_back(http: httpx.AsyncClient, store: Store) -> None:
+async def test_dead_letters_are_listed_shown_and_requeued(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     ids = await bury(store, team, 3)
     first = (await http.get("/v1/deadletters", params={"limit": 2})).json()
@@ -130,14 +130,14 @@ async def test_dead_letters_are_listed_shown_and_put_back(http: httpx.AsyncClien
 @pytest.mark.parametrize(
     "body", [{}, {"ids": []}, {"ids": ["1-1"], "all": True}, {"all": False}, {"everything": True}, {"ids": ["1-1"] * 1001}, []]
 )
-async def test_a_requeue_says_which_ones(http: httpx.AsyncClient, store: Store, body: object) -> None:
+async def test_a_requeue_must_select_letters(http: httpx.AsyncClient, store: Store, body: object) -> None:
     team = await start(store)
     await bury(store, team, 1)
     assert is_problem(await http.post("/v1/deadletters/requeue", headers=TOKEN, json=body), 422, "body")
     assert await store.dead_letters.count() == 1
 
 
-async def test_a_requeue_needs_the_token_and_a_run_that_goes_on(http: httpx.AsyncClient, store: Store) -> None:
+async def test_a_requeue_needs_the_token_and_an_unfinished_run(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     before, _ = await bury(store, team, 2)
     assert is_problem(await http.post("/v1/deadletters/requeue", json={"all": True}), 401, "bearer token")
@@ -150,7 +150,7 @@ async def test_a_requeue_needs_the_token_and_a_run_that_goes_on(http: httpx.Asyn
     assert [(row["id"], row["before"]) for row in again["requeued"]] == [(before, True)]
 
 
-async def test_numbers_that_are_none_are_null(http: httpx.AsyncClient, store: Store) -> None:
+async def test_nonfinite_numbers_are_null(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     await issue(store, team, 1)
     (one,) = await claim(store, "g")
@@ -163,7 +163,7 @@ async def test_numbers_that_are_none_are_null(http: httpx.AsyncClient, store: St
 
 
 async def test_the_endpoints_are_documented(http: httpx.AsyncClient) -> None:
-    """Every field of every answer says what it is."""
+    """Every field of every response has a description."""
     spec = (await http.get("/openapi.json")).json()
     for path in ("/v1/buffer", "/v1/groups/{id}", "/v1/steps/{n}", "/v1/deadletters", "/v1/deadletters/{id}"):
         answer = spec["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
@@ -171,7 +171,7 @@ async def test_the_endpoints_are_documented(http: httpx.AsyncClient) -> None:
     described = spec["components"]["schemas"]
     for name in ("Buffer", "BufferGroup", "Group", "Completion", "Step", "Plan", "StepGroup", "DeadLetters", "DeadLetterBody"):
         bare = [field for field, of in described[name]["properties"].items() if "description" not in of and "$ref" not in of]
-        assert bare in ([], ["step"])  # the number of a step says itself
+        assert bare in ([], ["step"])  # a step number needs no description
 
 
 async def test_the_ledger_counts_places(http: httpx.AsyncClient, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Dataprep's loop with filters, replay, exclusions and dead letters that come back: a real Redis, a stand-in for generators."""
+"""Dataprep's loop with filters, replay, exclusions and requeued dead letters: real Redis, fake generators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rewards = Callable[[Ticket], list[float]]
 
 
 class Run:
-    """A dataprep pod at work, with generators and a trainer that answer at once."""
+    """A running dataprep pod, with fake generators and a fake trainer that respond at once."""
 
     def __init__(self, store: Store, steps: int, rewards: Rewards) -> None:
         self.store, self.steps, self.rewards = store, steps, rewards
@@ -40,7 +40,7 @@ class Run:
             self.tickets.append(claim.ticket)
 
     async def train(self) -> list[StepPlan]:
-        """All steps, or as many as there are before the run is told to end."""
+        """Train all steps, or as many as there are before the run stops."""
         fence, plans = await self.store.run.attach_trainer(), []
         await self.store.steps.publish(fence, 0)
         for step in range(self.steps):
@@ -90,7 +90,7 @@ async def test_filtered_groups_are_replaced_by_other_prompts(tmp_path: Path, ser
         assert max(plan.stats["staleness/trained/max"] for plan in plans) <= 1
 
 
-async def test_without_active_sampling_a_step_has_the_groups_its_filters_left(tmp_path: Path, server: RedisServer) -> None:
+async def test_without_active_sampling_filtered_groups_are_not_replaced(tmp_path: Path, server: RedisServer) -> None:
     overrides = ("filters.zero_std=true", "filters.active_sampling_bound=0", "data.shuffle=false")
     async with running(tmp_path, server, solved_if_even, *overrides) as run:
         plans = await run.train()
@@ -98,7 +98,7 @@ async def test_without_active_sampling_a_step_has_the_groups_its_filters_left(tm
         assert (await run.store.run.audit())["ledger:filtered:solved"] == 4 * 4
 
 
-async def test_steps_without_anything_to_learn_are_passed_over(tmp_path: Path, server: RedisServer) -> None:
+async def test_steps_with_nothing_to_learn_are_skipped(tmp_path: Path, server: RedisServer) -> None:
     def rewards(ticket: Ticket) -> list[float]:
         return [0.0] * 4 if ticket.index < 20 else spread(ticket)
 
@@ -109,17 +109,17 @@ async def test_steps_without_anything_to_learn_are_passed_over(tmp_path: Path, s
         assert (await run.store.run.audit())["ledger:filtered:zero"] == 20
 
 
-async def test_a_prompt_that_is_solved_is_not_asked_in_later_epochs(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_solved_prompt_is_not_asked_in_later_epochs(tmp_path: Path, server: RedisServer) -> None:
     async with running(tmp_path, server, solved_if_even, "filters.exclude_pass_rate=0.9", "run.steps=9") as run:
         await run.train()
         asked = {epoch: {ticket.index for ticket in run.tickets if ticket.epoch == epoch} for epoch in (0, 1)}
         assert asked[0] == set(range(40))
         late = {ticket.index for ticket in run.tickets if ticket.epoch == 0 and ticket.seq >= 40 - 16}
-        assert asked[1] <= set(range(1, 40, 2)) | late, "only what was settled for sure when the epoch began is left out"
+        assert asked[1] <= set(range(1, 40, 2)) | late, "only rows certainly settled when the epoch began are dropped"
         assert len({(ticket.epoch, ticket.index) for ticket in run.tickets}) == len(run.tickets)
 
 
-async def test_a_run_whose_prompts_are_all_solved_ends_by_itself(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_run_whose_prompts_are_all_solved_ends(tmp_path: Path, server: RedisServer) -> None:
     async with running(tmp_path, server, lambda ticket: [1.0] * 4, "filters.exclude_pass_rate=0.9", "run.steps=40") as run:
         plans = await run.train()
         assert 5 <= len(plans) < 40
@@ -129,7 +129,7 @@ async def test_a_run_whose_prompts_are_all_solved_ends_by_itself(tmp_path: Path,
 
 
 @pytest.mark.parametrize("sampler", ["lifo", "freshest", "uniform", "prioritized"])
-async def test_replayed_groups_take_the_place_of_new_prompts(tmp_path: Path, server: RedisServer, sampler: str) -> None:
+async def test_replayed_groups_replace_new_prompts(tmp_path: Path, server: RedisServer, sampler: str) -> None:
     overrides = (f"replay.sampler={sampler}", "replay.max_uses=3", "admission.max_staleness=3", "run.steps=12")
     async with running(tmp_path, server, spread, *overrides) as run:
         plans = await run.train()
@@ -142,7 +142,7 @@ async def test_replayed_groups_take_the_place_of_new_prompts(tmp_path: Path, ser
         assert len(run.tickets) < 12 * 8 * 0.75
 
 
-async def test_importance_weights_of_a_prioritised_table_reach_the_plan(tmp_path: Path, server: RedisServer) -> None:
+async def test_importance_weights_reach_the_plan(tmp_path: Path, server: RedisServer) -> None:
     def dull_if_even(ticket: Ticket) -> list[float]:  # sums of |A|: 0.2 and 2
         return [0.5, 0.4, 0.5, 0.4] if ticket.index % 2 == 0 else spread(ticket)
 
@@ -171,11 +171,11 @@ async def test_a_samples_per_insert_ratio_is_kept(tmp_path: Path, server: RedisS
         await run.train()
         inserted = (await run.store.run.audit())["ledger:issued"]
         assert abs(2 * inserted - 20 * 8) <= 2 * 16 + (8 + 2) / 2 + 2 * 8, (
-            "within the error buffer, and what was under way at the end"
+            "within the error buffer and what was in flight at the end"
         )
 
 
-async def test_a_dead_letter_that_was_put_back_is_trained(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_requeued_dead_letter_is_trained(tmp_path: Path, server: RedisServer) -> None:
     broken = {"0-3"}
 
     def rewards(ticket: Ticket) -> list[float]:
@@ -202,13 +202,13 @@ async def _has(store: Store, name: str, count: int) -> bool:
     return (await store.run.audit()).get(name, 0) == count
 
 
-async def test_a_lost_reply_of_issue_repeats_no_prompt_and_leaves_none_out(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_lost_reply_of_issue_neither_repeats_nor_skips_prompts(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server, "run.steps=5")
     async with dataprep(config) as (service, loop):
         issue, lost = service.store.tickets.issue, []
 
         async def twice(*args: Any, **named: Any) -> int:
-            """As the client does it when the connection breaks between the effect and its reply."""
+            """Call twice, as the client does when the connection breaks before the reply."""
             if len(lost) < 2:
                 lost.append(await issue(*args, **named))
             return await issue(*args, **named)
@@ -226,7 +226,7 @@ async def test_a_lost_reply_of_issue_repeats_no_prompt_and_leaves_none_out(tmp_p
         await service.store.restores.delete_run()
 
 
-async def test_headers_that_lie_about_their_place_or_reward_harm_nobody(tmp_path: Path, server: RedisServer) -> None:
+async def test_headers_with_a_false_place_or_reward_do_no_harm(tmp_path: Path, server: RedisServer) -> None:
     async with running(tmp_path, server, spread, "filters.zero_std=true", "filters.active_sampling_bound=0") as run:
         store = run.store
         fence = await store.run.attach_trainer()

@@ -1,4 +1,4 @@
-"""A run that exists under the name: the same one is taken up; another is refused with the keys that differ and the remedies."""
+"""An existing run of the same name: attached to if identical, otherwise rejected with the differing keys and the remedies."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 
 def dataprep(folder: Path, config: RunConfig) -> subprocess.Popen[str]:
-    """Start a pod, as a release of this configuration would."""
+    """Start a pod as a release with this configuration would."""
     path = folder / "resolved.toml"
     path.write_text(to_toml(config))
     argv = [sys.executable, "-m", "services.dataprep", "--config", str(path), "--name", "dataprep-0"]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
 
 
-async def test_a_release_installed_again_with_other_values_says_which(config: RunConfig, store: Store, tmp_path: Path) -> None:
+async def test_a_release_with_other_values_names_the_differing_keys(config: RunConfig, store: Store, tmp_path: Path) -> None:
     save_tokenizer_folder(Path(config.model.path))
     first = dataprep(tmp_path, config)
     try:
@@ -60,7 +60,7 @@ async def test_a_release_installed_again_with_other_values_says_which(config: Ru
     assert await store.run.state() == before
 
 
-async def test_what_does_not_define_a_run_may_differ(config: RunConfig, store: Store) -> None:
+async def test_keys_that_do_not_define_a_run_may_differ(config: RunConfig, store: Store) -> None:
     await create_or_attach(store, config, "data")
     await create_or_attach(store, changed(changed(config, "run", steps=9), "optimizer", learning_rate=0.5), "data")
     state = await store.run.state()
@@ -68,7 +68,7 @@ async def test_what_does_not_define_a_run_may_differ(config: RunConfig, store: S
     assert state.steps == 9
 
 
-async def test_a_run_of_an_older_version_is_refused_without_its_keys(config: RunConfig, store: Store) -> None:
+async def test_a_run_of_an_older_version_is_rejected_without_keys(config: RunConfig, store: Store) -> None:
     await store.run.create("another digest", "data", 4, config.slots)
     with pytest.raises(DifferentRun) as refusal:
         await create_or_attach(store, config, "data")
@@ -76,20 +76,20 @@ async def test_a_run_of_an_older_version_is_refused_without_its_keys(config: Run
     assert str(refusal.value).endswith(f"set them back, {REMEDIES}")
 
 
-async def test_other_prompts_are_named(config: RunConfig, store: Store) -> None:
+async def test_changed_prompts_are_reported(config: RunConfig, store: Store) -> None:
     await create_or_attach(store, config, "data")
     with pytest.raises(DifferentRun, match=r"exists with other prompts: the content of data\.sources has changed since"):
         await create_or_attach(store, config, "other")
 
 
-async def test_a_run_of_another_protocol_is_refused_as_such(config: RunConfig, store: Store) -> None:
+async def test_another_protocol_version_is_reported(config: RunConfig, store: Store) -> None:
     await create_or_attach(store, config, "data")
     await store.client.hset(store.keys.run, "protocol", "999")  # type: ignore[misc]
     with pytest.raises(DifferentRun, match="protocol version 999"):
         await create_or_attach(store, config, "data")
 
 
-async def test_the_remedies_stay_in_the_line_whatever_differs(config: RunConfig, store: Store) -> None:
+async def test_the_remedies_fit_on_the_line_whatever_differs(config: RunConfig, store: Store) -> None:
     await create_or_attach(store, config, "data")
     given = changed(config, "data", chat_template="{{ messages }} " * 1000)
     for section, keys in (("loss", {"kl_beta": 0.5}), ("sampling", {"temperature": 0.5, "max_tokens": 12, "group_size": 8})):
@@ -101,7 +101,7 @@ async def test_the_remedies_stay_in_the_line_whatever_differs(config: RunConfig,
     assert line.endswith(REMEDIES)
 
 
-def test_code_is_told_by_its_file() -> None:
+def test_changed_code_is_named_by_its_file() -> None:
     old = {"verifiers": [{"kind": "python", "function": ["rewards.py", "score", "a" * 64]}]}
     edited = {"verifiers": [{"kind": "python", "function": ["rewards.py", "score", "b" * 64]}]}
     other = {"verifiers": [{"kind": "python", "function": ["new.py", "score", "b" * 64]}]}
@@ -110,7 +110,7 @@ def test_code_is_told_by_its_file() -> None:
     assert differences(then, other) == "verifiers.0.function was 'rewards.py:score' and is 'new.py:score'"
 
 
-async def test_a_restore_keeps_the_keys(config: RunConfig, store: Store) -> None:
+async def test_a_restore_keeps_the_defining_keys(config: RunConfig, store: Store) -> None:
     from services.store.calls.restore import KEPT
 
     await create_or_attach(store, config, "data")

@@ -1,4 +1,4 @@
-"""Dataprep on a real Redis, with a stand-in for generators and trainer that answers as fast as it can."""
+"""Dataprep on a real Redis, with fake generators and a fake trainer that respond at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LENGTH = 6  # tokens of every completion
 
 @asynccontextmanager
 async def dataprep(config: RunConfig, name: str = "dataprep-0") -> AsyncIterator[tuple[Service, DataprepLoop]]:
-    """A pod that has not begun to work."""
+    """A pod that has not started its loop."""
     source = PromptSource(config)
     async with open_service("dataprep", config, name) as service:
         await service.store.run.create("config", source.digest, config.run.steps, config.slots, table_rules(config))
@@ -57,7 +57,7 @@ def configured(folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
 
 
 def answer(ticket: Ticket, claim: Claim, version: int) -> tuple[Header, bytes]:
-    """What a generator at `version` makes of a ticket: rewards 1 and 0 by turns."""
+    """A generator's result at `version` for a ticket, with alternating rewards 1 and 0."""
     n = ticket.group_size
     tokens = np.zeros(n * LENGTH, np.int32)
     spans = np.array([(i, version, 0, LENGTH) for i in range(n)], np.int32)
@@ -73,7 +73,7 @@ def answer(ticket: Ticket, claim: Claim, version: int) -> tuple[Header, bytes]:
 
 
 async def generate(store: Store, version: int, count: int = 100) -> list[Ticket]:
-    """Claim and submit everything there is."""
+    """Claim and submit all available tickets."""
     _, claims = await store.tickets.claim("stand-in", version, await flow.trainer_fence(store), 60, count)
     for claim in claims:
         assert claim.ticket is not None
@@ -134,7 +134,7 @@ async def test_a_plan_carries_every_completion_with_its_advantage(tmp_path: Path
         await service.store.restores.delete_run()
 
 
-async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_corrupt_header_is_dead_lettered_and_frees_its_slot(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server)
     async with dataprep(config) as (service, loop):
         store = service.store
@@ -165,7 +165,7 @@ async def _has(store: Store, name: str, count: int) -> bool:
     return (await store.run.audit()).get(name, 0) == count
 
 
-async def test_a_standby_takes_over_and_the_old_leader_is_refused(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_standby_takes_over_and_the_old_leader_is_fenced_off(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server, "fleet.ttl_s=3")
     async with dataprep(config) as (first, leader), dataprep(config, "dataprep-1") as (second, standby):
         leading = asyncio.create_task(first.run(leader.work))
@@ -173,7 +173,7 @@ async def test_a_standby_takes_over_and_the_old_leader_is_refused(tmp_path: Path
         standing_by = asyncio.create_task(second.run(standby.work))
         await wait_until(lambda: second.status.phase == "standby")
         old_fence = await first.store.run.lead(first.status.member, 3.0)
-        leading.cancel()  # as if killed: no step-down reaches Redis in the way a kill -9 would leave it
+        leading.cancel()  # as if killed with -9: no step-down reaches Redis
         await asyncio.gather(leading, return_exceptions=True)
         await wait_until(lambda: second.status.phase == "leading")
         plans = await train(second.store, 4)
@@ -195,9 +195,9 @@ async def test_a_pause_stops_issuing_until_resumed(tmp_path: Path, server: Redis
         await service.view.refresh()
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: service.status.phase == "leading")
-        await asyncio.sleep(0.3)  # nothing may happen, so there is nothing to wait for
+        await asyncio.sleep(0.3)  # nothing should happen, so there is no condition to wait for
         assert (await service.store.run.audit()).get("ledger:issued", 0) == 0
-        assert loop.why_unready() == "", "it serves the API by which the run is resumed"
+        assert loop.why_unready() == "", "it serves the API that resumes the run"
         await service.store.run.resume("dataprep")
         await wait_until(lambda: _has(service.store, "ledger:issued", 16))
         service.stop()
@@ -211,7 +211,7 @@ def test_seeds_depend_on_run_epoch_and_row() -> None:
     assert max(seeds) < 2**48
 
 
-def test_a_header_that_cannot_be_packed_is_buried(tmp_path: Path, server: RedisServer) -> None:
+def test_a_header_that_cannot_be_packed_is_dead_lettered(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server)
     ticket = Ticket("0-1", 0, 0, 1, 5, [1, 2], "4", config.sampling.group_size, "main")
     header, _ = answer(ticket, Claim("1-0", 7, "0-1", b"", ticket), 0)

@@ -1,4 +1,4 @@
-"""A dataprep pod of a cluster, as a process, whose run is over: it stays ready, and serves the control API."""
+"""A dataprep pod on a cluster, as a process, stays ready after its run has ended and serves the control API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN = {"Authorization": "Bearer test-token"}
 
 @contextlib.contextmanager
 def started(config: RunConfig, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, which is told to end like a pod."""
+    """The process, terminated like a pod."""
     (folder / "resolved.toml").write_text(to_toml(config))
     environ = {**os.environ, CONFIG_ENV: str(folder / "resolved.toml")}
     with subprocess.Popen([sys.executable, "-m", "services.dataprep", "--stay"], env=environ) as process:
@@ -51,7 +51,7 @@ async def ended(http: httpx.AsyncClient) -> bool:
     return re.search(r"^grpo_run_ended\{.*\} 1\.0$", (await http.get("/metrics")).text, re.MULTILINE) is not None
 
 
-async def test_a_finished_run_is_read_where_it_was_and_goes_on_with_more_steps(
+async def test_a_finished_run_stays_readable_and_resumes_with_more_steps(
     store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", f"api.port={free_port()}")
@@ -69,7 +69,7 @@ async def test_a_finished_run_is_read_where_it_was_and_goes_on_with_more_steps(
             assert await refusal(http, "/v1/fleet/generators", {"replicas": 3}) == (409, finished)
             assert await refusal(http, "/v1/deadletters/requeue", {"all": True}) == (409, over)
             assert await is_ready(http)
-        with started(config, tmp_path):  # as a rollout does
+        with started(config, tmp_path):  # as a Kubernetes rollout does
             await wait_until(lambda: is_ready(http))
             await wait_until(lambda: ended(http))
         more = config.model_copy(update={"run": config.run.model_copy(update={"steps": 6})})

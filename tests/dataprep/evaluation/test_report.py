@@ -1,4 +1,4 @@
-"""What a complete evaluation round says: pass@k against all draws, means, and results that must not be part of it."""
+"""The report of an evaluation round: pass@k against all draws, means, and results that must be rejected."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def answered(one: Ticket, **fields: object) -> bytes:
 
 
 @given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_draws_with_a_correct_completion(numbers: tuple[int, int, int]) -> None:
+def test_pass_at_k_matches_all_draws(numbers: tuple[int, int, int]) -> None:
     n, correct, k = numbers
     draws = list(combinations([1] * correct + [0] * (n - correct), k))
     assert pass_at_k(n, correct, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws), abs=1e-12)
 
 
-def test_pass_at_k_is_exact_where_binomials_leave_the_range_of_floats() -> None:
+def test_pass_at_k_is_exact_where_binomials_overflow() -> None:
     n, correct, k = 5000, 3, 2000
     assert comb(n, k) > 1e308
     assert pass_at_k(n, correct, k) == pytest.approx(float(1 - comb(n - correct, k) * 10**30 // comb(n, k) / 10**30), rel=1e-9)
 
 
-def test_a_report_has_each_source_and_all_of_them_together() -> None:
+def test_a_report_covers_each_source_and_all_of_them() -> None:
     easy = Result("easy", [1.0, 1.0], 2, [2, 4], [False, False])
     hard = [Result("hard", [0.0, 0.0], 0, [8, 8], [True, True]), Result("hard", [1.0, 0.0], 1, [6, 8], [False, True])]
     record = report([easy, *hard], [2, 1])
@@ -60,7 +60,7 @@ def test_a_report_has_each_source_and_all_of_them_together() -> None:
     }  # fmt: skip
 
 
-def test_a_completion_is_correct_if_it_is_solved_whatever_its_reward() -> None:
+def test_a_solved_completion_is_correct_whatever_its_reward() -> None:
     one = asked()
     body = answered(one, rewards=[-0.1, 0.3, 7.0, 0.0], solved=[True, False, False, True])
     (result,) = read_results([one], {one.id: body}, LONGEST)
@@ -81,13 +81,13 @@ def test_a_completion_is_correct_if_it_is_solved_whatever_its_reward() -> None:
         ({"ticket": "other:0"}, "names ticket other:0"),
     ],
 )
-def test_a_result_that_is_not_the_rounds_is_refused(fields: dict[str, object], why: str) -> None:
+def test_an_unsuitable_result_is_rejected(fields: dict[str, object], why: str) -> None:
     one = asked()
     with pytest.raises(Unfit, match=why):
         read_results([one], {one.id: answered(one, **fields)}, LONGEST)
 
 
-def test_a_rollout_of_several_segments_is_as_long_as_they_are_together() -> None:
+def test_a_rollouts_length_is_the_sum_of_its_segments() -> None:
     one, owners = asked(), [0, 1, 1, 2, 3, 3]
     columns = {"lengths": [2, 4, 6, 8, 1, 2], "oldest": [VERSION] * 6, "newest": [VERSION] * 6, "tool_tokens": [0] * 6}
     (result,) = read_results([one], {one.id: answered(one, rollout=owners, **columns)}, LONGEST)
@@ -96,7 +96,7 @@ def test_a_rollout_of_several_segments_is_as_long_as_they_are_together() -> None
         read_results([one], {one.id: answered(one, rollout=owners[::-1], **columns)}, LONGEST)
 
 
-def test_foreign_bytes_and_missing_results_are_refused() -> None:
+def test_malformed_and_missing_results_are_rejected() -> None:
     one, other = asked(0), asked(1)
     with pytest.raises(Unfit, match="corrupt"):
         read_results([one], {one.id: b"\xff"}, LONGEST)

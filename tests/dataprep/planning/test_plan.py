@@ -1,4 +1,4 @@
-"""Plans: nothing lost, nothing over the budget, even ranks; targets on log-normal lengths."""
+"""Plans: complete, within the budget, balanced over ranks; efficiency targets on log-normal lengths."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _tokens(groups: list[PlanGroup], sample: Sample) -> int:
 
 
 def _row_tokens(by_payload: dict[str, PlanGroup], row: list[Sample]) -> int:
-    """A prompt lies in a row once."""
+    """Tokens of a row, in which each prompt is stored once."""
     prompts = sum(by_payload[payload].prompt_tokens for payload in {sample.payload for sample in row})
     return prompts + sum(int(by_payload[sample.payload].lengths[sample.index]) for sample in row)
 
 
 def _check(groups: list[PlanGroup], layout: Layout, plan: StepPlan, ranks: list[RankPlan]) -> None:
-    """Everything a plan guarantees, the slow way."""
+    """Check every guarantee of a plan, the slow way."""
     by_payload = {group.payload: group for group in groups}
     samples = [sample for rank in ranks for row in rank.rows for sample in row]
     places = [(sample.payload, sample.index) for sample in samples]
@@ -66,7 +66,7 @@ def _check(groups: list[PlanGroup], layout: Layout, plan: StepPlan, ranks: list[
         part = [sample for rank in ranks for row in rank.rows[start : start + rows] for sample in row]
         payloads = {sample.payload for sample in part}
         assert payloads
-        assert not payloads & seen, "a group lies in two mini-batches"
+        assert not payloads & seen, "a group is in two mini-batches"
         seen |= payloads
         expected = layout.denominator_tokens or max(1, sum(sample.trained_tokens for sample in part))
         assert denominator == expected
@@ -88,7 +88,7 @@ group_lists = st.lists(
 
 @given(group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from([0, 1000]), st.booleans())
 @settings(max_examples=300)
-def test_every_plan_keeps_its_promises(
+def test_every_plan_satisfies_its_guarantees(
     groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, constant: int, same_rows: bool
 ):
     layout = Layout(ranks, row_tokens, mini, constant, same_rows=same_rows)
@@ -98,9 +98,9 @@ def test_every_plan_keeps_its_promises(
 
 
 @given(group_lists, st.integers(100, 300), st.integers(1, 3))
-def test_same_rows_are_those_of_any_number_of_ranks(groups: list[PlanGroup], row_tokens: int, mini: int):
+def test_same_rows_do_not_depend_on_the_number_of_ranks(groups: list[PlanGroup], row_tokens: int, mini: int):
     def rows(ranks: int) -> list[list[list[Sample]]]:
-        """Of each mini-batch, without the empty ones, in any order."""
+        """Non-empty rows of each mini-batch, in any order."""
         plan, of_ranks = plan_step(0, groups, Layout(ranks, row_tokens, mini, same_rows=True))
         found, start = [], 0
         for size in plan.mini_batch_rows:
@@ -112,7 +112,7 @@ def test_same_rows_are_those_of_any_number_of_ranks(groups: list[PlanGroup], row
     assert rows(1) == rows(2) == rows(3) == rows(4)
 
 
-def test_by_hand():
+def test_a_plan_by_hand():
     # 60 + 10 and 30 + 10 tokens, 50 + 10 and 20 + 10: together 200, on two ranks of rows of 100 tokens.
     groups = [_group("0-5", 10, [60, 30]), _group("0-2", 10, [50, 20], trained=[True, False], fresh=False)]
     plan, ranks = plan_step(7, groups, Layout(ranks=2, row_tokens=110), {"reward/train/mean": 0.5})
@@ -150,13 +150,13 @@ def test_tool_tokens_are_packed_but_neither_trained_nor_counted():
     assert (plan.denominators, plan.response_tokens, plan.total_tokens) == ([18.0], 18, 3 * 10 + 58)
 
 
-def test_a_step_of_nothing_but_tool_tokens_is_a_plan():
+def test_a_step_of_tool_tokens_only_is_planned():
     plan, (rank,) = plan_step(0, [_group("0-0", 10, [30, 20], tools=[30, 20])], Layout(1, 64))
     assert [sample.trained_tokens for row in rank.rows for sample in row] == [0, 0]
     assert (plan.denominators, plan.response_tokens, plan.total_tokens) == ([1.0], 0, 70)
 
 
-def test_importance_weights_reach_the_samples_and_leave_the_denominator_alone():
+def test_importance_weights_do_not_change_the_denominator():
     groups = [_group("0-0", 10, [30, 20], weight=0.25), _group("0-1", 10, [10, 40])]
     plan, (rank,) = plan_step(0, groups, Layout(1, 256))
     assert {(sample.payload, sample.weight) for row in rank.rows for sample in row} == {("0-0.1", 0.25), ("0-1.1", 1.0)}
@@ -172,7 +172,7 @@ def test_mini_batches_hold_whole_groups_of_near_equal_size():
     assert max(plan.denominators) < 1.1 * min(plan.denominators)
 
 
-def test_a_response_longer_than_a_row_is_named():
+def test_a_response_longer_than_a_row_is_an_error():
     with pytest.raises(PlanningError, match=r"completion 1 of group 0-9 has 110 tokens .* trainer.row_tokens = 109: raise"):
         plan_step(0, [_group("0-9", 10, [5, 100])], Layout(1, 109))
     plan_step(0, [_group("0-9", 10, [5, 100])], Layout(1, 110))
@@ -208,13 +208,13 @@ def test_targets_on_log_normal_lengths(seed: int, capsys: pytest.CaptureFixture[
     assert fill >= 0.97
     assert costs.max() / costs.mean() <= 1.03
     assert loads.max() / loads.mean() <= 1.03
-    assert fetches < 1.5  # a payload leaves Redis about once
-    assert min(took_ms) < 400  # the target is 50 ms; a busy machine gets eight times as much
+    assert fetches < 1.5  # a payload is read from Redis about once
+    assert min(took_ms) < 400  # the target is 50 ms, times eight for a busy machine
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_responses_of_a_group_share_their_prompt(ranks: int):
-    """Of 256 groups of 8, with prompts of 50 to 300 tokens, all but one prompt in eight could be saved."""
+    """With 256 groups of 8 and prompts of 50 to 300 tokens, at most seven of eight prompts could be saved."""
     groups = _log_normal(256, 8, 150, seed=3)
     plan, planned = plan_step(0, groups, Layout(ranks, 4096))
     by_payload = {group.payload: group for group in groups}
@@ -223,8 +223,8 @@ def test_responses_of_a_group_share_their_prompt(ranks: int):
     assert tokens <= plan.total_tokens - 7 * prompts * 0.9
 
 
-def test_long_prompts_are_shared_as_far_as_attention_has_room_and_stay_with_their_group():
-    """64 groups of 16: what a row lays out for attention is bounded, and no swap takes a prompt of 2,000 tokens along."""
+def test_long_prompts_are_shared_within_the_attention_limit():
+    """64 groups of 16: a row's attention layout is bounded, and no swap moves a prompt of 2,000 tokens."""
     rng = np.random.default_rng(0)
     groups = [_group(f"0-{i}", 2000, rng.integers(20, 80, 16).tolist()) for i in range(64)]
     _, planned = plan_step(0, groups, Layout(ranks=4, row_tokens=16_384))
@@ -236,8 +236,8 @@ def test_long_prompts_are_shared_as_far_as_attention_has_room_and_stay_with_thei
     assert max(loads) <= 1.03 * sum(loads) / len(loads)
 
 
-def test_a_share_that_fits_no_row_count_together_is_packed_longest_first_soon():
-    """Each response just over half a row: only the most rows do, and the search for fewer is short."""
+def test_packing_falls_back_quickly_to_longest_first():
+    """Each response takes just over half a row: only the maximum number of rows fits, and the search for fewer is short."""
     groups = [_group(f"0-{i}", 1, [55] * 16) for i in range(64)]
     started = time.process_time()
     plan, _ = plan_step(0, groups, Layout(1, 100))
@@ -245,8 +245,8 @@ def test_a_share_that_fits_no_row_count_together_is_packed_longest_first_soon():
     assert time.process_time() - started < 10
 
 
-def test_rows_of_long_responses_are_no_more_than_without_sharing():
-    """Where groups together would need more rows, every rank packs longest first."""
+def test_sharing_never_needs_more_rows():
+    """If keeping groups together needs more rows, every rank packs longest first."""
     groups = [_group(f"0-{i}", 1, [50, 60]) for i in range(10)]
     plan, _ = plan_step(0, groups, Layout(1, 122))
     assert plan.rows_per_rank == 10
@@ -274,12 +274,12 @@ def test_packing_never_exceeds_the_budget(shares: list[list[tuple[int, list[int]
             contexts = {share[i].context: share[i].shared for i in row}
             assert sum(contexts.values()) + sum(share[i].tokens - share[i].shared for i in row) <= budget
             assert sum(share[i].tokens for i in row) <= LAID_OUT * budget
-    # Of two rows that best fit opened, the later one's first response did not fit into the earlier: together they are over.
+    # Best fit opened the second of two rows because its first response did not fit into the first: together they exceed a row.
     assert rows <= max(1, *(2 * -(-sum(response.tokens for response in share) // budget) for share in responses))
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=40), st.integers(1, 8))
-def test_spread_deals_every_place_once(costs: list[int], ranks: int):
+def test_spread_assigns_every_item_once(costs: list[int], ranks: int):
     shares = spread(np.array(costs), ranks)
     assert sorted(i for share in shares for i in share) == list(range(len(costs)))
     loads = [sum(costs[i] for i in share) for share in shares]

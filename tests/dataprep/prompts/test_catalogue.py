@@ -1,4 +1,4 @@
-"""Prompts from files and tasks, tokenised without torch, with every fault named before a run starts."""
+"""Prompts from files and tasks, tokenised without torch, with every problem reported before a run starts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _decode(model: Path, ids: list[int]) -> str:
     return tokens.decode(ids, skip_special_tokens=False)
 
 
-def test_a_prompt_goes_through_the_chat_template(model: Path, tmp_path: Path):
+def test_a_prompt_is_rendered_by_the_chat_template(model: Path, tmp_path: Path):
     path = _write(tmp_path, {"prompt": " How many? ", "answer": "4"})
     source = PromptSource(_config(model, path, system_prompt="Be brief.", user_template="Q: {prompt}"))
     ids, answer, _ = source.prompt(0)
@@ -96,8 +96,8 @@ def test_a_prompt_goes_through_the_chat_template(model: Path, tmp_path: Path):
     assert source.longest == len(ids)
 
 
-def test_another_template_than_the_tokenizer_s_own(model: Path, tmp_path: Path):
-    """By its name among the tokenizer's, or as a file, whose text the configuration keeps."""
+def test_another_chat_template_can_be_set(model: Path, tmp_path: Path):
+    """By name, from the tokenizer's templates, or as a file, whose text is stored in the configuration."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((model / name).read_bytes())
     path = _write(tmp_path, {"prompt": "How many?", "answer": "4"})
@@ -122,7 +122,7 @@ def test_another_template_than_the_tokenizer_s_own(model: Path, tmp_path: Path):
         PromptSource(_config(tmp_path, path, chat_template="{% if %}"))
 
 
-def test_messages_are_rendered_as_they_are(model: Path, tmp_path: Path):
+def test_messages_are_rendered_unchanged(model: Path, tmp_path: Path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     path = _write(tmp_path, {"prompt": messages, "answer": 4})
     source = PromptSource(_config(model, path, system_prompt="not used", chat_template_options={"think": True}))
@@ -132,7 +132,7 @@ def test_messages_are_rendered_as_they_are(model: Path, tmp_path: Path):
     assert answer == "4"
 
 
-def test_without_a_template_the_text_stands_as_it_is(model: Path, tmp_path: Path):
+def test_without_a_template_the_text_is_unchanged(model: Path, tmp_path: Path):
     path = _write(tmp_path, {"prompt": "how many", "answer": "4"})
     source = PromptSource(_config(model, path, chat_template=False, user_template="{prompt} ="))
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -141,7 +141,7 @@ def test_without_a_template_the_text_stands_as_it_is(model: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_ids_equal_those_of_the_model_s_own_tokenizer(model: Path, tmp_path: Path):
+def test_ids_match_the_models_own_tokenizer(model: Path, tmp_path: Path):
     code = """
 import json, sys, transformers
 tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
@@ -163,7 +163,7 @@ print(json.dumps([chat, tokenizer(rows[0][0]["content"])["input_ids"]]))
     assert PromptSource(_config(model, path, chat_template=False)).prompt(0)[0] == bare
 
 
-def test_gsm8k_by_its_pattern(model: Path, tmp_path: Path):
+def test_gsm8k_answers_are_extracted_by_a_pattern(model: Path, tmp_path: Path):
     path = tmp_path / "test.jsonl"
     path.write_bytes(gzip.decompress(GSM8K.read_bytes()))
     fields = {"prompt_field": "question", "answer_pattern": r"####\s*(.+)"}
@@ -174,7 +174,7 @@ def test_gsm8k_by_its_pattern(model: Path, tmp_path: Path):
     assert all(answer.replace(",", "").lstrip("-").isdigit() for answer in answers)
 
 
-def test_gsm8k_mixed_with_a_task_is_asked_once_an_epoch(model: Path, tmp_path: Path):
+def test_gsm8k_in_a_mixture_is_asked_once_per_epoch(model: Path, tmp_path: Path):
     path = tmp_path / "test.jsonl"
     path.write_bytes(gzip.decompress(GSM8K.read_bytes()))
     gsm8k = {"kind": "jsonl", "path": str(path), "prompt_field": "question", "answer_pattern": r"####\s*(.+)", "weight": 3.0}
@@ -189,7 +189,7 @@ def test_gsm8k_mixed_with_a_task_is_asked_once_an_epoch(model: Path, tmp_path: P
     assert len(set(asked)) == 50
 
 
-def test_parquet_and_jsonl_are_the_same_data(model: Path, tmp_path: Path):
+def test_parquet_and_jsonl_give_the_same_data(model: Path, tmp_path: Path):
     rows = [{"prompt": f"how many {i}", "answer": f"{i}", "other": i} for i in range(10)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "prompts.parquet")
     jsonl = PromptSource(_config(model, _write(tmp_path, *rows)))
@@ -198,7 +198,7 @@ def test_parquet_and_jsonl_are_the_same_data(model: Path, tmp_path: Path):
     assert [jsonl.prompt(i) for i in range(10)] == [parquet.prompt(i) for i in range(10)]
 
 
-def test_the_digest_is_that_of_content_and_order(model: Path, tmp_path: Path):
+def test_the_digest_covers_content_and_order(model: Path, tmp_path: Path):
     def digest(*rows: tuple[str, str], **data: Any) -> str:
         path = _write(tmp_path, *({"prompt": prompt, "answer": answer} for prompt, answer in rows))
         return PromptSource(_config(model, path, **data)).digest
@@ -218,7 +218,7 @@ def test_the_digest_is_that_of_content_and_order(model: Path, tmp_path: Path):
     assert len(digests[0]) == 64
 
 
-def test_reasoning_gym(model: Path):
+def test_reasoning_gym_tasks_are_generated(model: Path):
     task = {"kind": "reasoning_gym", "task": "basic_arithmetic", "size": 5, "seed": 3, "options": {"max_terms": 3}}
     source = PromptSource(_config(model, "", source=task))
     assert len(source) == 5
@@ -272,7 +272,7 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
         ),
     ],
 )
-def test_faults_are_named(model: Path, tmp_path: Path, lines: list[Any], data: dict[str, Any], message: str | None):
+def test_problems_of_rows_are_named(model: Path, tmp_path: Path, lines: list[Any], data: dict[str, Any], message: str | None):
     config = _config(model, _write(tmp_path, *lines), **data)
     if message is None:
         assert len(PromptSource(config)) == 1
@@ -282,7 +282,7 @@ def test_faults_are_named(model: Path, tmp_path: Path, lines: list[Any], data: d
     assert "\n" not in str(caught.value)
 
 
-def test_faults_of_places_and_tasks_are_named(model: Path, tmp_path: Path):
+def test_problems_of_paths_and_tasks_are_named(model: Path, tmp_path: Path):
     task = {"kind": "reasoning_gym", "size": 3}
     path = _write(tmp_path, GOOD)
     table = pyarrow.Table.from_pylist([{"question": "?", "answer": "4"}])
@@ -308,7 +308,7 @@ def test_faults_of_places_and_tasks_are_named(model: Path, tmp_path: Path):
             PromptSource(config)
 
 
-def test_the_rows_of_several_sources_lie_one_after_the_other(model: Path, tmp_path: Path):
+def test_rows_of_several_sources_are_concatenated(model: Path, tmp_path: Path):
     first = _write(tmp_path, *({"prompt": f"how many {i}", "answer": f"{i}"} for i in range(3)), name="first")
     second = _write(tmp_path, *({"prompt": f"clips {i}", "answer": f"{i}"} for i in range(2)), name="second")
     sources = [
@@ -325,7 +325,7 @@ def test_the_rows_of_several_sources_lie_one_after_the_other(model: Path, tmp_pa
     assert [source.spans[0].first for source in alone] == [0, 0, 0]
 
 
-def test_the_digest_is_that_of_the_mixture_too(model: Path, tmp_path: Path):
+def test_the_digest_covers_the_mixture(model: Path, tmp_path: Path):
     path = str(_write(tmp_path, GOOD, GOOD))
     a, b = ({"kind": "jsonl", "path": path, "name": name} for name in "ab")
     configs = [
@@ -342,7 +342,7 @@ def test_the_digest_is_that_of_the_mixture_too(model: Path, tmp_path: Path):
     assert PromptSource(configs[0]).digest == digests[0]
 
 
-def test_long_prompts_can_be_left_out(model: Path, tmp_path: Path):
+def test_long_prompts_can_be_dropped(model: Path, tmp_path: Path):
     lines = [{"prompt": "x" * (90 if i % 3 == 1 else 3), "answer": f"{i}"} for i in range(7)]
     kept = [line for line in lines if len(line["prompt"]) == 3]
     limits = {"max_prompt_tokens": 50, "long_prompts": "drop"}
@@ -355,7 +355,7 @@ def test_long_prompts_can_be_left_out(model: Path, tmp_path: Path):
     assert source.digest == PromptSource(_config(model, _write(tmp_path, *kept), **limits)).digest
 
 
-def test_a_source_of_nothing_but_long_prompts_is_a_fault(model: Path, tmp_path: Path):
+def test_a_source_with_only_long_prompts_is_an_error(model: Path, tmp_path: Path):
     long = {"kind": "jsonl", "name": "long", "path": str(_write(tmp_path, {"prompt": "x" * 90, "answer": ""}, name="long"))}
     good = {"kind": "jsonl", "path": str(_write(tmp_path, GOOD))}
     with pytest.raises(
@@ -382,7 +382,7 @@ def test_a_tokenizer_without_a_template_is_named(model: Path, tmp_path: Path):
         PromptSource(_config(tmp_path, path))
 
 
-def test_a_source_of_many_chunks(model: Path, tmp_path: Path):
+def test_a_large_source_is_read_in_chunks(model: Path, tmp_path: Path):
     path = _write(tmp_path, *({"prompt": f"how many clips did she sell in {i}", "answer": f"{i}"} for i in range(5_000)))
     source = PromptSource(_config(model, path))
     assert len(source) == 5_000

@@ -1,4 +1,4 @@
-"""Curriculum hooks: what ships, what is asked of one's own, and every snippet of docs/data.md."""
+"""Curriculum hooks: built-in and custom ones, and every snippet of docs/data.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_easy_first_puts_unknown_rows_in_the_middle():
 
 
 @given(st.lists(st.none() | st.floats(0, 1), min_size=1, max_size=30), st.integers(0, 3))
-def test_those_that_ship_ask_every_row(rates: list[float | None], epoch: int):
+def test_built_in_curricula_ask_every_row(rates: list[float | None], epoch: int):
     rows = np.arange(len(rates), dtype=np.int32)[::-1]
     for curriculum in (middle_first, easy_first):
         asked = arrange(curriculum, rows, np.array([np.nan if rate is None else rate for rate in rates]), epoch)
@@ -58,13 +58,13 @@ def test_those_that_ship_ask_every_row(rates: list[float | None], epoch: int):
         (lambda rows, rates, epoch: [[1], [2, 3]], r"failed at epoch 3; fix it: ValueError: "),
     ],
 )
-def test_what_a_hook_may_not_do_is_named(curriculum: Curriculum, message: str):
+def test_an_invalid_result_of_a_hook_is_named(curriculum: Curriculum, message: str):
     with pytest.raises(DataError, match=f"data\\.curriculum {message}") as caught:
         arrange(curriculum, ROWS, RATES, 3)
     assert "\n" not in str(caught.value)
 
 
-def test_a_hook_cannot_change_what_it_is_given():
+def test_a_hook_cannot_change_its_arguments():
     def sort(rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
         rows.sort()
         rates[:] = 0
@@ -89,7 +89,7 @@ def test_a_hook_cannot_change_what_it_is_given():
         ("services.dataprep.prompts.order:RATE_SLACK", r"is not a function of \(rows, rates, epoch\)"),
     ],
 )
-def test_a_hook_that_cannot_be_used_is_named_before_the_run_starts(name: str, message: str):
+def test_an_unusable_hook_is_named_before_the_run_starts(name: str, message: str):
     with pytest.raises(DataError, match=r"data\.curriculum = .*" + message):
         load_curriculum(name)
 
@@ -99,7 +99,7 @@ def test_hooks_are_loaded_by_name():
     assert load_curriculum("") is None
 
 
-def test_the_snippets_of_the_document_are_configurations():
+def test_the_pages_snippets_are_valid_configurations():
     whole, rest = dict[str, Any](), dict[str, Any]()
     for text in snippets("toml"):
         tree = tomllib.loads(text)
@@ -114,7 +114,7 @@ def test_the_snippets_of_the_document_are_configurations():
     assert load_curriculum(config.data.curriculum) is middle_first
 
 
-def test_the_hook_of_the_document_does_what_it_says():
+def test_the_pages_hook_works_as_described():
     (text,) = snippets("python")
     scope: dict[str, Callable[..., Any]] = {}
     exec(text, scope)

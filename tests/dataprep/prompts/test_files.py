@@ -1,4 +1,4 @@
-"""Where the files of a prompt source are: on this machine, or in a dataset on a hub."""
+"""Files of a prompt source, on this machine or in a dataset on a hub."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def hub() -> Iterator[Hub]:
 
 
 def read(url: str, home: Path, *paths: str, **variables: str) -> list[Any]:
-    """Return prompts and places of each path's rows, or the error. The library reads its environment when it is imported."""
+    """Return prompts and locations of each path's rows, or the error. A process: the library reads its environment on import."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environ |= {"HF_ENDPOINT": url, "HF_HOME": str(home), PLAIN: "1", **variables}
     done = subprocess.run(
@@ -85,18 +85,18 @@ def test_a_dataset_on_the_hub_is_read_like_files(hub: Hub, tmp_path: Path) -> No
     ]
     assert read(hub.url, tmp_path, pattern, exact, pinned) == [*expected, expected[1]]
     fetched = [request for request in hub.asked if request.startswith("GET /datasets/")]
-    assert len(fetched) == 3, "each file was downloaded once"
+    assert len(fetched) == 3, "each file is downloaded once"
     assert not any("README" in request or "old" in request for request in fetched)
     hub.close()
     again, listed = read(hub.url, tmp_path, exact, pattern)
-    assert again == expected[1], "a file that was downloaded before needs no hub"
+    assert again == expected[1], "a cached file needs no hub"
     assert listed.startswith(f"path of source \"main\" = '{pattern}' cannot be downloaded: ")
     offline = read(hub.url, tmp_path, exact, f"hf://datasets/{NAME}/other.jsonl", pattern, HF_HUB_OFFLINE="1")
     assert offline[0] == expected[1]
     assert all("is not in the cache: check HF_ENDPOINT, HF_HUB_OFFLINE and the network" in error for error in offline[1:])
 
 
-def test_what_a_hub_does_not_have_is_named(hub: Hub, tmp_path: Path) -> None:
+def test_what_the_hub_lacks_is_named(hub: Hub, tmp_path: Path) -> None:
     expected = {
         f"hf://datasets/{NAME}/nowhere.jsonl": f"names a file that {NAME} does not have: correct the path",
         f"hf://datasets/{NAME}/train-*.parquet": "matches none of the dataset's files, which are README.md, main/",

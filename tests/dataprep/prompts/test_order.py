@@ -1,4 +1,4 @@
-"""The order of prompts: quotas of a mixture, epochs with exclusions, and a resume at any place."""
+"""The order of prompts: quotas of a mixture, epochs with exclusions, and resuming at any point."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _slow_permutation(seed: int, epoch: int, n: int) -> list[int]:
     return sorted(range(n), key=key)
 
 
-def test_the_permutation_is_fixed_for_all_time():
+def test_the_permutation_never_changes_between_versions():
     assert permutation(0, 0, 10).tolist() == [5, 3, 2, 4, 8, 6, 1, 0, 7, 9]
     for seed, epoch in [(0, 0), (0, 1), (123456789, 40)]:
         assert permutation(seed, epoch, 200).tolist() == _slow_permutation(seed, epoch, 200)
@@ -72,7 +72,7 @@ def test_every_row_is_equally_likely_to_come_first():
 
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_one_source_runs_through_one_permutation_after_another_whatever_the_batches(rows: int, batches: list[int]):
+def test_one_source_follows_its_permutations_for_any_batches(rows: int, batches: list[int]):
     order = PromptOrder([SourceSpan("main", 1.0, 0, rows)], 5, True, 4)
     picks: list[Pick] = []
     for count in batches:
@@ -84,14 +84,14 @@ def test_one_source_runs_through_one_permutation_after_another_whatever_the_batc
     assert picks == expected
 
 
-def test_without_shuffle_rows_come_as_they_stand():
+def test_without_shuffle_rows_keep_their_order():
     order = PromptOrder(_spans((3, 1.0), (2, 1.0)), 0, False, 4)
     assert [pick.row for pick in _draw(order, 10, 0)] == [0, 3, 1, 4, 2, 3, 0, 4, 1, 3]
 
 
 @settings(max_examples=100, deadline=None)
 @given(WEIGHTS, st.builds(random.Random, st.integers(0)))
-def test_every_prefix_of_a_mixture_holds_each_source_s_share(weights: list[float], rng: random.Random):
+def test_every_prefix_of_a_mixture_keeps_each_sources_share(weights: list[float], rng: random.Random):
     spans = _spans(*((rng.randint(1, 30), weight) for weight in weights))
     taken: Counter[str] = Counter()
     total = sum(Fraction(str(weight)) for weight in weights)
@@ -101,7 +101,7 @@ def test_every_prefix_of_a_mixture_holds_each_source_s_share(weights: list[float
             assert abs(taken[span.name] - Fraction(str(span.weight)) * number / total) < 1
 
 
-def test_every_source_has_epochs_of_its_own():
+def test_every_source_has_its_own_epochs():
     spans = _spans((4, 1.0), (10, 2.0), (7, 0.5))
     picks = _draw(_order(spans), 280, 0)
     for span in spans:
@@ -129,7 +129,7 @@ def test_a_draft_changes_nothing_until_it_is_accepted():
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=20))
-def test_the_beginning_of_an_epoch_is_foreseen(batches: list[int]):
+def test_the_start_of_an_epoch_is_predicted(batches: list[int]):
     order, cursor = _order(_spans((5, 1.0), (7, 3.0))), 0
     for count in batches:
         foreseen, draft = order.begins_epoch(count), order.draft(count, cursor, {})
@@ -139,13 +139,13 @@ def test_the_beginning_of_an_epoch_is_foreseen(batches: list[int]):
 
 
 def _answered(row: int, epoch: int) -> float:
-    """A pass rate that wanders from epoch to epoch; the higher the row, the easier."""
+    """A pass rate that varies between epochs; higher rows are easier."""
     noise = hashlib.blake2b(f"{row} {epoch}".encode(), digest_size=1).digest()[0] / 255
     return min(1.0, (row % 10) / 10 + noise / 3 + epoch / 20)
 
 
 class _Run:
-    """A run whose groups settle in any order, though never later than `slots` prompts after their issue.
+    """A run whose groups settle in any order, but at most `slots` prompts after their issue.
 
     `failing`: every so many prompts one fails and is asked again, at a prompt that hangs on its number alone.
     """
@@ -153,13 +153,13 @@ class _Run:
     def __init__(self, order: PromptOrder, slots: int, exclude: float, failing: int = 0) -> None:
         self.order, self.slots, self.exclude, self.failing = order, slots, exclude, failing
         self.picks: list[Pick] = []
-        self.due: dict[int, int] = {}  # prompt that failed -> the first at which it may be asked again
+        self.due: dict[int, int] = {}  # failed prompt -> the first prompt at which it may be asked again
         self.unsettled: list[int] = []
         self.rates: dict[int, PassRate] = {}
         self.state, self.epochs = b"", dict[str, bytes]()
 
     def settle(self, seq: int) -> None:
-        """The group of prompt `seq` is settled; of its row's groups the first that solved it counts, else the last issued."""
+        """Settle the group of prompt `seq`; of its row's groups the first that solved it counts, otherwise the last issued."""
         pick = self.picks[seq]
         self.unsettled.remove(seq)
         if self._fails(seq):
@@ -169,7 +169,7 @@ class _Run:
         self.rates[pick.row] = min(solved, key=lambda group: group.seq) if solved else max(groups, key=lambda group: group.seq)
 
     def draw(self, count: int) -> bool:
-        """Issue up to `count` prompts; whether there were any."""
+        """Issue up to `count` prompts; return whether there were any."""
         cursor = len(self.picks)
         asked_again = [seq for seq, due in self.due.items() if due <= cursor]
         self.due = {seq: due for seq, due in self.due.items() if due > cursor}
@@ -202,7 +202,7 @@ class _Run:
 
 
 def _some_of_the_middle(rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
-    """A curriculum that depends on every rate and leaves rows out."""
+    """A curriculum that depends on every rate and drops some rows."""
     return middle_first(rows, rates, epoch)[: max(1, len(rows) * 2 // 3)]
 
 
@@ -214,7 +214,7 @@ SOURCES = st.lists(st.tuples(st.integers(1, 25), st.sampled_from([0.5, 1.0, 3.0]
     SOURCES, st.integers(1, 12), st.sampled_from([0.0, 0.6, 0.9]), st.booleans(), st.sampled_from([0, 3, 7]),
     st.builds(random.Random, st.integers(0)),
 )  # fmt: skip
-def test_neither_timing_nor_batches_nor_a_resume_change_the_order(
+def test_timing_batches_and_resumes_do_not_change_the_order(
     sources: list[tuple[int, float]], slots: int, exclude: float, hook: bool, failing: int, rng: random.Random
 ):
     spans, curriculum = _spans(*sources), _some_of_the_middle if hook else None
@@ -234,7 +234,7 @@ def test_neither_timing_nor_batches_nor_a_resume_change_the_order(
 
 @settings(max_examples=60, deadline=None)
 @given(SOURCES, st.integers(1, 12), st.sampled_from([0.6, 0.9]), st.builds(random.Random, st.integers(0)))
-def test_an_epoch_asks_every_row_once_but_those_solved_before_it_began(
+def test_an_epoch_asks_every_row_not_yet_solved_once(
     sources: list[tuple[int, float]], slots: int, exclude: float, rng: random.Random
 ):
     spans = _spans(*sources)
@@ -256,26 +256,26 @@ def _at(run: _Run, seq: int) -> float:
     return _answered(run.picks[seq].row, run.picks[seq].epoch)
 
 
-def test_what_is_solved_in_mid_epoch_is_left_out_of_the_next_one_only():
+def test_rows_solved_in_mid_epoch_are_dropped_from_the_next():
     order = _order(_spans((6, 1.0)), exclude=0.9, slots=2)
     first = [pick.row for pick in _draw(order, 2, 0)]
     solved = {row: PassRate(0, 1.0) for row in range(6)}
     rest = [pick.row for pick in _draw(order, 4, 2, solved)]
     assert sorted(first + rest) == list(range(6))
     half = {row: PassRate(seq, 0.89 if row < 3 else 0.9) for seq, row in enumerate(first + rest)}
-    left = {0, 1, 2, *rest[2:]}  # the last two may not have been settled
+    left = {0, 1, 2, *rest[2:]}  # the last two may not be settled yet
     second = _draw(order, len(left), 6, half)
     assert sorted(pick.row for pick in second) == sorted(left)
     assert {pick.epoch for pick in second} == {1}
 
 
-def test_a_rate_that_sums_to_a_hair_less_is_that_rate():
+def test_pass_rates_tolerate_rounding():
     order = _order(_spans((4, 1.0)), exclude=0.3)
     (pick,) = order.draft(1, 9, {row: PassRate(0, 0.3 - 1e-12) for row in range(3)}).picks
     assert pick.row == 3
 
 
-def test_an_exhausted_source_leaves_its_share_to_the_others():
+def test_an_exhausted_sources_share_goes_to_the_others():
     spans = _spans((5, 2.0), (50, 1.0), (70, 3.0))
     order = _order(spans, exclude=1.0, slots=3)
     picks = _draw(order, 15, 0)
@@ -289,10 +289,10 @@ def test_an_exhausted_source_leaves_its_share_to_the_others():
     assert [pick.source == "c" for pick in more] == [pick.source == "b" for pick in _draw(rest, 41, 0)]
     with capture_logs() as logs:
         _draw(order, 8, 101, solved)
-    assert logs == [], "it is told once"
+    assert logs == [], "it is logged once"
 
 
-def test_a_run_whose_rows_are_all_excluded_ends_after_its_last_prompt():
+def test_a_run_ends_once_all_rows_are_excluded():
     run = _Run(_order(_spans((3, 1.0), (4, 1.0)), exclude=0.01, slots=2), 2, exclude=0.01)
     while run.draw(2):
         for seq in list(run.unsettled):
@@ -305,7 +305,7 @@ def test_a_run_whose_rows_are_all_excluded_ends_after_its_last_prompt():
         run.order.draft(1, len(run.picks), run.rates)
 
 
-def test_what_is_left_before_the_end_is_drawn_first():
+def test_remaining_rows_are_drawn_before_the_end():
     order = _order(_spans((5, 1.0)), exclude=0.9, slots=1)
     _draw(order, 3, 0)
     solved = {row: PassRate(-9, 1.0) for row in range(5)}
@@ -314,11 +314,11 @@ def test_what_is_left_before_the_end_is_drawn_first():
     order.accept(draft)
     with pytest.raises(Exhausted):
         order.draft(2, 5, solved)
-    assert not order.begins_epoch(2), "there is none to begin"
+    assert not order.begins_epoch(2), "there is no epoch to start"
     assert order.draft(0, 5, solved).picks == []
 
 
-def test_the_state_of_another_run_or_of_none_is_refused():
+def test_an_invalid_or_foreign_state_is_rejected():
     order = _order(_spans((5, 1.0), (6, 1.0)))
     draft = order.draft(4, 0, {})
     for spans, state, epochs in [
@@ -341,7 +341,7 @@ def test_the_state_of_another_run_or_of_none_is_refused():
 
 
 @given(st.data())
-def test_corrupt_bytes_are_refused_or_make_an_order_that_works(data: st.DataObject):
+def test_corrupt_state_is_rejected_or_works(data: st.DataObject):
     spans = _spans((5, 1.0), (6, 1.0))
     draft = _order(spans).draft(4, 0, {})
     state = bytearray(draft.state)
@@ -357,7 +357,7 @@ def test_corrupt_bytes_are_refused_or_make_an_order_that_works(data: st.DataObje
     assert all(pick.row in range(11) for pick in order.draft(20, 4, {}).picks)
 
 
-def test_restoring_nothing_begins_the_run():
+def test_restoring_an_empty_state_starts_from_the_beginning():
     order = _order(_spans((5, 1.0)))
     beginning = order.draft(5, 0, {})
     order.accept(beginning)
@@ -365,7 +365,7 @@ def test_restoring_nothing_begins_the_run():
     assert order.draft(5, 0, {}) == beginning
 
 
-def test_what_is_written_down_is_small_and_an_epoch_s_rows_are_plain_integers():
+def test_stored_state_is_small_and_epochs_are_plain_integers():
     spans = [replace(span, name=f"source-{span.name}") for span in _spans((100_000, 1.0), (50_000, 2.0))]
     order = PromptOrder(spans, 5, True, slots=32, curriculum=lambda rows, rates, epoch: rows)
     draft = order.draft(128, 0, {})
@@ -375,7 +375,7 @@ def test_what_is_written_down_is_small_and_an_epoch_s_rows_are_plain_integers():
     assert len(PromptOrder(spans, 5, True, slots=32).draft(128, 0, {}).state) < 2 * 25
 
 
-def test_a_curriculum_orders_every_epoch_and_sees_the_rates_that_count():
+def test_a_curriculum_gets_the_rates_known_at_each_epoch():
     seen: list[tuple[list[int], list[float], int]] = []
 
     def backwards(rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
@@ -394,4 +394,4 @@ def test_a_curriculum_orders_every_epoch_and_sees_the_rates_that_count():
     assert second == rows[::-1]
     known = dict(zip(rows, given_rates, strict=True))
     assert (known[middle], known[hard]) == (0.5, 0.0)
-    assert np.isnan(known[first[3]]), "the last one may not have been settled"
+    assert np.isnan(known[first[3]]), "the last one may not be settled yet"

@@ -1,4 +1,4 @@
-"""The download of a model into a folder that all pods share, from a hub of this machine, by the program that the chart runs."""
+"""Downloading a model into a folder shared by all pods, from a local hub, with the program that the chart runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.hub import Hub
 from tests.support.preloading.starter import PLAIN
 
 NAME = "owner/tiny"
-CHUNK = 10 << 20  # what the library writes at a time
+CHUNK = 10 << 20  # what the library writes at once
 WEIGHTS = os.urandom(24_000_000)
 FILES = {"config.json": b'{"model_type": "qwen3"}', "model.safetensors": WEIGHTS, "nested/merges.txt": b"a b\n"}
 HALF = CHUNK + 1_000_000
@@ -30,12 +30,12 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty home of the library, without a token."""
+    """An empty home folder for the library, without a token."""
     monkeypatch.setenv("HF_HOME", str(tmp_path_factory.mktemp("huggingface")))
 
 
 def program(url: str, folder: Path, *words: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of a download. It is not forked: the library reads its environment at its import."""
+    """Return command and environment of a download. It is not forked, as the library reads its environment on import."""
     given = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     given |= {"HF_ENDPOINT": url, "HF_HOME": os.environ["HF_HOME"], PLAIN: "1"}
     return [sys.executable, "-m", "services.dataprep.prompts.preload", *(words or (NAME,)), str(folder)], given
@@ -47,7 +47,7 @@ def download(url: str, folder: Path, *words: str) -> subprocess.CompletedProcess
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return the files of a model, without what the library notes about them."""
+    """Return the files of a model, without the library's metadata."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     names = {path.relative_to(folder).as_posix(): path for path in paths}
     return {name: path.read_bytes() for name, path in names.items() if not name.startswith(".cache/")}
@@ -58,7 +58,7 @@ def partials(folder: Path) -> list[Path]:
 
 
 def told(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the error of a download: its last line. Progress comes before."""
+    """Return the error of a download: its last line, after any progress output."""
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]
 
@@ -77,7 +77,7 @@ def test_a_model_is_downloaded_once(hub: Hub, tmp_path: Path) -> None:
 
 
 def size(path: Path) -> int:
-    """Return the size of a file, 0 of one that has its name by now."""
+    """Return the size of a file, or 0 if it has been renamed since."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def size(path: Path) -> int:
 
 
 def killed_halfway(hub: Hub, folder: Path) -> None:
-    """Kill a download that has the small files and a part of the weights."""
+    """Kill a download that has the small files and part of the weights."""
 
     def halfway() -> bool:
         begun = max(map(size, folder.parent.rglob("*.incomplete")), default=0)
@@ -101,13 +101,11 @@ def killed_halfway(hub: Hub, folder: Path) -> None:
     assert partials(folder)
 
 
-def test_what_a_killed_download_has_left_is_never_taken_for_the_model(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_download_is_never_used_as_the_model(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "tiny"
     killed_halfway(hub, folder)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "another pod"))
-    for status in (503, 401, 404):  # without the hub, the library would return the folder as it is
+    for status in (503, 401, 404):  # without the hub, the library would return the folder unchanged
         hub.status = status
         assert download(hub.url, folder).returncode != 0
         assert not folder.exists(), status
@@ -118,17 +116,17 @@ def test_what_a_killed_download_has_left_is_never_taken_for_the_model(
     assert not partials(folder)
 
 
-def test_a_killed_download_keeps_its_whole_files(hub: Hub, tmp_path: Path) -> None:
+def test_a_killed_download_keeps_complete_files(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     killed_halfway(hub, folder)
     hub.asked.clear()
     assert download(hub.url, folder).returncode == 0
     fetched = [line for line in hub.asked if line.startswith("GET") and "/resolve/" in line]
     assert fetched == [f"GET /{NAME}/resolve/{hub.commit}/model.safetensors"]
-    assert not list(folder.rglob("*.incomplete")), "what was begun takes space"
+    assert not list(folder.rglob("*.incomplete")), "partial files waste space"
 
 
-def test_a_connection_that_breaks_is_resumed(hub: Hub, tmp_path: Path) -> None:
+def test_a_broken_connection_is_resumed(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     hub.cut_after = len(WEIGHTS) // 2
     assert download(hub.url, folder).returncode == 0
@@ -154,7 +152,7 @@ def test_files_of_two_commits_are_not_mixed(hub: Hub, tmp_path: Path) -> None:
     hub.commit, hub.files = "b" * 40, {"config.json": b"{}", "pytorch_model.bin": b"new"}
     assert download(hub.url, folder).returncode == 0
     assert content(folder) == hub.files
-    assert partials(folder) == [other], "what is left of the older commit takes space"
+    assert partials(folder) == [other], "leftovers of the older commit waste space"
 
 
 @pytest.mark.parametrize(
@@ -165,21 +163,21 @@ def test_files_of_two_commits_are_not_mixed(hub: Hub, tmp_path: Path) -> None:
         ((NAME, "--revision", "v9"), f"{NAME} has no revision 'v9': set a branch, tag or commit of it"),
     ],
 )
-def test_a_wrong_name_is_told_in_one_line(words: tuple[str, ...], why: str, hub: Hub, tmp_path: Path) -> None:
+def test_an_invalid_name_is_reported_on_one_line(words: tuple[str, ...], why: str, hub: Hub, tmp_path: Path) -> None:
     done = download(hub.url, tmp_path / "tiny", *words)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {why}")
     assert not list(tmp_path.glob("tiny*"))
 
 
-def test_a_wrong_token_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
+def test_an_invalid_token_is_reported_on_one_line(hub: Hub, tmp_path: Path) -> None:
     hub.status = 403
     done = download(hub.url, tmp_path / "tiny")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "set HF_TOKEN to a token that may" in done.stderr
 
 
-def test_a_wrong_folder_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
+def test_an_unusable_folder_is_reported_on_one_line(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, why in ((tmp_path / "file", "is a file, not a folder"), (tmp_path / "file" / "tiny", "correct model.path")):
         done = download(hub.url, folder)
@@ -188,7 +186,7 @@ def test_a_wrong_folder_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
         assert why in told(done)
 
 
-def test_a_hub_that_is_away_is_told_in_one_line(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported_on_one_line(tmp_path: Path) -> None:
     done = download("http://127.0.0.1:1", tmp_path / "tiny")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert f"{NAME} cannot be looked up on the hub" in done.stderr

@@ -1,4 +1,4 @@
-"""A run without processes, for tests of admission: time goes in ticks, everything random comes from given dice."""
+"""A run without processes, for tests of admission: time passes in ticks, and all randomness comes from `dice`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from services.dataprep.replay.admission import PassOver, Prepare, Progress, Rules, Wait, decide, tickets_to_issue
 from services.store.records import SweptTable
 
-AHEAD = 1  # steps prepared beyond the one that is trained
+AHEAD = 1  # steps prepared beyond the one in training
 
 
 @dataclass
@@ -45,15 +45,15 @@ class World:
     generating: dict[int, tuple[int, int]] = field(default_factory=dict)  # seq -> (tick it ends, version it began with)
     table: dict[int, Group] = field(default_factory=dict)
     gaps: list[int] = field(default_factory=list)  # filtered since the last step
-    training: list[tuple[int, int]] = field(default_factory=list)  # (tick it is published, version)
-    fresh: Counter[int] = field(default_factory=Counter)  # step -> groups that train for the first time
+    training: list[tuple[int, int]] = field(default_factory=list)  # (tick of publication, version)
+    fresh: Counter[int] = field(default_factory=Counter)  # step -> groups trained for the first time
     made: list[tuple[int, ...]] = field(default_factory=list)  # the groups of every step
     trained: list[tuple[int, int, int]] = field(default_factory=list)  # (step, seq, lag)
-    lost: Counter[str] = field(default_factory=Counter)  # groups that left without being trained
+    lost: Counter[str] = field(default_factory=Counter)  # groups that left untrained
     passed_over: int = 0
     overtook: int = 0
     yielded: int = 0
-    """Steps made although the limiter would rather have waited."""
+    """Steps made although the rate limiter asked to wait."""
 
     @property
     def slots(self) -> int:
@@ -69,7 +69,7 @@ class World:
         return Progress(self.prepared + 1, self.published, self.steps, self.free_slots)
 
     def run(self) -> None:
-        """Until the last step is published."""
+        """Run until the last step is published."""
         limit = 60 * (self.steps + 2) * (self.max_delay + 7) * max(1, self.rules.min_size // self.rules.prompts_per_step)
         while self.published < self.steps:
             assert self.tick < limit, f"the run is stuck: {self}"
@@ -125,7 +125,7 @@ class World:
         )  # fmt: skip
 
     def order(self) -> list[int]:
-        """Groups as the sampler draws them."""
+        """Groups in the order in which the sampler draws them."""
         groups = sorted(self.table)
         match self.rules.sampler:
             case "fifo":
@@ -157,7 +157,7 @@ class World:
 
     def make(self, step: int, swept: SweptTable, decision: Prepare) -> None:
         groups, filtered = [int(group) for group in decision.groups], len(self.gaps)
-        assert groups == [seq for _, seq in swept.first[: len(groups)]], "the first that the sampler draws"
+        assert groups == [seq for _, seq in swept.first[: len(groups)]], "not the first groups that the sampler draws"
         assert len(set(groups)) == len(groups) > 0
         limiter = self.rules.limiter
         if swept.size < self.rules.min_size or (limiter and not limiter.draws(swept.inserted, swept.drawn, len(groups))):
@@ -167,7 +167,7 @@ class World:
             self.yielded += 1
         self.forget(decision.gaps_until)
         missing = self.rules.prompts_per_step - len(groups)
-        assert 0 <= missing <= max(0, filtered - self.rules.replaced), "a place is left empty for a filtered group only"
+        assert 0 <= missing <= max(0, filtered - self.rules.replaced), "only a filtered group leaves a place empty"
         for seq in groups:
             group = self.table[seq]
             self.trained.append((step, seq, step - group.oldest))

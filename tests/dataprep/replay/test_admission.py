@@ -30,7 +30,7 @@ STEPS = 25
 
 
 def swept(*first: int, **more: Any) -> SweptTable:
-    """What a look finds: groups of these issue sequences, none of them drawn before."""
+    """The result of a sweep: groups of these issue sequences, none drawn before."""
     found = {
         "stale": 0, "size": len(first), "outstanding": 0, "oldest_outstanding": -1, "inserted": len(first), "drawn": 0,
         "requeued": 0, "uses": {0: len(first)}, "gaps": (),
@@ -39,7 +39,7 @@ def swept(*first: int, **more: Any) -> SweptTable:
 
 
 def looks(**more: Any) -> SweptTable:
-    """What a look finds, by numbers alone."""
+    """The result of a sweep, given by counts only."""
     return swept(**more)
 
 
@@ -62,7 +62,9 @@ def test_a_step_waits_for_an_older_ticket_until_the_deadline() -> None:
     assert decide(look, START, RULES, 600.0) == Prepare(("0-3", "0-5"), 5, overtook=True)
     assert decide(look, START, Rules(2, 4, 0.0), 0) == Prepare(("0-3", "0-5"), 5, overtook=True)
     assert decide(swept(3, 5, outstanding=1, oldest_outstanding=6), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
-    assert decide(look, START, Rules(2, 4, sampler="freshest"), 0) == Prepare(("0-3", "0-5"), ALL_GAPS), "others never wait"
+    assert decide(look, START, Rules(2, 4, sampler="freshest"), 0) == Prepare(("0-3", "0-5"), ALL_GAPS), (
+        "other samplers never wait"
+    )
 
 
 def test_a_filtered_group_takes_its_place_in_order_of_issue() -> None:
@@ -75,30 +77,30 @@ def test_a_filtered_group_takes_its_place_in_order_of_issue() -> None:
     assert decide(late, START, RULES, 601.0) == PassOver(2)
 
 
-def test_where_order_does_not_matter_a_filtered_group_takes_any_place() -> None:
+def test_unordered_samplers_let_a_filtered_group_take_any_place() -> None:
     rules = Rules(2, 4, sampler="uniform")
     assert decide(swept(3, 5, gaps=(9,)), START, rules, 0) == Prepare(("0-3",), ALL_GAPS)
-    assert decide(swept(3, 5, gaps=(7, 8, 9)), START, rules, 0) == PassOver(8), "the third has its place in the next step"
+    assert decide(swept(3, 5, gaps=(7, 8, 9)), START, rules, 0) == PassOver(8), "the third takes a place in the next step"
 
 
-def test_a_table_below_its_least_size_is_left_alone() -> None:
+def test_a_table_below_min_size_is_not_sampled() -> None:
     rules = Rules(2, 4, min_size=5)
     assert decide(swept(3, 5, outstanding=3, oldest_outstanding=6), START, rules, 0) == Wait("min_size")
     assert tickets_to_issue(swept(3, 5), START, rules) == 8
     assert tickets_to_issue(swept(3, 5), Progress(9, 9, 10, 10), rules) == 3, "the last step needs no ticket, but the table does"
 
 
-def test_a_rate_limiter_holds_back_until_nothing_else_can_happen() -> None:
+def test_a_rate_limiter_waits_unless_the_run_would_be_stuck() -> None:
     rules = Rules(2, 4, sampler="uniform", max_uses=0, limiter=RateLimiter(2.0, 1, 2.0))
     few = swept(3, 5, inserted=2, drawn=4)  # 2 x 2 - 4 - 2 < 2 x 1 - 2
     assert decide(few, START, rules, 0) == Wait("rate_limiter")
     assert tickets_to_issue(few, START, rules) == 2
-    assert isinstance(decide(few, Progress(9, 9, 100, 0), rules, 0), Prepare), "no ticket is out and none may be issued"
-    assert decide(few, Progress(9, 8, 100, 0), rules, 0) == Wait("rate_limiter"), "a version to come frees slots"
+    assert isinstance(decide(few, Progress(9, 9, 100, 0), rules, 0), Prepare), "no ticket is outstanding and none may be issued"
+    assert decide(few, Progress(9, 8, 100, 0), rules, 0) == Wait("rate_limiter"), "a later version frees slots"
     assert decide(swept(3, 5, inserted=2, drawn=4, outstanding=1), Progress(9, 9, 100, 0), rules, 0) == Wait("rate_limiter")
 
 
-def test_tickets_fill_the_slots_but_not_past_the_end_of_the_run() -> None:
+def test_tickets_fill_the_slots_up_to_the_end_of_the_run() -> None:
     # 10 slots. Version 3 is published and step 3 prepared, so 2 slots are held by it and 5 by live tickets.
     assert tickets_to_issue(looks(outstanding=5), Progress(4, 3, 100, 3), RULES) == 3
     assert tickets_to_issue(looks(outstanding=3, uses={0: 5}), Progress(4, 3, 100, 0), RULES) == 0
@@ -109,7 +111,7 @@ def test_tickets_fill_the_slots_but_not_past_the_end_of_the_run() -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 40), st.integers(0, 30), st.integers(0, 3), st.integers(0, 9))
-def test_with_one_use_it_is_the_rule_of_the_slots(k: int, staleness: int, live: int, step: int, behind: int, left: int) -> None:
+def test_with_one_use_only_slots_limit_tickets(k: int, staleness: int, live: int, step: int, behind: int, left: int) -> None:
     published, steps = max(0, step - behind), step + left
     free = (staleness + 1) * k - live - k * (step - published)
     expected = max(0, min(free, left * k - live))
@@ -132,7 +134,7 @@ seeds = st.integers(0, 2**32)
 
 
 def world(rules: Rules, seed: int, failed: float = 0.1, filtered: float = 0.2, **more: Any) -> World:
-    """A whole run. What becomes of a ticket depends on its place in the order alone."""
+    """A whole run, in which the fate of a ticket depends only on its position."""
 
     def fate(seq: int) -> str:
         chance = random.Random(f"{more.get('fates', seed)} {seq}").random()
@@ -165,7 +167,7 @@ def test_waiting_runs_never_exceed_the_lag_bound_nor_drop_a_group(
     assert not made.overtook
     order = [seq for _, seq, _ in made.trained]
     if rules.max_uses == 1:
-        assert order == sorted(order), "a step trained on a younger ticket before an older one"
+        assert order == sorted(order), "a step trained on a newer ticket before an older one"
         if not filtered or replaced == 1000:
             assert not made.table, "groups were made that no step needed"
             assert not made.generating
@@ -176,7 +178,7 @@ def test_waiting_runs_never_exceed_the_lag_bound_nor_drop_a_group(
 
 @given(st.integers(1, 5), st.integers(0, 4), seeds, st.sampled_from(["drop", "deadline"]), replaced)
 @settings(max_examples=80, deadline=None)
-def test_overtaking_runs_keep_the_bound_and_are_never_stuck(k: int, staleness: int, seed: int, how: str, replaced: int) -> None:
+def test_overtaking_runs_keep_the_bound_and_never_get_stuck(k: int, staleness: int, seed: int, how: str, replaced: int) -> None:
     rules = Rules(k, staleness, 0.0 if how == "drop" else 3.0, replaced=replaced)
     made = world(rules, seed, max_delay=30)
     assert len({seq for _, seq, _ in made.trained}) == len(made.trained)
@@ -193,7 +195,7 @@ def test_no_sampler_exceeds_the_bound_or_gets_stuck(
     capacity = data.draw(st.integers(k, 3 * k), "capacity")
     least = data.draw(st.integers(1, min(capacity, (staleness + 1) * k)), "min_size")
     made = world(Rules(k, staleness, 20.0, sampler, min(uses, staleness + 1), least, replaced), seed, capacity=capacity)
-    assert not made.yielded, "the table reaches its least size, whatever happens"
+    assert not made.yielded, "the table always reaches min_size"
 
 
 @given(samplers, st.integers(1, 5), st.integers(0, 4), st.integers(0, 3), st.floats(1, 4), replaced, seeds, st.data())
@@ -210,7 +212,7 @@ def test_a_rate_limiter_never_stops_a_run(
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 3.5])
-def test_a_rate_limiter_holds_the_ratio_where_staleness_allows_it(ratio: float) -> None:
+def test_a_rate_limiter_keeps_the_ratio_if_staleness_allows(ratio: float) -> None:
     limiter = RateLimiter(ratio, 1, (4 + ratio) / 2)
     made = world(Rules(4, 8, sampler="uniform", max_uses=0, limiter=limiter), 1)
     assert not made.yielded
@@ -219,27 +221,27 @@ def test_a_rate_limiter_holds_the_ratio_where_staleness_allows_it(ratio: float) 
 
 
 @pytest.mark.parametrize("replaced", [0, 2, 1000])
-def test_the_groups_of_a_step_depend_on_the_order_of_issue_alone(replaced: int) -> None:
+def test_a_steps_groups_depend_only_on_the_order_of_issue(replaced: int) -> None:
     rules = Rules(3, 2, overtake_deadline_s=1e9, replaced=replaced)
     runs = {tuple(world(rules, seed, 0.1, 0.4, fates=7, max_delay=1 + 4 * seed).made) for seed in range(10)}
     assert len(runs) == 1
     assert len({len(groups) for groups in runs.pop()}) == (1 if replaced == 1000 else 3)
 
 
-def test_without_failures_and_filters_steps_take_the_tickets_by_turns() -> None:
+def test_without_failures_or_filters_steps_take_tickets_in_order() -> None:
     runs = {tuple(world(Rules(3, 2, overtake_deadline_s=1e9), seed, 0, 0).made) for seed in range(10)}
     assert runs == {tuple((3 * i, 3 * i + 1, 3 * i + 2) for i in range(STEPS))}
 
 
 @pytest.mark.parametrize("replaced", [0, 2, 1000])
 @pytest.mark.parametrize("sampler", ["fifo", "lifo", "freshest", "uniform"])
-def test_when_all_groups_are_constant_no_empty_step_is_made_and_nothing_is_stuck(sampler: str, replaced: int) -> None:
+def test_filtering_all_groups_neither_blocks_nor_makes_empty_steps(sampler: str, replaced: int) -> None:
     made = World(Rules(2, 1, sampler=sampler, replaced=replaced), STEPS, random.Random(1), lambda seq: "filtered")
     for _ in range(400):
         before = made.issued
         for _ in range(2 * made.max_delay):
             made.turn()
-        assert made.issued > before, "prompts go on being tried"
+        assert made.issued > before, "prompts must still be issued"
         if made.issued > replaced + 100:
             break
     assert made.prepared == -1
@@ -250,6 +252,6 @@ def test_when_all_groups_are_constant_no_empty_step_is_made_and_nothing_is_stuck
 
 
 def test_full_staleness_is_reached() -> None:
-    """The bound is not just an upper limit on paper: a slow trainer uses all of it."""
+    """The bound is not just theoretical: a slow trainer uses all of it."""
     lags = {lag for seed in range(20) for _, _, lag in world(Rules(2, 3), seed, 0, 0, max_delay=1).trained}
     assert max(lags) == 3

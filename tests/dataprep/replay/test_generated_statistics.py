@@ -1,4 +1,4 @@
-"""Metrics of the data against numbers worked out by hand and against numpy over all headers at once."""
+"""Metrics of generated data, by hand and against numpy over all headers at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _header(
 
 def _take(stats: GeneratedStats, trained: list[Header]) -> dict[str, float]:
     record = stats.record(trained)
-    assert stats.record(trained) == record, "looking changes nothing"
+    assert stats.record(trained) == record, "reading changes nothing"
     stats.next_step(trained)
     return record
 
@@ -47,7 +47,7 @@ def _seen(headers: list[Header], sources: list[str] = ONE) -> dict[str, float]:
     return _take(stats, headers)
 
 
-def test_by_hand() -> None:
+def test_metrics_by_hand() -> None:
     first = _header([1.0, 0.0], [4, 8], tools=[1, 2], truncated=[False, True])
     second = _header([1.0, 1.0], [6, 2])
     record = _seen([first, second])
@@ -59,13 +59,13 @@ def test_by_hand() -> None:
     assert record["length/drift"] == 1
 
 
-def test_lengths_are_told_apart_by_outcome_and_equal_rewards_by_kind() -> None:
+def test_lengths_are_split_by_outcome_and_zero_std_by_kind() -> None:
     several = msgspec.structs.replace(_header([1.0, 0.0], [4, 8, 2]), rollout=[0, 1, 1], oldest=[0] * 3, newest=[0] * 3)
     record = _seen([several, _header([0.0, 0.0], [20, 30]), _header([1.0, 1.0], [6, 8]), _header([0.5, 0.5], solved=[])])
     assert (record["length/gen/solved"], record["length/gen/unsolved"]) == ((4 + 6 + 8) / 3, (8 + 2 + 20 + 30) / 4)
     assert [record[f"zero_std/gen/{kind}"] for kind in ("zero", "solved", "nonzero")] == [0.25] * 3
     assert record["reward/gen/zero_std_share"] == 0.75
-    assert "length/gen/unsolved" not in _seen([_header([1.0, 2.0])]), "a mean of nothing is no number"
+    assert "length/gen/unsolved" not in _seen([_header([1.0, 2.0])]), "a mean of no values is omitted"
     assert not {"length/gen/solved", "length/gen/unsolved"} & _seen([_header([1.0, 2.0], solved=[])]).keys()
 
 
@@ -83,12 +83,12 @@ def test_a_group_falls_into_one_bin_of_the_solve_rate(rewards: list[float], bin:
     }
 
 
-def test_groups_that_no_verifier_can_judge_have_no_solve_rate() -> None:
+def test_groups_without_a_verdict_have_no_solve_rate() -> None:
     assert not any(name.startswith("solve_rate/") for name in _seen([_header([3.5, -1.0], solved=[])]))
     assert _seen([_header([3.5, -1.0], solved=[]), _header([1, 1])])["solve_rate/gen/100"] == 1
 
 
-def test_several_sources_are_told_apart() -> None:
+def test_several_sources_get_separate_metrics() -> None:
     headers = [
         _header([1.0, 1.0], [4, 4], source="gsm8k"),
         _header([2.0, 1.0], [8, 8], source="code", scores={"tests": [1.0, 0.0]}, solved=[True, False]),
@@ -99,7 +99,7 @@ def test_several_sources_are_told_apart() -> None:
     assert (record["solve_rate/gen/gsm8k/100"], record["solve_rate/gen/code/25_50"]) == (1, 1)
     assert (record["reward/gen/gsm8k/exact"], record["reward/gen/code/tests"]) == (1.0, 0.5)
     assert not {"reward/gen/exact", "reward/gen/tests"} & record.keys(), "no verifier scored both groups"
-    assert not any("main" in name for name in _seen([_header([1.0])])), "one source needs no keys of its own"
+    assert not any("main" in name for name in _seen([_header([1.0])])), "a single source has no separate keys"
 
 
 def test_dropped_groups_are_counted_by_reason_until_the_next_step() -> None:
@@ -114,7 +114,7 @@ def test_dropped_groups_are_counted_by_reason_until_the_next_step() -> None:
     assert not any(n for name, n in _take(stats, []).items() if name.startswith("filtered/"))
 
 
-def test_drift_shows_that_long_groups_are_left_out_and_forgets_it_after_a_while() -> None:
+def test_drift_shows_dropped_long_groups_and_decays() -> None:
     stats = GeneratedStats(ONE)
     short, long = _header([1.0, 0.0], [10, 10]), _header([1.0, 0.0], [30, 30])
     assert "length/drift" not in _take(stats, [short]), "nothing was generated to compare with"
@@ -167,7 +167,7 @@ def test_running_sums_equal_numpy_over_all_headers(headers: list[Header]) -> Non
     assert sum(value for name, value in record.items() if name.startswith("solve_rate/")) == pytest.approx(1)
 
 
-def test_rewards_are_of_rollouts_and_lengths_and_staleness_of_segments() -> None:
+def test_rewards_are_per_rollout_and_lengths_per_segment() -> None:
     owners = {"rollout": [0, 0, 0, 1], "oldest": [1, 1, 3, 3], "newest": [1, 3, 3, 3], "tool_tokens": [0, 2, 0, 0]}
     header = msgspec.structs.replace(_header([1.0, 0.0], [2, 4, 6, 8], truncated=[True, False]), **owners)
     record = _seen([header]) | trained([header], 3, [0], ONE)
@@ -177,7 +177,7 @@ def test_rewards_are_of_rollouts_and_lengths_and_staleness_of_segments() -> None
     assert (record["staleness/trained/mean"], record["staleness/trained/mixed_share"]) == (2 * 6 / 20, 0.25)
 
 
-def test_a_small_spread_around_a_large_mean_keeps_its_digits() -> None:
+def test_a_small_spread_around_a_large_mean_stays_precise() -> None:
     assert _seen([_header([1e8 + 0.25, 1e8 - 0.25])])["reward/gen/std"] == 0.25
     assert _seen([_header([0.1] * 7), _header([0.1] * 7)])["reward/gen/std"] == 0
 
@@ -191,7 +191,7 @@ def test_uses_and_importance_weights_of_a_step() -> None:
     assert "replay/train/weight_min" not in trained(headers, 1, [0] * 4, ONE)
 
 
-def test_scores_that_not_every_group_has_are_passed_over() -> None:
+def test_scores_missing_from_some_groups_are_omitted() -> None:
     record = _seen([_header([1.0, 0.0]), _header([1.0, 0.0], scores={"other": [0.0, 0.0]})])
     assert not {"reward/gen/exact", "reward/gen/other"} & record.keys()
 

@@ -1,4 +1,4 @@
-"""No prompt is issued for whose group Redis may have no room."""
+"""No prompt is issued if Redis may lack memory for its group."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from services.store import Store
 from tests.support.harness import small_config
 
 
-async def test_a_nearly_full_server_holds_prompts_back_until_it_has_room_again(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_nearly_full_server_holds_prompts_back(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "POLL_S", 0.0)
     assert not await MemoryGuard(small_config(tmp_path), store).full(), "a server without a limit is never full"
     used, limit = await store.run.memory(7)

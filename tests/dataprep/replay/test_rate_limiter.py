@@ -1,4 +1,4 @@
-"""The rate limiter against Reverb's rule, written down as its authors do."""
+"""The rate limiter against Reverb's rule as published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.dataprep.replay.rate_limiter import RateLimiter, rate_limiter
 from tests.support.harness import small_config
 
-EDGE = 1e-6  # nearer to a bound than this, rounding decides
+EDGE = 1e-6  # closer to a bound than this, rounding decides
 
 
 @dataclass
@@ -58,7 +58,7 @@ def test_it_allows_what_reverb_allows(ratio: float, size: int, error: float, ins
 
 
 @given(ratios, sizes, steps, errors, st.integers(0, 2000), st.integers(0, 10_000))
-def test_draws_and_inserts_are_never_both_refused(
+def test_draws_and_inserts_are_never_both_blocked(
     ratio: float, size: int, count: int, error: float, inserts: int, samples: int
 ) -> None:
     limiter = RateLimiter(ratio, size, (count + ratio) / 2 * error)
@@ -66,7 +66,7 @@ def test_draws_and_inserts_are_never_both_refused(
 
 
 @given(ratios, sizes, steps, errors, st.integers(0, 2**32))
-def test_whoever_asks_first_stays_within_the_buffer_and_goes_on_for_ever(
+def test_any_order_of_calls_stays_within_the_buffer_and_continues(
     ratio: float, size: int, count: int, error: float, seed: int
 ) -> None:
     limiter, dice = RateLimiter(ratio, size, (count + ratio) / 2 * error), random.Random(seed)
@@ -82,7 +82,7 @@ def test_whoever_asks_first_stays_within_the_buffer_and_goes_on_for_ever(
         assert not reached or rule.diff(inserts, samples) >= rule.min_diff - EDGE
 
 
-def test_a_run_without_a_ratio_has_no_limiter_and_one_with_it_the_smallest_buffer_that_works(tmp_path: Path) -> None:
+def test_only_a_ratio_creates_a_limiter_with_the_least_buffer(tmp_path: Path) -> None:
     assert rate_limiter(small_config(tmp_path)) is None
     config = ("replay.sampler=uniform", "replay.max_uses=0", "replay.samples_per_insert=3", "replay.min_size=4")
     assert rate_limiter(small_config(tmp_path, None, *config)) == RateLimiter(3.0, 4, (8 + 3) / 2)

@@ -1,4 +1,4 @@
-"""Which headers of rollouts with segments are settled, and which are dead letters."""
+"""Which headers of rollouts with segments are inserted, and which become dead letters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _config(min_group_size: int = 0) -> RunConfig:
 
 
 def _header(**fields: Any) -> Header:
-    """Four rollouts of six segments; the second segment and the last two follow contexts of their own, the latter the same."""
+    """Four rollouts of six segments; the second segment has its own context, and the last two share another."""
     given = {
         "ticket": "0-1", "seq": 0, "epoch": 0, "index": 1, "payload": "0-1.1", "payload_bytes": 100, "prompt_tokens": 5,
         "lengths": [60, 2, 3, 4, 5, 6], "rewards": [0.0, 1.0, 0.5, 1.0], "scores": {"tools": [0.0, 1.0, 0.5, 1.0]},
@@ -85,7 +85,7 @@ def test_rollouts_of_several_segments_are_trained_on() -> None:
         ({"source": "plain"}, "scores of tools, but the verifiers are"),
     ],
 )
-def test_segments_that_cannot_be_are_dead_letters(fields: dict[str, Any], message: str) -> None:
+def test_invalid_segments_are_dead_lettered(fields: dict[str, Any], message: str) -> None:
     action = _action(_header(**fields), _config())
     assert action.startswith("failed:")
     with pytest.raises(AssertionError, match=message):
@@ -99,7 +99,7 @@ def _without_the_last() -> Header:
     )  # fmt: skip
 
 
-def test_a_group_may_lack_rollouts_down_to_the_smallest_size() -> None:
+def test_a_group_may_lack_rollouts_down_to_the_minimum_size() -> None:
     assert _action(_without_the_last(), _config(3)) == "insert"
     assert _action(_without_the_last(), _config()) == "failed:the header has 3 rewards, but sampling.group_size is 4"
     few = _action(_without_the_last(), _config(4))
@@ -118,7 +118,7 @@ def test_a_group_may_lack_rollouts_down_to_the_smallest_size() -> None:
 def test_what_is_inserted_can_be_planned(
     counts: list[int], numbers: list[int], sizes: list[int], lengths: list[int], numbered: bool
 ) -> None:
-    """`counts` segments of each rollout, of `numbers` contexts whose sizes are `sizes`: sensible if `numbered` as they occur."""
+    """`counts` segments per rollout, in contexts `numbers` of sizes `sizes`: valid if `numbered` in order of occurrence."""
     owners = [rollout for rollout, count in enumerate(counts) for _ in range(count)]
     s = len(owners)
     if numbered:

@@ -1,4 +1,4 @@
-"""Variates, weights and importance weights, by distribution and against formulas worked out the long way."""
+"""Variates, weights and importance weights, by distribution and against explicit formulas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def distance(values: np.ndarray) -> float:
 
 
 def drawn(kind: str) -> np.ndarray:
-    """Exponential variates as a run makes them: of many groups, of many draws of one, or of many seeds."""
+    """Exponential variates as in a run: for many groups, for many draws of one group, or for many seeds."""
     names = {
         "groups": ((3, f"0-{i}", 0) for i in range(N)),
         "draws": ((3, "0-7", i) for i in range(N)),
@@ -48,7 +48,7 @@ def test_variates_are_exponentially_distributed_and_independent(kind: str) -> No
     assert len(set(values.tolist())) == N
 
 
-def test_victims_are_uniform_and_have_nothing_to_do_with_the_clocks() -> None:
+def test_victims_are_uniform_and_independent_of_the_clocks() -> None:
     values = np.array([replay.uniform(3, f"0-{i}", "victim") for i in range(N)])
     assert 0 < values.min() < values.max() < 1
     assert 0.36 < distance(values) < 1.95
@@ -92,8 +92,8 @@ def test_importance_weights_by_hand() -> None:
     assert replay.importance([], 0.0, 0, 1.0).tolist() == []
 
 
-def test_importance_undoes_unequal_chances() -> None:
-    """With beta 1, single draws and an average over many of them, every group counts alike."""
+def test_importance_weights_correct_unequal_probabilities() -> None:
+    """With beta 1 and single draws, every group counts equally on average."""
     w, random = np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.random.default_rng(1)
     corrected = replay.importance(w.tolist(), 16.0, 5, 1.0)
     shares = np.bincount(random.choice(5, 100_000, p=w / 16), minlength=5) * corrected
@@ -109,7 +109,7 @@ def header(oldest: int = 0, **fields: Any) -> Header:
 
 
 @pytest.mark.parametrize(("half_life", "exponent"), [(1.0, 1.0), (3.0, 1.0), (0.1, 4.0), (10.0, 0.5), (7.0, 2.0), (2.0, 0.0)])
-def test_weights_by_recency_halve_with_the_half_life_and_stay_within_bounds(half_life: float, exponent: float) -> None:
+def test_recency_weights_halve_per_half_life_within_bounds(half_life: float, exponent: float) -> None:
     config = RECENT.model_copy(update={"recency_half_life": half_life, "priority_exponent": exponent})
     for step in range(0, 500, 7):
         base = replay.recency_base(step, config)
@@ -119,14 +119,14 @@ def test_weights_by_recency_halve_with_the_half_life_and_stay_within_bounds(half
         assert youngest / replay.recency_weight(step - base - 1, config) == pytest.approx(2.0 ** (exponent / half_life))
 
 
-def test_the_base_of_recency_never_goes_back() -> None:
+def test_the_recency_base_never_decreases() -> None:
     bases = [replay.recency_base(step, RECENT) for step in range(1000)]
     assert bases == sorted(bases)
     assert len(set(bases)) == 1000 // 48 + 1
 
 
 @pytest.mark.parametrize("version", [0, 10**6, 2**62])
-def test_a_header_of_any_version_has_a_weight_that_the_table_takes(tmp_path: Path, version: int) -> None:
+def test_a_header_of_any_version_has_a_valid_weight(tmp_path: Path, version: int) -> None:
     config = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority=recency")
     assert 0 <= replay.weight(header(version), np.zeros(4), config, 48) <= HEAVIEST
 
