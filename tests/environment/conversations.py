@@ -1,6 +1,6 @@
-"""Programs that converse with a policy in every way that matters to a recorder, and the audit of what was recorded.
+"""Programs that converse with a policy in every way relevant to a recorder, and an audit of what was recorded.
 
-The policy's tokens are deliberately not those that its text would be tokenised to: text is cut at random before it is encoded.
+The policy's tokens deliberately differ from a tokenisation of its text, which is cut at random before it is encoded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORDS = ("the", "answer", " 12", "é", "\n", "  ", "<", "tool", "🙂", "{", "}"
 
 @dataclass
 class Asked:
-    """One call of the policy: the tokens it was given and those it returned."""
+    """One call of the policy: its input and output tokens."""
 
     given: list[int]
     sampled: list[int]
@@ -39,12 +39,12 @@ class Asked:
 
 @dataclass
 class ScriptedPolicy:
-    """Samples texts such as a model of the family would, from a seed."""
+    """Samples texts as a model of the family would, from a seed."""
 
     family: Family
     rng: random.Random
     said: list[str] = field(default_factory=list)
-    """Texts to say first, each with its end."""
+    """Texts to say first, each with its finish reason."""
     asked: list[Asked] = field(default_factory=list)
     version: int = 0
 
@@ -79,7 +79,7 @@ class ScriptedPolicy:
         return ids
 
     def words(self) -> str:
-        """Return a few words, with odd characters and white space at either end at times."""
+        """Return a few words, sometimes with odd characters and white space at either end."""
         return "".join(self.rng.choice(WORDS) for _ in range(self.rng.randrange(1, 8))) + "w"
 
     def _text(self, tools: bool, opened: bool) -> str:
@@ -133,17 +133,17 @@ class Program:
         self.past: list[list[dict[str, Any]]] = []
 
     def turn(self) -> None:
-        """Ask the policy once, and continue the conversation with what comes of it."""
+        """Ask the policy once, and continue the conversation with its reply."""
         call = self.recorder.plan(self.messages, self.tools)
         added = self.chat.decode(call.tokens[call.kept :])
-        assert self.family.strip or call.text.endswith(added), "what is appended is not what the template says"
+        assert self.family.strip or call.text.endswith(added), "what is appended differs from the template"
         reply = self.recorder.record(call, self.policy.sample(call.tokens, bool(self.tools)))
         self.messages = [*self.messages, self._echoed(reply)]
         self.past.append(list(self.messages))
         self._continue(reply)
 
     def _echoed(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply as a program passes it back: spelled differently, at times without the reasoning."""
+        """Return the reply as a program passes it back: spelled differently, sometimes without the reasoning."""
         echoed = {key: value for key, value in json.loads(json.dumps(reply)).items() if key != "error"}
         if self.rng.random() < 0.5:
             echoed.pop("reasoning_content", None)
@@ -174,7 +174,7 @@ class Program:
 
 
 def exact_turns(prompt: list[int], segments: list[Segment], turns: list[Turn], asked: list[Asked]) -> int:
-    """Count the turns whose trained ids are those that were sampled, after those that the policy was given."""
+    """Count the turns whose trained ids are the sampled ones, after the ids that the policy was given."""
     exact = 0
     reached = [0] * len(segments)
     for turn, call in zip(turns, asked, strict=True):

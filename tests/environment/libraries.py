@@ -1,4 +1,4 @@
-"""Agents of libraries that nobody here wrote; the difference to their usual use is the client."""
+"""Agents built with third-party libraries, used as usual except for the client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def agents(client: Any, row: dict[str, Any]) -> float:
-    """Ask the policy by the library openai-agents."""
+    """Ask the policy with the library openai-agents."""
     from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 
     set_tracing_disabled(True)
@@ -17,7 +17,7 @@ async def agents(client: Any, row: dict[str, Any]) -> float:
 
 
 async def waiting(client: Any, row: dict[str, Any]) -> float:
-    """Ask the policy as libraries do that wait for replies in a thread, and ask for tool calls whatever is said: smolagents."""
+    """Ask the policy with smolagents, which waits for replies in a thread and always requests tool calls."""
     from openai import OpenAI
 
     tools = [{"type": "function", "function": {"name": "final_answer", "parameters": {"type": "object", "properties": {}}}}]
@@ -29,7 +29,7 @@ async def waiting(client: Any, row: dict[str, Any]) -> float:
 
 
 async def claude(client: Any, row: dict[str, Any]) -> float:
-    """Ask the policy by Anthropic's library."""
+    """Ask the policy with Anthropic's library."""
     from anthropic import AsyncAnthropic
 
     async with AsyncAnthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key=client.api_key) as theirs:
@@ -38,5 +38,5 @@ async def claude(client: Any, row: dict[str, Any]) -> float:
 
 
 def digits_in(text: str) -> float:
-    """Return how many of four digits a text has."""
+    """Return the share of four digits that a text has."""
     return sum(digit in text for digit in "0123") / 4

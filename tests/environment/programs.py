@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Echo:
-    """Replies a few times and scores by how often; it can be restored."""
+    """Replies a few times and scores the number of replies; it can be restored."""
 
     tools = ["add"]
 
@@ -45,7 +45,7 @@ class Echo:
 
 
 class Fragile:
-    """Raises in its second rollout of a row, dies in its third, and hangs in none; it cannot be restored."""
+    """Raises in its second rollout of a row and dies in its third; it cannot be restored."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -63,7 +63,7 @@ class Fragile:
 
 
 async def agent(client: Any, row: dict[str, Any], questions: int = 2) -> float:
-    """Ask the policy a few times, each in a conversation of its own."""
+    """Ask the policy a few times, each in a separate conversation."""
     said = [
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": f"{row['answer']} {i}"}])
         for i in range(questions)
@@ -72,7 +72,7 @@ async def agent(client: Any, row: dict[str, Any], questions: int = 2) -> float:
 
 
 class Digits:
-    """Rewards digits in what the policy says, in two turns; it can be restored."""
+    """Rewards digits in the policy's replies, in two turns; it can be restored."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -92,7 +92,7 @@ class Digits:
 
 
 class Adder:
-    """Offers a tool in every rollout, and more of them for rows that say so; begins without messages."""
+    """Offers a tool in every rollout, and more for rows that ask for them; starts without messages."""
 
     tools = ["add"]
 
@@ -116,7 +116,7 @@ class Adder:
 
 
 class Unlisted:
-    """Has tools that only its objects know."""
+    """Has tools that only its instances list."""
 
     @property
     def tools(self) -> list[str]:

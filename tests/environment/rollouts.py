@@ -26,18 +26,18 @@ from tests.environment.templates import Family, chat_of
 
 @dataclass
 class ScriptedRollout:
-    """A rollout whose policy says what a model of its family might."""
+    """A rollout whose policy replies as a model of its family might."""
 
     family: Family
     seed: str
     said: list[str] = field(default_factory=list)
-    """Texts that the policy is to say first, in order."""
+    """Texts for the policy to say first, in order."""
     sampling: SamplingParameters = field(default_factory=lambda: SamplingParameters(4096))
     broken: bool = False
     cut: bool = False
-    """Whether what the policy is to say ends by its length."""
+    """Whether these texts end at the length limit."""
     answers: threading.Event = field(default_factory=threading.Event)
-    """Set unless the policy is to take its time."""
+    """Cleared to hold the policy's replies back."""
     begun: threading.Event = field(default_factory=threading.Event)
     """Set when a turn has begun."""
 
@@ -47,7 +47,7 @@ class ScriptedRollout:
         self.asked = AskedTurns()
         self.answers.set()
         self.overrides: list[Overrides] = []
-        self.sampling_s = self.sampling_cpu_s = 0.0  # that the policy took
+        self.sampling_s = self.sampling_cpu_s = 0.0  # used by the policy
 
     @property
     def chat(self) -> ChatFormat:
@@ -81,7 +81,7 @@ class ScriptedRollout:
 
 @dataclass
 class ScriptedRollouts:
-    """Rollouts by key; `over` has ended."""
+    """Rollouts by key; the rollout of key `over` has ended."""
 
     rollouts: dict[str, ScriptedRollout]
     model: str = "org/tiny"
@@ -95,7 +95,7 @@ class ScriptedRollouts:
 
 @contextmanager
 def served(rollouts: ScriptedRollouts) -> Iterator[str]:
-    """Serve a door on the loopback interface, in a thread of its own; its URL."""
+    """Serve a door on the loopback interface in a separate thread; yield its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

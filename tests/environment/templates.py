@@ -1,7 +1,7 @@
-"""Chat templates with the structure of well-known models', and a small tokenizer for each.
+"""Chat templates structured like those of well-known models, and a small tokenizer for each.
 
 Each family writes tool calls in its own notation; between them they drop reasoning from history, trim, merge the system prompt
-into a user's message, insist on alternating roles, end an assistant's turn by the header of the next, or by nothing.
+into a user's message, require alternating roles, and end an assistant's turn with the header of the next, or not at all.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from services.environment.chat.format import ChatFormat
 
 @dataclass(frozen=True)
 class Family:
-    """A chat template, and what belongs to it."""
+    """A chat template and its properties."""
 
     name: str
     template: str
     special: tuple[str, ...]
     ends: tuple[str, ...]
-    """Tokens that end a turn of the assistant."""
+    """Tokens that end an assistant's turn."""
     notation: str
     thinks: bool = False
     tools: bool = True
     system: bool = True
     prefix_space: bool = False
     strip: bool = False
-    """Whether special tokens take the white space after them."""
+    """Whether special tokens absorb the white space after them."""
 
 
 _TOOLS = "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
@@ -181,7 +181,7 @@ def save_family(family: Family, folder: Path) -> Path:
 
 @cache
 def chat_of(family: Family) -> ChatFormat:
-    """Return the chat format of a family, made once a process."""
+    """Return the chat format of a family, created once per process."""
     folder = Path(mkdtemp(prefix=f"family-{family.name}-"))
     try:
         return ChatFormat(save_family(family, folder), data())

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` by the openai SDK, unchanged but for its base URL."""
+"""`/v1/chat/completions` through the openai SDK, with only the base URL changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def url(rollout: ScriptedRollout) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[Any]:
-    """The SDK's client, which would retry what it thinks may be retried."""
+    """The SDK's client, with its retries on."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=2) as client:
         yield client
 
@@ -74,14 +74,14 @@ def test_a_stream_delivers_the_same_message(client: Any, rollout: ScriptedRollou
     ]
 
 
-def test_logprobs_are_those_of_the_sampled_tokens(client: Any, rollout: ScriptedRollout):
+def test_logprobs_match_the_sampled_tokens(client: Any, rollout: ScriptedRollout):
     rollout.said += ["Four."]
     choice = client.chat.completions.create(model="any", messages=[USER], logprobs=True).choices[0]
     assert "".join(token.token for token in choice.logprobs.content) == "Four.<|im_end|>"
     assert [token.logprob for token in choice.logprobs.content] == rollout.recorder.turns[0].logprobs.tolist()
 
 
-def test_stop_and_limit_reach_the_rollout_and_a_malformed_call_is_text(client: Any, rollout: ScriptedRollout):
+def test_stop_and_limit_are_applied_and_a_malformed_call_is_text(client: Any, rollout: ScriptedRollout):
     rollout.said += ["a STOP b", '<tool_call>{"name": add}</tool_call>']
     ask = {"model": "any", "messages": [USER]}
     reply = client.chat.completions.create(**ask, stop="STOP", max_tokens=7)
@@ -94,7 +94,7 @@ def test_stop_and_limit_reach_the_rollout_and_a_malformed_call_is_text(client: A
     assert "not valid JSON" in json.loads(rollout.recorder.turns[1].reply)["error"]
 
 
-def test_the_sampling_of_the_run_wins_and_the_reply_says_so(client: Any, rollout: ScriptedRollout):
+def test_the_runs_sampling_wins_and_is_reported(client: Any, rollout: ScriptedRollout):
     rollout.sampling = SamplingParameters(64, temperature=0.7)
     ask = client.chat.completions.with_raw_response.create
     reply = ask(model="any", messages=[USER], temperature=0.2, top_p=1.0, extra_body={"unheard_of": 1})
@@ -116,14 +116,14 @@ def test_the_sampling_of_the_run_wins_and_the_reply_says_so(client: Any, rollout
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_not_supported_is_refused_with_its_name(client: Any, fields: dict[str, Any], reason: str):
+def test_unsupported_fields_are_rejected_by_name(client: Any, fields: dict[str, Any], reason: str):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{"model": "any", "messages": [USER], **fields})
     assert reason in caught.value.message
     assert caught.value.type == "invalid_request_error"
 
 
-def test_keys_name_rollouts(client: Any, url: str, rollout: ScriptedRollout):
+def test_api_keys_identify_rollouts(client: Any, url: str, rollout: ScriptedRollout):
     ask = {"model": "any", "messages": [USER]}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="another") as other, pytest.raises(openai.AuthenticationError):
         other.chat.completions.create(**ask)
@@ -138,7 +138,7 @@ def test_keys_name_rollouts(client: Any, url: str, rollout: ScriptedRollout):
     assert httpx.get(f"{url}/nowhere").json()["error"]["type"] == "not_found_error"
 
 
-def test_a_policy_that_fails_is_not_asked_again_by_the_client(client: Any, rollout: ScriptedRollout):
+def test_a_failed_policy_is_not_retried_by_the_client(client: Any, rollout: ScriptedRollout):
     rollout.broken = True
     with pytest.raises(openai.InternalServerError) as caught:
         client.chat.completions.create(model="any", messages=[USER])

@@ -1,4 +1,4 @@
-"""The built-in tool `python`: what a model may write, in real processes, and what is left of it."""
+"""The built-in tool `python`: any code a model may write, in real processes, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def run(tool: CodeTool, code: str) -> str:
     return await tool.call({"code": code})
 
 
-async def test_code_prints_and_leaves_files_but_no_variables(tool: CodeTool, tmp_path: Path) -> None:
+async def test_code_keeps_files_but_no_variables(tool: CodeTool, tmp_path: Path) -> None:
     assert await run(tool, "x = 2\nprint(x)\nx + 1") == "2\n3"
     assert (await run(tool, "x")).endswith("NameError: name 'x' is not defined")
     assert await run(tool, "import json, os\nos.mkdir('d')\nopen('d/a', 'w').write(json.dumps([1]))") == "3"
@@ -77,7 +77,7 @@ REFUSED = {
 }
 
 
-async def test_hostile_code_is_refused(tool: CodeTool, tmp_path: Path) -> None:
+async def test_hostile_code_is_blocked(tool: CodeTool, tmp_path: Path) -> None:
     library = os.stat(os.__file__)
     said = dict(zip(REFUSED, await asyncio.gather(*(run(tool, code) for code in REFUSED.values())), strict=True))
     allowed = {
@@ -102,7 +102,7 @@ async def test_hostile_code_is_refused(tool: CodeTool, tmp_path: Path) -> None:
         ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
     ],
 )
-async def test_code_that_takes_too_much_is_ended(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_code_beyond_its_limits_is_stopped(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tool = CodeTool("0-0.2.0", 1.0 if "longer" in said else 100.0, 512)
     assert said in await run(tool, code)
@@ -117,16 +117,16 @@ async def test_folders_of_any_depth_are_deleted_and_links_are_not_followed(tool:
     deep = "import os\nfor i in range(3000):\n    os.mkdir('d'); os.chdir('d')\nopen('end', 'w').close()"
     assert (await run(tool, deep)).endswith("it was emptied")
     assert await run(tool, "import os; os.symlink('../kept', 'link'); os.mkfifo('pipe')") == ""
-    assert tool.snapshot() is None, "what is no plain file cannot be kept"
+    assert tool.snapshot() is None, "only plain files can be kept"
     assert await run(tool, "import os; os.unlink('pipe'); os.unlink('link'); open(b'\\xff', 'w').close()") == ""
-    assert tool.snapshot() is None, "nor can a name that is no text"
+    assert tool.snapshot() is None, "nor can a name that is not valid text"
     await tool.close()
     assert os.listdir(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "file").exists()
 
 
 def named(text: str) -> list[int]:
-    """Return the processes with an argument of this name."""
+    """Return the processes with this argument."""
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
@@ -137,12 +137,12 @@ def named(text: str) -> list[int]:
     return found
 
 
-def test_a_deep_folder_that_was_left_is_swept(tmp_path: Path) -> None:
+def test_a_deep_leftover_folder_is_deleted(tmp_path: Path) -> None:
     place = os.getcwd()
     os.chdir(tmp_path)
     os.mkdir("top")
     os.chdir("top")
-    for _ in range(1100):  # more than Python recurses
+    for _ in range(1100):  # beyond Python's recursion limit
         os.mkdir("d", 0o500)
         os.chdir("d")
     os.chdir(place)
@@ -161,7 +161,7 @@ async def pool(**keys: object) -> AsyncIterator[ProgramPool]:
         await made.close()
 
 
-async def test_a_configuration_may_offer_the_tool_alone_and_a_rollout_goes_on_with_its_files() -> None:
+async def test_a_resumed_rollout_keeps_the_tools_files() -> None:
     async with pool() as made, made.process() as process:
         started = (await process.do("a", "start", {})).value
         assert [tool["function"]["name"] for tool in started["tools"]] == ["python"]
@@ -189,7 +189,7 @@ asyncio.run(main())
 """
 
 
-async def test_nothing_is_left_when_the_pod_is_killed(tmp_path: Path) -> None:
+async def test_a_killed_pod_leaves_nothing_behind(tmp_path: Path) -> None:
     pod = subprocess.Popen(  # noqa: ASYNC220 - returns once the process is forked
         [sys.executable, "-c", POD], env={**os.environ, "TMPDIR": str(tmp_path)}
     )

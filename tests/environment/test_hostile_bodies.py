@@ -1,4 +1,4 @@
-"""Whatever a body holds, the door answers with a reply or a 4xx, and what it recorded is exact."""
+"""Whatever the body, the door answers with a reply or a 4xx, and its records are exact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.environment.conversations import TOOL, exact_turns
 from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.templates import FAMILIES
 
-TEXT = st.text(st.characters(), max_size=8)  # surrogates, too
+TEXT = st.text(st.characters(), max_size=8)  # including surrogates
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -58,7 +58,7 @@ PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completio
 
 @pytest.fixture(scope="module")
 def rollouts() -> Iterator[ScriptedRollouts]:
-    """A rollout for each of a few templates. In the end, all that they recorded is exact."""
+    """A rollout for each of a few templates. At the end, all their records must be exact."""
     rollouts = ScriptedRollouts({family.name: ScriptedRollout(family, family.name) for family in FAMILIES[:6]})
     yield rollouts
     for rollout in rollouts.rollouts.values():
@@ -88,7 +88,7 @@ def answered(client: httpx.Client, path: str, body: bytes, key: str) -> int:
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(body=BODIES, family=st.sampled_from([family.name for family in FAMILIES[:6]]))
-def test_any_body_is_answered(client: httpx.Client, path: str, body: dict[str, Any], family: str):
+def test_any_json_body_is_answered(client: httpx.Client, path: str, body: dict[str, Any], family: str):
     assert answered(client, path, json.dumps(body).encode(), family) < 500
 
 
@@ -96,7 +96,7 @@ def test_any_body_is_answered(client: httpx.Client, path: str, body: dict[str, A
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{", b"\xff", b'"\\ud800"', b"[" * 100_000, b'{"a":' * 100_000, b'{"messages": 1e999}', b"NaN"]
 )
-def test_what_is_no_object_is_refused(client: httpx.Client, path: str, body: bytes):
+def test_a_body_that_is_not_an_object_is_rejected(client: httpx.Client, path: str, body: bytes):
     assert answered(client, path, body, "chatml") == 400
 
 
@@ -108,7 +108,7 @@ def test_deep_nesting_within_a_body_is_answered(client: httpx.Client):
         assert answered(client, "/v1/chat/completions", body, "chatml") in (200, 400)
 
 
-def test_good_bodies_are_answered_with_a_reply(client: httpx.Client):
+def test_valid_bodies_get_a_reply(client: httpx.Client):
     asked = ({"messages": [{"role": "user", "content": "Hi."}]},) * 2 + ({"input": "Hi."}, {"prompt": "Hi."})
     for path, body in zip(PATHS, asked, strict=True):
         body |= {"max_tokens": 5, "model": "any", "unheard_of": {}}

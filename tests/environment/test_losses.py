@@ -1,4 +1,4 @@
-"""What is lost with a worker process, a damaged record, a lease or a long conversation, and what is not."""
+"""What is lost, and what is not, with a worker process, a damaged record, a lease or a long conversation."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ PROMPT = [{"role": "user", "content": "say 0"}]
 
 
 def worker_of(guard: int) -> int:
-    """Return the process that a guard watches over."""
+    """Return the process that a guard watches."""
     return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
 
 
-async def test_rollouts_lose_no_turn_with_a_process_that_others_end(tmp_path: Path, server: RedisServer) -> None:
+async def test_rollouts_lose_no_turn_if_another_kills_their_process(tmp_path: Path, server: RedisServer) -> None:
     log = tmp_path / "log"
     given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
     given += [f"sampling.group_size={N}", "generator.max_attempts=3", "generator.lease_s=5"]
@@ -46,7 +46,7 @@ async def test_rollouts_lose_no_turn_with_a_process_that_others_end(tmp_path: Pa
         engine._token_s = 0.01
         [process] = pod.rollouts._groups._pools["world"].processes
         await issue(service.store, 0)
-        ended: set[int | None] = set()  # whoever is killed may be alive for us for a while yet
+        ended: set[int | None] = set()  # a killed process may still look alive for a while
         for turns in range(1, 5):
             await wait_until(lambda turns=turns: log.exists() and log.read_text().count(f"turn {turns}\n") >= N)
             await wait_until(lambda: process.alive and process.pid not in ended)
@@ -60,7 +60,7 @@ async def test_rollouts_lose_no_turn_with_a_process_that_others_end(tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["base", "messages", "reply", "bytes"])
-async def test_a_rollout_whose_turns_are_damaged_starts_again(damage: str, tmp_path: Path, server: RedisServer) -> None:
+async def test_a_rollout_with_damaged_turns_restarts(damage: str, tmp_path: Path, server: RedisServer) -> None:
     log = tmp_path / "log"
     given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
     async with fleet(tmp_path, server, *given, f"sampling.group_size={N}") as (service, engine):
@@ -85,25 +85,25 @@ async def test_a_rollout_whose_turns_are_damaged_starts_again(damage: str, tmp_p
 
 
 class Program:
-    """A worker process that answers as it is told."""
+    """A fake worker process with scripted answers."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
         self.stopped: list[str] = []
 
     async def stop(self, rollout: str, why: str) -> None:
-        """Take note of why."""
+        """Record the reason."""
         self.stopped.append(why)
 
     async def do(self, rollout: str, what: str, given: Any) -> StepDone:
-        """Do what it was told."""
+        """Return the scripted answer."""
         return await self.answer()
 
     def drop(self, rollout: str) -> None:
         """Do nothing."""
 
 
-async def test_what_a_limit_has_stopped_is_no_reward_if_its_process_is_lost() -> None:
+async def test_a_truncated_rollout_with_a_lost_process_has_no_reward() -> None:
     live, _ = rollout(Policy(chat_of(FAMILIES[0])), [], 1)
     await live.complete(PROMPT, [])
     live.truncated = True
@@ -131,7 +131,7 @@ async def test_an_agent_that_takes_too_long_is_stopped(monkeypatch: pytest.Monke
         await run_agent(live, cast(Any, Program(asyncio.Event().wait)), Door("m"), 60.0)
 
 
-async def test_nothing_is_sampled_for_an_agent_that_has_ended() -> None:
+async def test_nothing_is_sampled_for_an_ended_agent() -> None:
     live, _ = rollout(Policy(chat_of(FAMILIES[0])), [], 9)
     await live.complete(PROMPT, [])
     never = asyncio.Event()
@@ -147,7 +147,7 @@ async def test_nothing_is_sampled_for_an_agent_that_has_ended() -> None:
     assert asked.turn.cancelled()
 
 
-def test_a_conversation_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_conversation_is_rejected_before_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of(FAMILIES[0])
     live, _ = rollout(Policy(chat), [], 9)
     monkeypatch.setattr(chat, "_encoded", lambda *_: pytest.fail("it was tokenised"))
@@ -158,7 +158,7 @@ def test_a_conversation_that_cannot_fit_is_refused_before_it_is_tokenised(monkey
 
 
 @pytest.mark.parametrize("error", [LeaseLost(), RedisUnreachable("no answer from redis.internal")])
-def test_a_turn_that_cannot_be_kept_is_told_in_a_way_that_no_client_repeats(error: Exception) -> None:
+def test_an_uncommitted_turn_gets_an_error_that_is_not_retried(error: Exception) -> None:
     given = ScriptedRollout(FAMILIES[0], "1")
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""MCP servers as environments: real servers in their processes, asked by a real worker."""
+"""MCP servers as environments: real server processes, called by a real worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def worker(**keys: Any) -> AsyncIterator[ProgramProcess]:
 
 
 async def say(process: ProgramProcess, rollout: str, tool: str, **arguments: Any) -> tuple[str, Any]:
-    """Return what a tool says, and the snapshot after it."""
+    """Return a tool's output and the snapshot after it."""
     call = {"id": "1", "type": "function", "function": {"name": tool, "arguments": json.dumps(arguments)}}
     done = await process.do(rollout, "turn", {"content": "", "tool_calls": [call]})
     [message] = done.value["messages"]
@@ -52,7 +52,7 @@ async def say(process: ProgramProcess, rollout: str, tool: str, **arguments: Any
 
 
 def servers() -> list[int]:
-    """Return the processes of the tests' server that this process, or one that it started, has started."""
+    """Return the test servers started by this process or its children."""
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
@@ -63,21 +63,21 @@ def servers() -> list[int]:
     return found
 
 
-async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_can_break() -> None:
+async def test_every_rollout_has_its_own_robust_server() -> None:
     async with worker(command=SERVER, tool_timeout_s=3.0) as process:
         started = (await process.do("a", "start", {})).value
         await process.do("b", "start", {})
         names = [tool["function"]["name"] for tool in started["tools"]]
         assert names == ["count", "fail", "wait", "flood", "die", "babble"]
         assert started["tools"][0]["function"]["parameters"]["properties"]["by"]["type"] == "integer"
-        assert started["snapshot"] is not None, "nothing has happened that another pod could not do again"
+        assert started["snapshot"] is not None, "another pod can still repeat everything so far"
         assert await say(process, "a", "count", by=2) == ("2", None)
         assert (await say(process, "a", "count"))[0] == "3"
         assert (await say(process, "b", "count"))[0] == "1"
         assert (await say(process, "a", "count", by="many"))[0].startswith("Error")
         for by in ("\ud800", functools.reduce(lambda inner, _: [inner], range(300), list[Any]())):
             said, _ = await say(process, "a", "count", by=by)
-            assert said.startswith("Error: "), "no message can hold it"
+            assert said.startswith("Error: "), "the output fits into no message"
             assert "took longer" not in said
         assert (await say(process, "a", "fail", text="on purpose"))[0].startswith("Error executing tool fail")
         assert (await say(process, "a", "wait", seconds=60))[0] == "Error: the tool took longer than 3 s"
@@ -88,7 +88,7 @@ async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_
         assert (await say(process, "a", "absent"))[0].startswith("Error: there is no tool 'absent'")
         with pytest.raises(ProgramFailed, match="the MCP server was lost during a call of 'die'"):
             await say(process, "a", "die")
-        assert (await say(process, "b", "count"))[0] == "2", "another rollout's server goes on"
+        assert (await say(process, "b", "count"))[0] == "2", "another rollout's server keeps running"
         assert (await process.do("b", "turn", {"content": "done"})).value["messages"] is None
         assert (await process.do("b", "score")).value is None
         process.drop("a")
@@ -96,7 +96,7 @@ async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_
         await wait_until(lambda: not servers())
 
 
-async def test_a_server_at_a_url_may_be_shared_and_its_rollouts_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_at_a_url_can_be_shared_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     server = serving(port)
     try:
@@ -117,13 +117,13 @@ async def test_a_server_at_a_url_may_be_shared_and_its_rollouts_continued(monkey
                     await say(process, rollout, "count")
             server = serving(port)
             await wait_until(lambda: _answers(port))
-            assert (await say(process, "c", "count"))[0] == "1", "rollouts find the server that replaces it"
+            assert (await say(process, "c", "count"))[0] == "1", "rollouts find the replacement server"
     finally:
         server.kill()
         server.wait()
 
 
-async def test_a_shared_server_that_dies_is_started_again() -> None:
+async def test_a_shared_server_that_dies_is_restarted() -> None:
     async with worker(command=SERVER, shared=True) as process:
         for rollout in ("a", "b"):
             await process.do(rollout, "start", {})
@@ -132,7 +132,7 @@ async def test_a_shared_server_that_dies_is_started_again() -> None:
         assert (await say(process, "b", "count"))[0] == "1"
 
 
-async def test_a_connection_that_has_ended_is_no_tool_that_says_so() -> None:
+async def test_a_lost_connection_is_not_reported_as_a_tool_error() -> None:
     session = McpSession(ProgramSetup("mcp", command=SERVER))
     try:
         session.lost(await session.client())
@@ -160,7 +160,7 @@ async def _endless() -> AsyncIterator[bytes]:
     ],
     ids=lambda given: f"{given.status_code}" if isinstance(given, httpx2.Response) else given,
 )
-async def test_what_is_no_answer_of_a_server_over_http_ends_the_connection(response: httpx2.Response, why: str) -> None:
+async def test_an_invalid_http_response_ends_the_connection(response: httpx2.Response, why: str) -> None:
     async with _CarefulClient(transport=httpx2.MockTransport(lambda _: response)) as client:
         with pytest.raises(httpx2.TransportError, match=why) if why else contextlib.nullcontext():
             await client.post("http://server/mcp", headers={"mcp-session-id": "1"}, json={})
@@ -187,7 +187,7 @@ def _answers(port: int) -> bool:
         ({"url": "http://x/mcp", "interpreter": "/nowhere/python"}, "cannot be run .*No such file or directory.*: make it with"),
     ],
 )
-async def test_a_server_that_cannot_be_used_is_named_with_the_reason(keys: dict[str, Any], said: str) -> None:
+async def test_an_unusable_server_is_named_with_the_reason(keys: dict[str, Any], said: str) -> None:
     pool = ProgramPool(McpEnvironment(name="m", kind="mcp", **keys))
     with pytest.raises(ProgramUnusable, match=said):
         await pool.start()
@@ -205,7 +205,7 @@ async def test_a_server_that_cannot_be_used_is_named_with_the_reason(keys: dict[
         ('kind = "python"', 'needs function, a class, or tools = \\["python"\\]'),
     ],
 )
-def test_what_is_wrong_in_the_configuration_is_named(table: str, said: str, tmp_path: Path) -> None:
+def test_configuration_errors_are_named(table: str, said: str, tmp_path: Path) -> None:
     save_tokenizer_folder(tmp_path / "model")
     source = f'{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", environment = "world"}}'
     with pytest.raises(ConfigError, match=said):

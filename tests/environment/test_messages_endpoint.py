@@ -1,4 +1,4 @@
-"""`/v1/messages` by the anthropic SDK, unchanged but for its base URL."""
+"""`/v1/messages` through the anthropic SDK, with only the base URL changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rollout() -> ScriptedRollout:
 
 @pytest.fixture
 def client(rollout: ScriptedRollout) -> Iterator[Any]:
-    """The SDK's client at the door of a pod with that rollout."""
+    """The SDK's client, connected to a pod with that rollout."""
     with served(ScriptedRollouts({"key": rollout})) as url, anthropic.Anthropic(base_url=url, api_key="key") as client:
         yield client
 
@@ -73,14 +73,14 @@ def test_a_stream_delivers_the_same_message(client: Any, rollout: ScriptedRollou
         ({"max_tokens": -1}, "max_tokens = -1"),
     ],
 )
-def test_what_is_not_supported_is_refused_with_its_name(client: Any, fields: dict[str, Any], reason: str):
+def test_unsupported_fields_are_rejected_by_name(client: Any, fields: dict[str, Any], reason: str):
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(**ASK | fields)
     assert reason in caught.value.body["error"]["message"]
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
-def test_keys_and_models(client: Any):
+def test_keys_are_checked_and_models_listed(client: Any):
     assert [model.id for model in client.models.list()] == ["org/tiny"]
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="another").messages.create(**ASK)

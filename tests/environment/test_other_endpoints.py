@@ -1,4 +1,4 @@
-"""`/v1/responses` and `/v1/completions` by the openai SDK."""
+"""`/v1/responses` and `/v1/completions` through the openai SDK."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rollout() -> ScriptedRollout:
 
 @pytest.fixture
 def client(rollout: ScriptedRollout) -> Iterator[Any]:
-    """The SDK's client at the door of a pod with that rollout."""
+    """The SDK's client, connected to a pod with that rollout."""
     with served(ScriptedRollouts({"key": rollout})) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="key") as client:
         yield client
 
@@ -50,7 +50,7 @@ def test_responses_with_a_tool_are_one_segment(client: Any, rollout: ScriptedRol
     assert second.usage.output_tokens == len(rollout.policy.asked[1].sampled)
 
 
-def test_a_stream_of_responses_delivers_the_same(client: Any, rollout: ScriptedRollout):
+def test_a_streamed_response_delivers_the_same(client: Any, rollout: ScriptedRollout):
     rollout.said += [f"I add.{CALL}"]
     with client.responses.stream(model="any", input="How many?", tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
@@ -61,13 +61,13 @@ def test_a_stream_of_responses_delivers_the_same(client: Any, rollout: ScriptedR
     assert kinds[-1] == "response.completed"
 
 
-def test_responses_have_no_memory(client: Any):
+def test_responses_are_stateless(client: Any):
     with pytest.raises(openai.BadRequestError, match="previous_response_id = 'x' is not supported"):
         client.responses.create(model="any", input="How many?", previous_response_id="x")
 
 
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
-def test_a_completion_continues_the_tokens_of_the_one_before(client: Any, rollout: ScriptedRollout, as_ids: bool):
+def test_a_completion_continues_the_previous_tokens(client: Any, rollout: ScriptedRollout, as_ids: bool):
     chat = rollout.chat
     rollout.cut = True
     rollout.said += ["the answer", " is four"]
@@ -88,7 +88,7 @@ def test_a_completion_continues_the_tokens_of_the_one_before(client: Any, rollou
     assert restored.plan_text(longer) == recorder.plan_text(longer)
 
 
-def test_a_stream_of_a_completion(client: Any, rollout: ScriptedRollout):
+def test_a_completion_can_be_streamed(client: Any, rollout: ScriptedRollout):
     rollout.said += ["the answer"]
     chunks = list(client.completions.create(model="any", prompt="Once", stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "the answer"
@@ -96,6 +96,6 @@ def test_a_stream_of_a_completion(client: Any, rollout: ScriptedRollout):
 
 
 @pytest.mark.parametrize("prompt", [[], [-1], [10**6], ["a", "b"], [[1], [2]], {"a": 1}, "", [1.5]])
-def test_prompts_that_are_none(client: Any, prompt: Any):
+def test_invalid_prompts_are_rejected(client: Any, prompt: Any):
     with pytest.raises(openai.BadRequestError, match="prompt must be"):
         client.completions.create(model="any", prompt=prompt)

@@ -13,7 +13,7 @@ from tests.support.harness import save_tokenizer_folder, small_config
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 
 
-def test_every_configuration_of_the_page_is_valid(tmp_path: Path) -> None:
+def test_every_configuration_on_the_page_is_valid(tmp_path: Path) -> None:
     save_tokenizer_folder(tmp_path / "model")
     base = tomllib.loads(to_toml(small_config(tmp_path, None, "evaluation.every_steps=0")))
     kinds: list[str] = []

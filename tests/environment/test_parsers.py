@@ -1,4 +1,4 @@
-"""Tool calls of every family: as their models write them, cut off, and garbled."""
+"""Tool calls of every family: well-formed, truncated and garbled."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_every_family_has_cases() -> None:
 
 
 @pytest.mark.parametrize(("family", "text"), CASES)
-def test_a_call_is_found(family: str, text: str) -> None:
+def test_a_call_is_parsed(family: str, text: str) -> None:
     (call,) = PARSERS[family](text, [TOOL]).calls
     assert call == ("add", {"a": 2, "note": "x"})
 
 
 @pytest.mark.parametrize(("family", "text"), [(family, text) for family, texts in MALFORMED.items() for text in texts])
-def test_a_malformed_call_says_what_is_wrong(family: str, text: str) -> None:
+def test_a_malformed_call_is_reported(family: str, text: str) -> None:
     with pytest.raises(MalformedCall) as caught:
         PARSERS[family](text, [TOOL])
     assert str(caught.value)
@@ -80,7 +80,7 @@ ENDLESS = (" ", "<tool_call>", "<arg_key>a</arg_key><arg_value>", "<parameter=a>
 
 
 @pytest.mark.parametrize("family", PARSERS)
-def test_what_a_model_repeats_without_end_takes_no_longer_than_it_is_long(family: str) -> None:
+def test_parsing_time_is_linear_in_repetitive_text(family: str) -> None:
     for piece in ENDLESS:
         for begin in ("", "<tool_call>f", "<tool_call><function=f>", "[", "<|python_tag|>"):
             began = time.process_time()
@@ -89,7 +89,7 @@ def test_what_a_model_repeats_without_end_takes_no_longer_than_it_is_long(family
             assert time.process_time() - began < 2.0, (begin, piece)
 
 
-def test_a_name_that_no_text_can_have_is_replaced() -> None:
+def test_a_name_with_surrogates_is_replaced() -> None:
     (call,) = PARSERS["hermes"]('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [TOOL]).calls
     assert call.name == "?"
 
@@ -100,7 +100,7 @@ def test_plain_text_has_no_calls(family: str) -> None:
         assert PARSERS[family](text, [TOOL]) == (text, [])
 
 
-def test_several_calls_and_what_is_said_besides() -> None:
+def test_several_calls_and_text_are_parsed() -> None:
     call = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
     found = PARSERS["hermes"](f"First.{call}\n{call}", [TOOL])
     assert [each.arguments for each in found.calls] == [{"a": 1}] * 2
@@ -164,7 +164,7 @@ PIECES += [
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join), st.sampled_from(sorted(PARSERS)))
-def test_anything_is_calls_text_or_malformed(text: str, family: str) -> None:
+def test_any_text_parses_or_is_malformed(text: str, family: str) -> None:
     try:
         found = PARSERS[family](text, [TOOL])
     except MalformedCall:
@@ -175,17 +175,17 @@ def test_anything_is_calls_text_or_malformed(text: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_notation_is_recognised_by_the_template(family) -> None:
+def test_the_notation_is_detected_from_the_template(family) -> None:
     assert chat_of(family).family == family.notation
 
 
-def test_the_notation_may_be_named() -> None:
+def test_the_notation_can_be_set() -> None:
     assert family_of("<tool_call>", "pythonic") == "pythonic"
     with pytest.raises(ConfigError, match="tool_format = 'other' is unknown: choose from hermes"):
         family_of("", "other")
 
 
-def test_reasoning_is_apart_from_what_is_said() -> None:
+def test_reasoning_is_separated_from_content() -> None:
     chat = chat_of(FAMILIES[1])
     assert chat.thinks
     assert chat.parse("<think>\nhm\n</think>\n\nfour")[:2] == ("four", "hm")

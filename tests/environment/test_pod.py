@@ -55,14 +55,14 @@ async def fleet(folder: Path, server: RedisServer, *given: str) -> AsyncIterator
 
 @asynccontextmanager
 async def serving(folder: Path, server: RedisServer, *given: str) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine]]:
-    """The same, with the generator's loop."""
+    """The same with the generator's loop."""
     (folder / "model").mkdir()
     save_family(FAMILIES[0], folder / "model")
     async with generator(folder, server, *given) as (service, loop, engine):
         add_routes(service, loop)
         assert loop.evaluation is not None
         for each in (loop.serving, loop.evaluation.serving):
-            each._vocabulary = 1000  # of the tokenizer above
+            each._vocabulary = 1000  # that of the tokenizer above
         await service.view.refresh()
         await service.store.fleet.beat(service.status, 60)
         follow = asyncio.create_task(_beat(service))
@@ -81,7 +81,7 @@ async def _beat(service: Service) -> None:
 
 @asynccontextmanager
 async def environment(config: RunConfig, name: str = "environment-0") -> AsyncIterator[EnvironmentPod]:
-    """A running environment pod; at the end it is killed: nothing is handed back."""
+    """A running environment pod, killed at the end, so that nothing is released."""
     async with open_service("environment", config, name) as service:
         pod = EnvironmentPod(service)
         running = asyncio.create_task(pod.run())
@@ -117,7 +117,7 @@ async def groups(store: Store, count: int) -> list[tuple[Header, Payload]]:
     return [(header, codec.decode(data, Payload)) for header, data in zip(headers, payloads, strict=True)]
 
 
-async def test_a_class_of_ones_own_takes_part_in_every_rollout(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_custom_class_runs_in_every_rollout(tmp_path: Path, server: RedisServer) -> None:
     given = [*overrides(tmp_path, "python", "Echo"), f"sampling.group_size={N}"]
     async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
         await issue(service.store, 0, 1)
@@ -129,7 +129,7 @@ async def test_a_class_of_ones_own_takes_part_in_every_rollout(tmp_path: Path, s
             assert 3 * N <= sampled < len(payload.tokens)
 
 
-async def test_rollouts_go_on_where_they_were_when_their_pod_is_killed(tmp_path: Path, server: RedisServer) -> None:
+async def test_rollouts_resume_when_their_pod_is_killed(tmp_path: Path, server: RedisServer) -> None:
     log = tmp_path / "log"
     given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
     async with fleet(tmp_path, server, *given, f"sampling.group_size={N}") as (service, engine):
@@ -143,11 +143,11 @@ async def test_rollouts_go_on_where_they_were_when_their_pod_is_killed(tmp_path:
         lines = Counter(log.read_text().split("\n"))
         assert lines["start 0"] == N
         restored = sum(count for line, count in lines.items() if line.startswith("restore"))
-        assert restored >= N, "a lease that expires on a busy machine has a rollout restored once more, and never started again"
+        assert restored >= N, "a lease that expires on a busy machine restores a rollout once more, but never restarts it"
         assert await service.store.client.exists(service.store.keys.turns("0-0")) == 0
 
 
-async def test_environments_evaluate_a_version_that_a_generator_is_kept_on(tmp_path: Path, server: RedisServer) -> None:
+async def test_environments_evaluate_the_version_a_generator_holds(tmp_path: Path, server: RedisServer) -> None:
     given = [
         *overrides(tmp_path, "python", "Echo", solved_at=1.0), "evaluation.every_steps=10", "evaluation.samples=2",
         "evaluation.min_training_generators=0", "evaluation.temperature=0.5",
@@ -180,7 +180,7 @@ async def test_environments_evaluate_a_version_that_a_generator_is_kept_on(tmp_p
         await wait_until(lambda: worker.version is None)
         assert loop.service.status.phase == "ready"
         results = read_results(tickets, await store.evaluation.results(), {"held_out": loop.config.model.max_tokens})
-        for result in results:  # one that ended by its length had fewer turns
+        for result in results:  # a truncated one has fewer turns
             assert [reward == 1.0 for reward in result.rewards] == [not cut for cut in result.truncated]
             assert result.correct == result.rewards.count(1.0)
         assert {sampling.temperature for sampling in asked} == {0.5}
@@ -188,7 +188,7 @@ async def test_environments_evaluate_a_version_that_a_generator_is_kept_on(tmp_p
         await end_tasks([evaluating])
 
 
-async def test_a_program_that_raises_or_dies_costs_its_own_rollout_another_try(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_program_that_raises_or_dies_restarts_its_own_rollout(tmp_path: Path, server: RedisServer) -> None:
     (tmp_path / "calls").mkdir()
     given = overrides(tmp_path, "python", "Fragile", options={"folder": str(tmp_path / "calls")})
     async with fleet(tmp_path, server, *given, f"sampling.group_size={N}") as (service, _), environment(service.config):
@@ -198,7 +198,7 @@ async def test_a_program_that_raises_or_dies_costs_its_own_rollout_another_try(t
         assert await buried(service.store) == []
 
 
-async def test_an_agent_asks_through_a_client_of_openai(tmp_path: Path, server: RedisServer) -> None:
+async def test_an_agent_uses_the_openai_client(tmp_path: Path, server: RedisServer) -> None:
     given = [*overrides(tmp_path, "agent", "agent", options={"questions": 3}), f"sampling.group_size={N}"]
     async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
         await issue(service.store, 0)
@@ -209,9 +209,7 @@ async def test_an_agent_asks_through_a_client_of_openai(tmp_path: Path, server: 
 
 
 @pytest.mark.parametrize(("name", "why"), [("Absent", "has no 'Absent'"), ("agent", "is not a class")])
-async def test_code_that_cannot_be_used_ends_the_pod_with_the_reason(
-    name: str, why: str, tmp_path: Path, server: RedisServer
-) -> None:
+async def test_unusable_code_stops_the_pod_with_the_reason(name: str, why: str, tmp_path: Path, server: RedisServer) -> None:
     async with (
         fleet(tmp_path, server, *overrides(tmp_path, "python", name)) as (service, _),
         open_service("environment", service.config, "environment-0") as opened,

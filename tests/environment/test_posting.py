@@ -1,4 +1,4 @@
-"""Requests to generators: on kept connections, whole replies or none, over TLS as configured."""
+"""Requests to generators: persistent connections, complete replies or none, TLS as configured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Served:
 
 @asynccontextmanager
 async def server(per_connection: int = 1000, **options: Any) -> AsyncIterator[Served]:
-    """Serve replies, or the request's body, and close each connection after so many."""
+    """Serve replies, or echo the request's body; close each connection after `per_connection` replies."""
     served = Served()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,7 +64,7 @@ async def poster(**options: Any) -> AsyncIterator[Poster]:
         one.close()
 
 
-async def test_one_connection_serves_requests_that_follow_each_other() -> None:
+async def test_consecutive_requests_share_a_connection() -> None:
     async with server() as served, poster() as one:
         for number in range(5):
             assert await one.post(served.url, "/v1/generate", b"x" * number) == Posted(200, b"x" * number)
@@ -75,7 +75,7 @@ async def test_one_connection_serves_requests_that_follow_each_other() -> None:
         await wait_until(lambda: served.closed == 1)
 
 
-async def test_requests_at_the_same_time_have_connections_of_their_own() -> None:
+async def test_concurrent_requests_use_separate_connections() -> None:
     async with server() as served, poster() as one:
         bodies = [b"%d" % number * 100_000 for number in range(5)]
         found = await asyncio.gather(*(one.post(served.url, "/", body) for body in bodies))
@@ -83,7 +83,7 @@ async def test_requests_at_the_same_time_have_connections_of_their_own() -> None
         assert served.connections == 5
 
 
-async def test_a_connection_that_the_server_has_closed_is_replaced() -> None:
+async def test_a_closed_connection_is_replaced() -> None:
     async with server(per_connection=2) as served, poster() as one:
         for number in range(6):
             assert (await one.post(served.url, "/", b"%d" % number)).body == b"%d" % number
@@ -100,14 +100,14 @@ async def test_a_connection_that_the_server_has_closed_is_replaced() -> None:
         b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000 + b"\r\n",
     ],
 )  # fmt: skip
-async def test_what_is_no_whole_reply_is_none(reply: bytes) -> None:
+async def test_an_incomplete_reply_is_an_error(reply: bytes) -> None:
     async with server(per_connection=1) as served, poster() as one:
         served.replies = [reply]
         with pytest.raises(NoReply):
             await one.post(served.url, "/", b"x")
 
 
-async def test_a_refusal_is_returned_and_nobody_there_is_told() -> None:
+async def test_error_statuses_are_returned_and_refused_connections_raise() -> None:
     async with server() as served, poster() as one:
         served.replies = [b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\nconnection: close\r\n\r\nlate"]
         assert await one.post(served.url, "/", b"") == Posted(503, b"late")
@@ -119,9 +119,9 @@ async def test_a_refusal_is_returned_and_nobody_there_is_told() -> None:
             await one.post(url, "/", b"")
 
 
-async def test_a_call_that_is_cancelled_closes_its_connection() -> None:
+async def test_a_cancelled_call_closes_its_connection() -> None:
     async with server() as served, poster() as one:
-        served.replies = [b"HTTP/1.1 200 OK\r\n"]  # and no more
+        served.replies = [b"HTTP/1.1 200 OK\r\n"]  # and nothing else
         asking = asyncio.create_task(one.post(served.url, "/", b""))
         await wait_until(lambda: served.heads)
         assert served.closed == 0
@@ -133,7 +133,7 @@ async def test_a_call_that_is_cancelled_closes_its_connection() -> None:
         assert served.connections == 2
 
 
-async def test_who_serves_over_tls_is_verified(tmp_path: Path) -> None:
+async def test_the_tls_certificate_is_verified(tmp_path: Path) -> None:
     made = make_certificates(tmp_path, "DNS:pods")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(made.certificate, made.key)

@@ -1,4 +1,4 @@
-"""What a pod makes of the frames that a worker process sends."""
+"""How a pod handles malformed frames of a worker process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.verifiers.sandbox.frames import LENGTH
 @pytest.mark.parametrize(
     "body", [b"\x92\x01" + b"\x91" * 20_000 + b"\xc0", b"\x93\x01", b"\xc1"], ids=["deep", "cut", "no value"]
 )
-async def test_frames_that_cannot_be_read_end_the_process_and_fail_what_waits_for_it(body: bytes) -> None:
+async def test_a_malformed_frame_ends_the_process(body: bytes) -> None:
     process, reader = ProgramProcess(PythonEnvironment(name="e", kind="python", function="m:C")), asyncio.StreamReader()
     answer = process._waiting[1] = asyncio.get_running_loop().create_future()
     reader.feed_data(LENGTH.pack(len(body)) + body)

@@ -1,4 +1,4 @@
-"""Programs in their worker processes: tools, replies, rewards, commands; whatever they do wrong has a reason."""
+"""Programs in worker processes: tools, replies, rewards and commands; every failure has a reason."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ async def test_a_tool_is_described_by_its_signature_and_answers_every_call() -> 
 
 
 @given(st.recursive(st.none() | st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-async def test_a_tool_answers_whatever_a_model_writes(arguments: Any) -> None:
+async def test_a_tool_answers_any_arguments(arguments: Any) -> None:
     [reply] = await answered(called("price", arguments), methods_of(Shop(), Shop.tools))
     assert isinstance(reply["content"], str)
 
 
-async def test_malformed_calls_are_answered_and_calls_with_lost_results_are_told() -> None:
+async def test_malformed_calls_and_lost_results_are_answered() -> None:
     program = LoadedProgram(Shop())
     assert (await program.turn({"error": "no closing brace"}))["messages"] == [
         {"role": "user", "content": "Error: no closing brace"}
@@ -87,12 +87,12 @@ async def test_malformed_calls_are_answered_and_calls_with_lost_results_are_told
 
 
 @pytest.mark.parametrize("said", ["good", {"part": 1.0}, {"score": float("nan")}, {"score": "1"}, [1.0]])
-def test_a_reward_that_is_none_is_refused(said: Any) -> None:
+def test_an_invalid_reward_is_rejected(said: Any) -> None:
     with pytest.raises(BadReply, match="is not valid"):
         scores_of(said)
 
 
-def test_records_are_whole_or_none() -> None:
+def test_records_are_complete_or_dropped() -> None:
     reply = reply_of([{"role": "user", "content": "x"}], {"state": 1}, 0.5, [])
     assert unpack_records([pack_record(reply)]) == [reply]
     assert unpack_records([pack_record(reply), b"Rgarbage"]) == []
@@ -100,9 +100,7 @@ def test_records_are_whole_or_none() -> None:
         pack_record(reply_of([], "x" * RECORD_BYTES, 0.0))
 
 
-async def test_a_program_that_blocks_costs_its_process_and_the_next_one_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_blocking_program_loses_only_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.environment.programs.process.STOP_LIMIT_S", 0.5)
     code = (
         "import time\nclass Slow:\n    def turn(self, message):\n        time.sleep(60)\n    def score(self):\n        return 1\n"
@@ -122,7 +120,7 @@ async def test_a_program_that_blocks_costs_its_process_and_the_next_one_works(
         assert (await one.do("b", "score")).value == {"score": 1.0}
 
 
-async def test_a_command_prints_its_reward_last_and_its_failures_have_reasons() -> None:
+async def test_a_command_prints_its_reward_or_fails_with_a_reason() -> None:
     script = "import json, os, sys; row = json.loads(os.environ['GRPO_ROW']); print('hello'); print(row['reward'])"
     given = {"url": "http://127.0.0.1:1/v1", "key": "k"}
     async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:
@@ -135,7 +133,7 @@ async def test_a_command_prints_its_reward_last_and_its_failures_have_reasons() 
             await one.do("a", "run", {**given, "row": {}})
 
 
-async def test_code_that_cannot_be_loaded_is_named() -> None:
+async def test_unloadable_code_is_named() -> None:
     pool = ProgramPool(PythonEnvironment(name="e", kind="python", function=f"{PROGRAMS}:agent"))
     with pytest.raises(ProgramUnusable, match=r"environment 'e' cannot be used: .* is not a class but function"):
         await pool.start()
@@ -150,7 +148,7 @@ async def test_code_that_cannot_be_loaded_is_named() -> None:
         ("Absent", "", "has no 'Absent'"),
     ],
 )
-def test_doctor_starts_the_class_before_a_run_does(name: str, keys: str, said: str, tmp_path: Path) -> None:
+def test_doctor_starts_the_class(name: str, keys: str, said: str, tmp_path: Path) -> None:
     save_tokenizer_folder(tmp_path / "model")
     table = f'{{name = "world", kind = "python", function = "{PROGRAMS}:{name}"{f", {keys}" if keys else ""}}}'
     source = f'{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", environment = "world"}}'

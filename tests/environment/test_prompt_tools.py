@@ -1,4 +1,4 @@
-"""A group's prompt shows the tools of its environment, so that its rollouts' first turns follow it."""
+"""A group's prompt includes the tools of its environment, so that the first turns of its rollouts continue it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_of(folder: Path, program: str, **data: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each.tools], ids=lambda family: family.name)
-async def test_the_first_context_of_a_rollout_is_the_prompt_of_its_group(family: Family, tmp_path: Path) -> None:
+async def test_the_first_context_of_a_rollout_is_its_groups_prompt(family: Family, tmp_path: Path) -> None:
     save_family(family, tmp_path)
     config = config_of(tmp_path, "Adder", system_prompt="Be brief." if family.system else "")
     source = PromptSource(config)
@@ -57,13 +57,13 @@ async def test_the_first_context_of_a_rollout_is_the_prompt_of_its_group(family:
         assert ("only this object knows" in chat.decode(prompt.tokens)) == ("tools" in family.template)
 
 
-def test_prompts_of_environments_without_tools_of_all_rows_show_none(tmp_path: Path) -> None:
+def test_prompts_show_only_tools_common_to_all_rows(tmp_path: Path) -> None:
     save_family(FAMILIES[0], tmp_path)
     digests = {name: PromptSource(config_of(tmp_path, name)).digest for name in ("Adder", "Unlisted", "Digits")}
     assert digests["Unlisted"] == digests["Digits"] != digests["Adder"]
 
 
-def test_a_template_without_tools_is_told_of(tmp_path: Path) -> None:
+def test_a_template_without_tools_is_reported(tmp_path: Path) -> None:
     save_family(FAMILIES[0], tmp_path)
     with capture_logs() as logs:
         PromptSource(_plain(tmp_path))
@@ -78,13 +78,13 @@ def _plain(folder: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize(("program", "why"), [("Missing", "has no attribute 'absent'"), ("Nothing", "has no 'Nothing'")])
-def test_code_that_does_not_load_is_named_before_the_run_starts(program: str, why: str, tmp_path: Path) -> None:
+def test_unloadable_code_is_named_before_the_run_starts(program: str, why: str, tmp_path: Path) -> None:
     save_family(FAMILIES[0], tmp_path)
     with pytest.raises(DataError, match=f"environment 'world' cannot be used: .*{why}"):
         PromptSource(config_of(tmp_path, program))
 
 
-def test_an_environments_code_has_no_secrets_where_it_is_asked(
+def test_environment_code_is_loaded_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SOME_API_TOKEN", "hidden")
@@ -95,10 +95,10 @@ def test_an_environments_code_has_no_secrets_where_it_is_asked(
     config = config_of(tmp_path, "Adder")
     own = config.environments[0].model_copy(update={"function": f"{tmp_path / 'own.py'}:Own"})
     PromptSource(config.model_copy(update={"environments": [own]}))
-    assert "loading" in capfd.readouterr().err, "what it prints is no answer"
+    assert "loading" in capfd.readouterr().err, "its output is not taken for the answer"
 
 
-async def test_rollouts_share_the_prompt_or_the_context_that_tools_of_their_row_need(tmp_path: Path, server: RedisServer) -> None:
+async def test_rollouts_share_a_prompt_or_context_with_their_tools(tmp_path: Path, server: RedisServer) -> None:
     given = [*overrides(tmp_path, "python", "Adder"), f"sampling.group_size={N}", "data.max_prompt_tokens=1024"]
     async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
         (tmp_path / "data.jsonl").write_text('{"prompt": "say 0", "answer": "0"}\n')
@@ -110,7 +110,7 @@ async def test_rollouts_share_the_prompt_or_the_context_that_tools_of_their_row_
         header, payload = found["0-0"]
         assert (header.contexts, len(payload.context)) == ([], 0)
         header, payload = found["0-1"]
-        assert header.contexts == [1] * N, "both rollouts have the same context, which a row stores once"
+        assert header.contexts == [1] * N, "both rollouts share a context, which a row stores once"
         assert min(header.context_tokens) > len(prompt.tokens)
         assert len(payload.context) == sum(header.context_tokens)
 

@@ -1,4 +1,4 @@
-"""Exact tokens: what is marked as sampled is what the policy returned, after what it was given."""
+"""Exact tokens: those marked as sampled are what the policy returned, after what it was given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURNS = 100
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_trained_ids_are_sampled_ids(family: Family):
+def test_trained_ids_equal_sampled_ids(family: Family):
     exact = extended = turns = 0
     for seed in range(TURNS // 20):
         program = Program(family, random.Random(f"{family.name} {seed}"))
@@ -57,7 +57,7 @@ def recorder_of(family: Family, prompt: list[dict[str, Any]]) -> Recorder:
     return Recorder(chat, chat.encode(chat.render(prompt)))
 
 
-def test_a_first_call_with_the_prompt_of_the_group_has_no_context_of_its_own():
+def test_a_first_call_with_the_groups_prompt_needs_no_context():
     recorder = recorder_of(CHATML, ASKED)
     recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>"))
     recorder.record(recorder.plan([*ASKED, MORE]), said(CHATML, "Five.<|im_end|>"))
@@ -66,7 +66,7 @@ def test_a_first_call_with_the_prompt_of_the_group_has_no_context_of_its_own():
     assert second.context.tolist() == chat_of(CHATML).encode(chat_of(CHATML).render([*ASKED, MORE]))
 
 
-def test_what_is_read_between_two_turns_is_marked_and_counts_to_the_version_that_sampled_next():
+def test_tokens_between_turns_belong_to_the_next_version():
     recorder = recorder_of(CHATML, ASKED)
     reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>", version=3))
     recorder.record(recorder.plan([*ASKED, reply, MORE]), said(CHATML, "Five.<|im_end|>", version=4))
@@ -81,14 +81,14 @@ def test_what_is_read_between_two_turns_is_marked_and_counts_to_the_version_that
     assert not segment.completion.logprobs[start:end].any()
 
 
-def test_a_reply_that_was_cut_off_is_closed_by_the_rendering():
+def test_a_truncated_reply_is_closed_by_the_template():
     recorder = recorder_of(CHATML, ASKED)
     reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Fo", "length"))
     call = recorder.plan([*ASKED, reply, MORE])
     assert chat_of(CHATML).decode(call.tokens[call.kept :]).startswith("<|im_end|>\n<|im_start|>user")
 
 
-def test_a_branch_keeps_the_tokens_up_to_where_it_leaves():
+def test_a_branch_keeps_the_tokens_before_it():
     recorder = recorder_of(CHATML, ASKED)
     reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>"))
     recorder.record(recorder.plan([*ASKED, reply, MORE]), said(CHATML, "Five.<|im_end|>"))
@@ -117,7 +117,7 @@ def test_reasoning_that_the_template_drops_opens_a_segment():
     assert "hm" not in chat_of(QWEN3).decode(call.tokens)
 
 
-def test_no_tokens_are_no_turn():
+def test_zero_tokens_are_not_a_turn():
     recorder = recorder_of(CHATML, ASKED)
     empty = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "length")
     with pytest.raises(GenerationFailed, match="sampled no tokens"):

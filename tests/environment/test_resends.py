@@ -1,4 +1,4 @@
-"""Requests that SDKs send again after a time limit of their own or a lost connection get the turn that they asked for."""
+"""Requests that an SDK resends after its timeout or a lost connection get the original turn."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ openai = Lazily("openai")
 USER = {"role": "user", "content": "How many?"}
 ASK: dict[str, Any] = {"model": "any", "messages": [USER], "max_tokens": 50}
 LIMIT_S = 0.3
-"""Time limit of a client, which the policy exceeds."""
+"""Client timeout, which the policy exceeds."""
 
 
 @pytest.fixture
 def rollout() -> ScriptedRollout:
-    """A rollout of a model that does not think."""
+    """A rollout of a non-thinking model."""
     return ScriptedRollout(FAMILIES[0], "resends")
 
 
@@ -56,7 +56,7 @@ def messages(url: str, client: Any) -> str:
 
 
 @pytest.mark.parametrize(("ask", "http"), [(chat, httpx), (streamed, httpx), (messages, httpx2)])
-def test_an_sdk_that_runs_out_of_time_gets_the_turn_under_way(
+def test_an_sdk_that_times_out_gets_the_turn_in_progress(
     ask: Callable[[str, Any], str], http: Any, url: str, rollout: ScriptedRollout
 ):
     rollout.said += ["Four.", "Five."]
@@ -75,7 +75,7 @@ def test_an_sdk_that_runs_out_of_time_gets_the_turn_under_way(
 
 
 @pytest.mark.parametrize(("ask", "http"), [(chat, httpx), (messages, httpx2)])
-def test_a_reply_that_was_lost_is_given_again(ask: Callable[[str, Any], str], http: Any, url: str, rollout: ScriptedRollout):
+def test_a_lost_reply_is_resent(ask: Callable[[str, Any], str], http: Any, url: str, rollout: ScriptedRollout):
     rollout.said += ["Four.", "Five."]
     read: list[Any] = []
 
@@ -89,11 +89,11 @@ def test_a_reply_that_was_lost_is_given_again(ask: Callable[[str, Any], str], ht
     assert len(read) == 2
     assert len(rollout.recorder.turns) == 1
     with http.Client() as client:
-        assert ask(url, client) == "Five.", "a request that is no resend has a turn of its own"
+        assert ask(url, client) == "Five.", "a new request gets its own turn"
     assert len(rollout.recorder.turns) == 2
 
 
-def test_equal_requests_that_are_resent_at_the_same_time_get_a_turn_each(url: str, rollout: ScriptedRollout):
+def test_equal_concurrent_resends_get_a_turn_each(url: str, rollout: ScriptedRollout):
     said = [f"{number}." for number in range(4)]
     rollout.said += said
     rollout.answers.clear()
@@ -116,7 +116,7 @@ def test_equal_requests_that_are_resent_at_the_same_time_get_a_turn_each(url: st
     assert len(rollout.recorder.turns) == len(said)
 
 
-def test_of_equal_requests_the_one_whose_client_has_gone_is_meant(url: str, rollout: ScriptedRollout):
+def test_a_resend_matches_the_request_whose_client_left(url: str, rollout: ScriptedRollout):
     rollout.said += ["First.", "Second."]
     request = httpx.Request("POST", f"{url}/v1/chat/completions", json=ASK, headers={"authorization": "Bearer key"})
     with httpx.Client() as client:
@@ -133,7 +133,7 @@ def test_of_equal_requests_the_one_whose_client_has_gone_is_meant(url: str, roll
     assert len(rollout.recorder.turns) == 2
 
 
-def test_what_is_kept_of_a_rollout_is_bounded(url: str, rollout: ScriptedRollout, monkeypatch: pytest.MonkeyPatch):
+def test_turns_kept_for_resends_are_bounded(url: str, rollout: ScriptedRollout, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(resends, "KEPT_TURNS", 3)
     with httpx.Client(headers={"authorization": "Bearer key"}) as client:
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""A rollout that is taken over at any of its records ends as it would have ended."""
+"""A rollout taken over at any of its records ends as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TURNS = 4
 
 @dataclass
 class Policy:
-    """Says the same to the same conversation under the same seed; the turn `cut` stops at its limit of tokens."""
+    """Replies deterministically to a conversation and seed; the turn `cut` is truncated."""
 
     chat: ChatFormat
     cut: int = -1
@@ -37,7 +37,7 @@ class Policy:
     async def sample(
         self, request: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str, version: int | None
     ) -> Generated:
-        """Return words that depend on the conversation and the seed alone."""
+        """Return words that depend only on the conversation and the seed."""
         turn = int(request.rsplit(".", 1)[1])
         self.asked.append(turn)
         said = hashlib.blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=4).hexdigest()
@@ -49,7 +49,7 @@ class Policy:
 def rollout(
     policy: Policy, records: list[bytes], max_turns: int, tracing: TraceRecorder | None = None
 ) -> tuple[LiveRollout, list[bytes]]:
-    """Return a rollout that goes on from records, and the list that its commits extend."""
+    """Return a rollout that resumes from records, and the list that its commits extend."""
     committed = list(records)
 
     async def commit(at: int, record: bytes) -> bool:
@@ -68,7 +68,7 @@ def rollout(
 
 
 def compared(done: FinishedRollout) -> tuple[Any, ...]:
-    """Return what of a finished rollout does not depend on time."""
+    """Return the parts of a finished rollout that do not depend on time."""
     sampled = [segment.completion.tokens.tolist() for segment in done.segments]
     return sampled, done.answer, done.scores, done.truncated, done.turns
 
@@ -78,7 +78,7 @@ def compared(done: FinishedRollout) -> tuple[Any, ...]:
     [(-1, 10, False), (0, 10, True), (2, 10, True), (-1, 3, True)],
     ids=["whole", "cut at once", "cut later", "out of turns"],
 )
-async def test_a_rollout_that_is_taken_over_ends_as_it_would_have(cut: int, max_turns: int, truncated: bool) -> None:
+async def test_a_rollout_taken_over_ends_as_if_uninterrupted(cut: int, max_turns: int, truncated: bool) -> None:
     chat, prompt = chat_of(FAMILIES[0]), [{"role": "user", "content": "say 0"}]
     echo = PythonEnvironment(name="echo", kind="python", function=f"{PROGRAMS}:Echo", options={"turns": TURNS})
     async with process(echo) as program:
@@ -91,11 +91,11 @@ async def test_a_rollout_that_is_taken_over_ends_as_it_would_have(cut: int, max_
             assert restorable(unpack_records(records[:kept]))
             already = len(taken.recorder.turns)
             assert compared(await converse(taken, program, prompt)) == expected
-            assert len(committed) == len(records), "no turn more than without the loss"
-            assert policy.asked == list(range(already, expected[4])), "what was sampled is not sampled again"
+            assert len(committed) == len(records), "no more turns than without the loss"
+            assert policy.asked == list(range(already, expected[4])), "sampled turns are not sampled again"
 
 
-async def test_a_rollout_is_traced_by_the_conventions_for_generative_ai(tmp_path: Path) -> None:
+async def test_traces_follow_the_conventions_for_generative_ai(tmp_path: Path) -> None:
     chat, prompt = chat_of(FAMILIES[0]), [{"role": "user", "content": "say 0"}]
     echo = PythonEnvironment(name="echo", kind="python", function=f"{PROGRAMS}:Echo", options={"turns": TURNS})
     with collecting() as collector:
@@ -118,7 +118,7 @@ async def test_a_rollout_is_traced_by_the_conventions_for_generative_ai(tmp_path
         assert whole[usage] == sum(turn[usage] for turn in turns) > 0
 
 
-def test_a_reply_to_tool_calls_is_one_by_the_conventions() -> None:
+def test_tool_results_follow_the_conventions() -> None:
     call = {"id": "call-1", "function": {"name": "add", "arguments": "{}"}}
     assert gen_ai.tools([], "0.0") == {}
     one, two = gen_ai.tools([call], "0.0"), gen_ai.tools([call, call], "0.0")

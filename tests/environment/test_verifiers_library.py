@@ -1,4 +1,4 @@
-"""Environments of the library verifiers from PyPI, unchanged, behind a real door with a scripted policy."""
+"""Unmodified environments of the library verifiers from PyPI, against a real door with a scripted policy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One with 0.4, which has the v1 API."""
+    """The Python of one with 0.4, which has only the v1 API."""
     return made(tmp_path_factory, max(LACKING))
 
 
@@ -111,9 +111,7 @@ async def test_an_environment_of_the_v1_api_needs_no_network(newer: Path, rollou
             await one.do("b", "run", given | {"key": "unknown"})
 
 
-def test_the_rows_are_written_for_the_sources_that_name_the_environment(
-    older: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_written_for_the_environments_sources(older: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     path = tmp_path / "run.toml"
     environments = f'[{{name="classic_single", kind="verifiers", interpreter="{older}", solved_at=1}}]'
@@ -171,7 +169,7 @@ for name, options in json.loads(sys.argv[1]):
         ),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_environment_errors_are_named(
     version: str, faults: list[tuple[str, dict[str, Any], str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     given = json.dumps([fault[:2] for fault in faults])
@@ -181,7 +179,7 @@ def test_what_is_wrong_is_named(
         assert re.search(why, line), said
 
 
-def test_a_source_of_rows_keeps_the_columns_that_name_them(tmp_path: Path) -> None:
+def test_a_source_of_rows_needs_the_columns_row_and_digest(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     environments = 'environments=[{name="world", kind="verifiers"}]'
     source = f'kind="jsonl", path="{tmp_path}/rows.jsonl", environment="world"'

@@ -1,4 +1,4 @@
-"""Worker processes: what one rollout's program does wrong costs that rollout, and the others keep their programs."""
+"""Worker processes: a faulty program fails its own rollout, and the others keep their programs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def call(one: ProgramProcess, rollout: str, *calls: tuple[str, dict[str, A
     return [each["content"] for each in (await one.do(rollout, "turn", {"tool_calls": made})).value["messages"]]
 
 
-async def test_a_start_that_is_cancelled_leaves_no_half_started_process(world: PythonEnvironment) -> None:
+async def test_a_cancelled_start_leaves_no_process(world: PythonEnvironment) -> None:
     pool = ProgramPool(world)
     [one] = pool.processes
     starting = asyncio.ensure_future(one.ensure())
@@ -107,7 +107,7 @@ async def test_a_start_that_is_cancelled_leaves_no_half_started_process(world: P
         await starting
 
 
-async def test_a_step_that_hangs_costs_its_rollout_and_no_other(world: PythonEnvironment) -> None:
+async def test_a_hanging_step_fails_only_its_rollout(world: PythonEnvironment) -> None:
     async with process(world) as one:
         for rollout in "ab":
             await one.do(rollout, "start", {})
@@ -119,7 +119,7 @@ async def test_a_step_that_hangs_costs_its_rollout_and_no_other(world: PythonEnv
         assert await ask(one, "b") == "2"
 
 
-async def test_what_a_step_does_wrong_costs_its_rollout_and_no_other(world: PythonEnvironment) -> None:
+async def test_a_faulty_step_fails_only_its_rollout(world: PythonEnvironment) -> None:
     async with process(world) as one:
         await one.do("b", "start", {})
         for what, why in {"leave": "SystemExit: 3", "large": "the reply has", "unprintable": "Unprintable"}.items():
@@ -129,7 +129,7 @@ async def test_what_a_step_does_wrong_costs_its_rollout_and_no_other(world: Pyth
         assert await ask(one, "b") == "1"
 
 
-async def test_what_an_agent_does_wrong_costs_itself(
+async def test_a_faulty_agent_fails_only_its_rollout(
     agent: AgentEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with process(agent) as one:
@@ -140,7 +140,7 @@ async def test_what_an_agent_does_wrong_costs_itself(
                 await one.do(what, "run", {**given, "row": {"do": what}})
         early = asyncio.ensure_future(one.do("c", "run", {**given, "row": {"do": "hang"}}))
         await asyncio.sleep(0)
-        await one.stop("c", "it took too long")  # perhaps before it has begun
+        await one.stop("c", "it took too long")  # possibly before it has started
         with pytest.raises(ProgramFailed, match=r"stopped|CancelledError"):
             await early
         stubborn = asyncio.ensure_future(one.do("c", "run", {**given, "row": {"do": "stubborn"}}))
@@ -164,7 +164,7 @@ async def test_what_an_agent_does_wrong_costs_itself(
         assert (await one.do("f", "run", {**given, "row": {"do": "nothing"}})).value == {"score": 1.0}
 
 
-async def test_what_is_under_way_when_a_process_dies_is_suspected(world: PythonEnvironment) -> None:
+async def test_calls_in_progress_when_a_process_dies_are_suspected(world: PythonEnvironment) -> None:
     async with process(world) as one:
         for rollout in "abc":
             await one.do(rollout, "start", {})
@@ -180,12 +180,10 @@ async def test_what_is_under_way_when_a_process_dies_is_suspected(world: PythonE
             await ask(one, "c")
         assert not found.value.suspected
         await one.do("d", "start", {})
-        assert await call(one, "d", ("stays", {})) == ["true"], (
-            "what clears up behind the old process leaves the new one's folder alone"
-        )
+        assert await call(one, "d", ("stays", {})) == ["true"], "cleaning up after the old process keeps the new one's folder"
 
 
-async def test_the_calls_of_a_turn_have_limits_together(world: PythonEnvironment) -> None:
+async def test_the_calls_of_a_turn_share_limits(world: PythonEnvironment) -> None:
     async with process(world.model_copy(update={"timeout_s": 10.0})) as one:
         await one.do("a", "start", {})
         said = await call(one, "a", ("say", {"text": "x"}), ("nap", {"seconds": 5.2}), ("say", {"text": "x"}))
@@ -201,13 +199,13 @@ async def test_the_calls_of_a_turn_have_limits_together(world: PythonEnvironment
         assert (await one.do("a", "turn", deep)).value["messages"][0]["content"].startswith("Error: arguments")
 
 
-def test_the_largest_answers_of_a_turn_fit_into_a_record() -> None:
+def test_the_largest_tool_results_of_a_turn_fit_into_a_record() -> None:
     answer = {"role": "tool", "tool_call_id": "0" * 64, "content": "\U0001f642" * (TURN_CHARACTERS // TURN_CALLS)}
     record = reply_of([answer] * TURN_CALLS, None, 0.0)
     assert unpack_records([pack_record(record)]) == [record], "`pack_record` raises for a record that is too large"
 
 
-async def test_a_command_has_a_folder_of_its_own_and_may_print_without_end() -> None:
+async def test_a_command_has_its_own_folder_and_may_print_endlessly() -> None:
     script = (
         "import json, os, sys, subprocess\n"
         "assert os.listdir() == []\nopen('x', 'w')\n"
@@ -221,7 +219,7 @@ async def test_a_command_has_a_folder_of_its_own_and_may_print_without_end() -> 
     async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:
         for rollout in "ab":
             assert (await one.do(rollout, "run", given)).value["score"] == 200_000
-        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1)  # nothing is left of the first two
+        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1)  # the first two have left no process
         sleeping = asyncio.ensure_future(one.do("c", "run", {**given, "row": {"wait": True}}))
         await wait_until(lambda: len(list(descendants(one.pid or 0))) == 4)
         one.drop("c")
@@ -234,13 +232,13 @@ def descendants(pid: int) -> Iterator[int]:
     """Yield the processes that descend from one."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has just ended
+    except OSError:  # it has just exited
         return
     for child in children:
         yield int(child)
         yield from descendants(int(child))
 
 
-def test_a_program_that_is_not_there_is_named() -> None:
+def test_a_missing_program_is_named() -> None:
     with pytest.raises(Unusable, match="there is no program 'no-such-agent'"):
         Agent(ProgramSetup("agent", command=["no-such-agent"]))
