@@ -1,4 +1,4 @@
-"""Metrics of groups from their headers, and of what a step trains on (`…/train/…`). No clock, no Redis.
+"""Metrics of groups from their headers, and of the groups that a step trains on (`…/train/…`). No clock, no Redis.
 
 Rewards, scores, pass rates and truncation are of rollouts; lengths and staleness are of segments, mostly one in a rollout.
 

@@ -1,4 +1,4 @@
-"""Scores completions without a run: rows of the data, or of a file of one's own, with all verifiers of a configuration."""
+"""Scores completions without a run: rows of the data, or of a separate file, with all verifiers of a configuration."""
 
 from __future__ import annotations
 

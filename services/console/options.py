@@ -29,7 +29,7 @@ def installed_version() -> str:
 
 
 def confirm(question: str) -> None:
-    """Ask a question if somebody is there to answer it; end the command unless the answer is yes."""
+    """Ask a question on a terminal; end the command unless the answer is yes."""
     if sys.stdin.isatty() and sys.stderr.isatty() and not typer.confirm(question, err=True):
         raise typer.Exit(EXIT_STOPPED)
 

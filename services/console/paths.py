@@ -83,7 +83,7 @@ class RunPaths:
 
     @property
     def condition(self) -> Path:
-        """File that says what the run is doing."""
+        """File with the run's condition."""
         return self.path / "condition.json"
 
     @property

@@ -1,4 +1,4 @@
-"""The account of a run: what the device-seconds of its trainer and generators were spent on. Pure except for reading and writing.
+"""The account of a run: how the device-seconds of its trainer and generators were spent. Pure except for reading and writing.
 
 Guarantees: for every pod the seconds of all activities, with those between the death of a process and the start of the next, are
 the time from the start of the first to the last sign of life; a restarted observer continues where the last one ended.
@@ -43,7 +43,7 @@ class PodAccount(msgspec.Struct):
     before: dict[str, float] = {}
     """The same of earlier processes, with `down`."""
     left: bool = False
-    """Whether it left in order: the time until it is started again is nobody's."""
+    """Whether it left in order: the time until it is restarted then counts for no pod."""
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by activity."""

@@ -1,6 +1,5 @@
-"""The field's names of our metrics, so that charts of other trainers can be laid beside ours. Pure.
-
-Guarantees: a name is given only where what it measures is the same; a metric that a step lacks has no alias there either.
+"""The field's names of our metrics, so that charts of other trainers can be compared with ours. Pure. Guarantees: a name is
+given only where its meaning is the same; a metric that a step lacks has no alias there either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run waits for before it can train its next step, in words. Pure.
+"""Describes what a run waits for before it can train its next step. Pure.
 
 Guarantees: empty once it has all it needs, so that a run that trains is never said to wait.
 """
@@ -18,7 +18,8 @@ BEHIND = {
 
 
 def awaited(state: RunState | None, pods: Sequence[PodStatus], wanted: int | None) -> str:
-    """Return what a run that neither ended nor is paused waits for; empty: nothing. `wanted`: desired generators, if known."""
+    """Return what a run that has neither ended nor is paused waits for; empty: nothing. `wanted`: desired generators, if
+    known."""
     if state is not None and (state.ended or state.paused):
         return ""
     of = {kind: [pod for pod in pods if pod.kind == kind] for kind in ("dataprep", "trainer", "generator")}

@@ -1,6 +1,6 @@
-"""What a run is doing, in the words that status, screen, log and page share. Pure.
+"""Describes a run's condition in the words shared by status, screen, log and web console. Pure.
 
-Guarantees: a run is in one of five conditions. A run that nobody runs is never called running or paused.
+Guarantees: a run is in one of five conditions. A run without a running `grpo run` is never called running or paused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Word = Literal["running", "paused", "stopped", "finished", "failed"]
 
 @dataclass(frozen=True)
 class Condition:
-    """What a run is doing. `detail`: more on it, in words; may be empty."""
+    """A run's condition. `detail`: further description; may be empty."""
 
     word: Word
     detail: str = ""
@@ -45,7 +45,7 @@ def condition(state: RunState | None, *, live: bool, left: Condition | None = No
 
 
 def _paused(state: RunState | None) -> str:
-    """Return who is paused, by whom, why and since when; empty: nobody is."""
+    """Return which roles are paused, by whom, why and since when; empty: none."""
     if state is None:
         return ""
     requests: dict[str, list[str]] = {}

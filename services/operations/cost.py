@@ -1,4 +1,4 @@
-"""What a run cost: its device-seconds by outcome, and for each thing that it gave. Reads the run's folder alone."""
+"""The cost of a run: its device-seconds by outcome, and for each thing that it gave. Reads the run's folder alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cost:
     solved: int
     """Solved prompts."""
     yields: dict[str, float]
-    """What the run has produced, by unit; units of which it has produced none, or an unknown amount, are left out."""
+    """The run's output, by unit; units of which it has produced none, or an unknown amount, are left out."""
     note: str = ""
     """Which units are left out because the sample log is not complete, and why; empty: none."""
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class History(Generic[T]):
-    """Records numbered by `key`. `keep` selects what is kept of each record."""
+    """Records numbered by `key`. `keep` selects the part of each record to keep."""
 
     def __init__(self, key: str, keep: Callable[[Mapping[str, float]], T]) -> None:
         self.key, self._keep = key, keep

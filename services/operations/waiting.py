@@ -18,7 +18,7 @@ BUSY_PHASES = ("starting", "loading")  # such a pod does no work that a pause co
 
 
 async def until_none(poll: Callable[[], Awaitable[list[str]]], wait_s: float) -> list[str]:
-    """Poll until `poll` names nobody or `wait_s` seconds have passed. Return the names it returned last."""
+    """Poll until `poll` returns no names or `wait_s` seconds have passed. Return the names it returned last."""
     deadline = time.monotonic() + wait_s
     while (left := await poll()) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)

@@ -16,7 +16,7 @@ class GenerationFailed(Exception):
 
 
 class RolloutFailed(Exception):
-    """So many rollouts of a group have failed for good that it cannot be trained on."""
+    """Too many rollouts of a group have failed permanently for it to be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Generated:
 
 
 class TurnTime(NamedTuple):
-    """When a turn of a rollout ended, and what it took."""
+    """When a turn of a rollout ended, and how long it took."""
 
     end: int  # first token of the segment's completion after it
     waited_s: float  # since the rollout's turn before, or since the rollout began: what the environment took
@@ -42,7 +42,7 @@ class TurnTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A token sequence that only ever grew: a context and what was generated after it. A rollout has one or several."""
+    """A token sequence that only ever grew: a context and the tokens generated after it. A rollout has one or several."""
 
     completion: Generated
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))

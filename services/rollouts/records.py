@@ -110,7 +110,8 @@ def pack_partial(completions: Sequence[Generated]) -> bytes:
 
 
 def unpack_partial(data: bytes | None, ticket: Ticket, max_tokens: int) -> list[Generated | None]:
-    """Decode what a ticket was handed back with: one entry per sample, None for samples to generate from the start."""
+    """Decode the tokens with which a ticket was handed back: one entry per sample, None for samples to generate from the
+    start."""
     fresh: list[Generated | None] = [None] * ticket.group_size
     if data is None:
         return fresh

@@ -73,7 +73,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 def unloaded(after_s: float) -> str:
-    """Return the last line of a process that was told to end while it started."""
+    """Return the last line of a process that was stopped while it started."""
     return (
         f"ended by SIGTERM while starting, after {after_s:.0f} s, before any work had begun; on a cluster the pod was removed, "
         "or its startup probe failed for too long (startupSeconds)\n"
@@ -83,8 +83,8 @@ def unloaded(after_s: float) -> str:
 def end_process(code: int) -> NoReturn:
     """End this process, whose work is done, with an exit code that a late SIGTERM cannot change.
 
-    Threads and what is registered for the end run as usual, but the interpreter does not free its modules: with an engine's
-    libraries loaded that takes seconds, in which devices are held and a cluster sends SIGTERM, because the drain is over.
+    Threads and exit handlers run as usual, but the interpreter does not free its modules: with an engine's libraries loaded
+    that takes seconds, in which devices are held and a cluster sends SIGTERM, because the drain is over.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

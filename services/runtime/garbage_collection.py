@@ -26,7 +26,7 @@ def paused() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Exclude everything that is alive now from later collections. Call once, when a process has loaded what it needs."""
+    """Exclude everything that is alive now from later collections. Call once, after a process has finished loading."""
     gc.collect()  # garbage that is frozen would stay
     gc.freeze()
 

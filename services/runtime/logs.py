@@ -15,7 +15,7 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 RUN, POD = "GRPO_LOG_RUN", "GRPO_LOG_POD"
-"""Environment variables that tell the processes a service starts which run and pod they belong to."""
+"""Environment variables through which child processes of a service learn their run and pod."""
 GUESTS = ("DeepSpeed", "huggingface_hub", "transformers")
 """Packages with their own handlers. vLLM's are in generator/engines/vllm_logging.json, because it has its own processes."""
 

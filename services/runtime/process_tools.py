@@ -21,8 +21,8 @@ def die_with_parent() -> None:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port that is free at the moment of the call, for a server that sets SO_REUSEADDR, as servers do.
 
-    For a minute the kernel gives it to nobody who asks for any port, as it has a connection in TIME_WAIT: the server that it is
-    meant for may take seconds to start.
+    For a minute the kernel does not give it to a process that asks for any port, since it has a connection in TIME_WAIT: the
+    server that it is meant for may take seconds to start.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -39,7 +39,8 @@ class Job(msgspec.Struct, array_like=True):
     tokens: list[list[int]] = []  # [n] token ids; empty unless a verifier asks for them
 
     def fields(self, source: Source) -> dict[str, Any]:
-        """Return what a verifier of one's own may ask for. Raises `msgspec.DecodeError` or ValueError for a damaged ticket."""
+        """Return the fields that a custom verifier may request. Raises `msgspec.DecodeError` or ValueError for a damaged
+        ticket."""
         row = msgspec.json.decode(self.row, type=Row) if self.row else Row([], {})
         answer = decode_entry(self.answer).get("answer") if isinstance(source, ReasoningGymSource) else self.answer
         return {
@@ -55,7 +56,7 @@ class Scores:
     scores: dict[str, list[float]]
     """Verifier, or verifier.part -> [n]."""
     notes: list[str]
-    """[n] JSON: verifier -> what it said besides its score. Empty: none said anything."""
+    """[n] JSON: verifier -> its notes besides the score. Empty: there are none."""
 
 
 def combine(scores: Mapping[str, Sequence[float]], verifiers: Sequence[VerifierConfig]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Reads what verifiers of one's own return, and checks every score before it is used.
+"""Reads the results of custom verifiers, and checks every score before it is used.
 
 Guarantees: a result that is accepted is one finite number per completion, within the verifier's range, with parts and notes of
 bounded size; anything else raises `BadResult` with the reason. Nothing that is not a score becomes one.
@@ -134,7 +134,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _note(rest: Mapping[str, Any]) -> str:
-    """Return the JSON of what came beside the score, or "" for nothing."""
+    """Return the JSON of the values besides the score, or "" if there are none."""
     if not rest:
         return ""
     try:

@@ -1,6 +1,6 @@
 """Implements `grpo record`, which writes a step of a run as a bundle.
 
-Guarantees: nothing of the run changes; what is written is complete, or the command fails and says what is gone.
+Guarantees: the run is not changed; the bundle is complete, or the command fails and reports what is missing.
 """
 
 from __future__ import annotations

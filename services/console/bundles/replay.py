@@ -1,4 +1,4 @@
-"""Implements `grpo replay-step`, which does a stage of a recorded step again and compares it with what was.
+"""Implements `grpo replay-step`, which repeats a stage of a recorded step and compares the results.
 
 Guarantees: it needs no Redis, no fleet and no GPU; it ends with exit code 1 and the first difference if there is one.
 """

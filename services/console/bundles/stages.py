@@ -1,4 +1,5 @@
-"""Does the stages of a bundle again that need neither torch nor ranks: score, settle, pack. Each yields what was and what is now.
+"""Does the stages of a bundle again that need neither torch nor ranks: score, settle, pack. Each yields recorded and new
+values.
 
 Guarantees: nothing that a bundle names is executed or called over the network unless that is asked for.
 """
@@ -58,7 +59,7 @@ def headers_of(bundle: Bundle) -> dict[str, Header]:
 
 
 async def score(bundle: Bundle, config: RunConfig, run_code: bool) -> AsyncIterator[Compared | str]:
-    """Score all completions again. Yields a text for what was left out."""
+    """Score all completions again. Yields a message for skipped parts."""
     names = {id(verifier): name for name, verifier in named(config.verifiers)}
     allowed = [each for each in config.verifiers if run_code or each.kind in CONFINED]
     left_out = [names[id(each)] for each in config.verifiers if each not in allowed]

@@ -70,7 +70,7 @@ def trained(file: BundleFile, config: RunConfig, loss_only: bool, save: Path | N
 
 
 def _prepare(file: BundleFile, config: RunConfig, work: Path) -> None:
-    """Write what the ranks read: configuration, model, state. Raises `ConsoleError`.
+    """Write the ranks' input: configuration, model, state. Raises `ConsoleError`.
 
     Settings that need a GPU are replaced, for the ranks see none.
     """

@@ -1,6 +1,6 @@
 """Reaches the pods of a release through a context of the user's kubeconfig.
 
-Guarantees: what the cluster refuses, and a cluster that cannot be reached, is a `ConsoleError` of one line.
+Guarantees: a refusal by the cluster, or an unreachable cluster, is a `ConsoleError` of one line.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def pods_of(configuration: Any, namespace: str, release: str) -> Sequence[
 
 @contextlib.contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Raise `ConsoleError` for what the cluster refuses, and when it cannot be reached."""
+    """Raise `ConsoleError` if the cluster refuses, or cannot be reached."""
     import aiohttp
     from kubernetes.aio.client.exceptions import ApiException
 

@@ -45,7 +45,7 @@ NARROWEST = 80
 
 
 def asked(argv: Sequence[str]) -> Remote:
-    """Return what is asked of a cluster by arguments with `--kube-context`. Raises `ConsoleError`."""
+    """Return the request to a cluster in arguments with `--kube-context`. Raises `ConsoleError`."""
     rest, verb, found = list[str](), "", {"context": "", "namespace": ""}
     words = iter(argv)
     for word in words:
@@ -167,7 +167,7 @@ def nowhere(verb: str, release: str, namespace: str, where: str, installed: bool
 
 
 async def passed_on(socket: Any) -> int:
-    """Pass on what the command prints, and return its exit code. Raises `ConsoleError` if the connection ends before it."""
+    """Forward the command's output, and return its exit code. Raises `ConsoleError` if the connection ends before it."""
     outputs: dict[int, BinaryIO] = {STDOUT: sys.stdout.buffer, STDERR: sys.stderr.buffer}
     async for message in socket:
         data = message.data if isinstance(message.data, bytes) else str(message.data).encode()

@@ -39,7 +39,7 @@ class ConsolePod:
 
     @classmethod
     def of(cls, pod: Any) -> ConsolePod:
-        """Return what the pod's manifest says."""
+        """Return the pod's manifest."""
         (container,) = pod.spec.containers
         port = next(each.container_port for each in container.ports if each.name == "api")
         sources = (source for volume in pod.spec.volumes or [] if volume.projected for source in volume.projected.sources)

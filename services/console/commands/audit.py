@@ -12,7 +12,7 @@ __all__ = ["AuditReport", "as_table", "assess", "audit", "counted"]
 
 
 async def counted(run: str, redis_url: str) -> AuditReport:
-    """Audit a run; of one that is over and whose Redis is gone, return the audit of its end. Raises `ConsoleError`."""
+    """Audit a run; for a finished run without its Redis, return its final audit. Raises `ConsoleError`."""
     try:
         async with attach(run, redis_url) as attached:
             await existing(attached)

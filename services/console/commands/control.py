@@ -55,7 +55,7 @@ class Reached:
     """Its state before the request; None: reached through endpoints."""
     live: bool = True
     named: str = ""
-    """What a question calls it."""
+    """Its name in questions."""
 
 
 @contextlib.asynccontextmanager

@@ -53,7 +53,7 @@ def ls(folder: Path, as_json: bool) -> int:
 
 
 def logs(run: str, service: str, lines: int, follow: bool, as_json: bool = False) -> int:
-    """Print the last lines of a run's logs, and then what is added."""
+    """Print the last lines of a run's logs, and then new lines."""
     folder = existing(run)
     files = _files(folder, service)
     width = -1 if as_json else max(len(file.stem) for file in files)

@@ -18,7 +18,8 @@ SMALL_BYTES = 200 * 2**20  # of weights: a model of tens of millions of paramete
 
 
 def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
-    """Write `file`. What is not given is asked for on a terminal; elsewhere it is the smallest Qwen3 and a made-up task."""
+    """Write `file`. On a terminal, missing arguments are asked for; elsewhere the model is the smallest Qwen3 and a made-up
+    task."""
     if file.exists():
         raise ConsoleError(f"{file} already exists: give another path, or remove the file", EXIT_CONFIG)
     if sys.stdin.isatty() and not as_json and not (model and data and reward):
@@ -88,7 +89,7 @@ def _small(model: SeenModel) -> bool:
 
 
 def _told(model: SeenModel, rows: SeenRows | None, reward: SeenReward | None) -> list[str]:
-    """Return what was seen, a line each."""
+    """Return the findings, one per line."""
     context = f"context of {model.context} tokens, {model.dtype}" if model.context else "read when the run starts"
     lines = [f"model  {model.path}: {context}"]
     if rows:

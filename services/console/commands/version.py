@@ -1,4 +1,4 @@
-"""Implements `grpo version`. It reads what is installed and imports none of it."""
+"""Implements `grpo version`. It reads the installed packages without importing them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ async def web(run: str, redis_url: str, host: str, port: int, as_json: bool) -> 
 
 
 async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, served: str, as_json: bool) -> str:
-    """Serve the page until Ctrl-C, or until somebody else has the run's folder. Return the condition that was told last."""
+    """Serve the page until Ctrl-C, or until another process holds the run's folder. Return the last reported condition."""
     from services.web.serving import show
 
     if attached.config is None or attached.folder is None:
@@ -72,7 +72,7 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
 
 
 async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Event, as_json: bool) -> None:
-    """Serve the page of a run whose Redis is gone until Ctrl-C."""
+    """Serve the page of a run without its Redis until Ctrl-C."""
     from services.store import Store
     from services.web.from_folder import GoneStore, console_of
     from services.web.serving import show

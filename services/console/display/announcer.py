@@ -1,4 +1,4 @@
-"""Tells a person what changed between two polls of a run: its condition, how its trainer resumed, how far services are loaded.
+"""Reports what changed between two polls of a run: its condition, how its trainer resumed, how far services are loaded.
 
 Guarantees: each change is reported once. A service that works is not reported again until it is restarted.
 """
@@ -46,7 +46,7 @@ class Announcer:
         return not self._working.isdisjoint(pods)
 
     def announce(self, poll: Poll) -> None:
-        """Tell what has changed since the last poll."""
+        """Report changes since the last poll."""
         found = condition(poll.state, live=True)
         if found != self._condition:
             self._note(found)
@@ -62,7 +62,7 @@ class Announcer:
         self._load(poll)
 
     def _load(self, poll: Poll) -> None:
-        """Tell which pods entered a phase of loading, or began to work, one line for all in the same phase."""
+        """Report which pods entered a loading phase, or started to work, one line for all in the same phase."""
         entered: dict[str, list[Member]] = {}
         for member in poll.members:
             name, phase = member.status.name, member.status.phase

@@ -94,7 +94,7 @@ class ScreenDisplay:
         return grid
 
     def _condition(self) -> list[RenderableType]:
-        """Return a line with what there is to say of the run's condition, and one with what it waits for."""
+        """Return a line on the run's condition, and one with what it waits for."""
         state, pods = self._poll.state, [member.status for member in self._poll.members]
         what = awaited(state, pods, state.scale.wanted if state else None)
         found = condition(state, live=True)

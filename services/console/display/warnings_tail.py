@@ -1,7 +1,7 @@
 """Reads warnings and errors from the pods' JSON logs as they are written.
 
-Guarantees: each poll reads only what was appended since the last one, at most the last `POLL_BYTES` per pod. Warnings of
-vLLM and other libraries, of which a healthy run has dozens, are left to the log; their errors are not.
+Guarantees: each poll reads only the lines appended since the last one, at most the last `POLL_BYTES` per pod. Warnings of vLLM
+and other libraries, of which a healthy run has dozens, are left to the log; their errors are not.
 """
 
 from __future__ import annotations

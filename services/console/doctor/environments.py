@@ -61,7 +61,7 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
 
 
 def _named(environment: EnvironmentConfig) -> str:
-    """Return the key that says what is run, and its value."""
+    """Return the key that names the program, and its value."""
     if environment.kind == "mcp":
         return f"url = {environment.url!r}" if environment.url else f"command = {environment.command!r}"
     if environment.kind == "verifiers":

@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """What the headers of a model's files say."""
+    """The contents of the headers of a model's files."""
 
     parameters: int
     files: int
@@ -72,7 +72,7 @@ def folder_of(path: str) -> Path | None:
 
 
 def weights_of(folder: Path) -> Weights | str:
-    """Return what the headers of the model's files say, or what is wrong with one of them."""
+    """Return the contents of the headers of the model's files, or the fault of one of them."""
     index = folder / INDEX
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if index.is_file():

@@ -23,7 +23,7 @@ from services.console.local.lock import holder
 
 Check = Callable[[RunConfig], list[Finding]]
 CheckAgain = Callable[[RunConfig, RunConfig], list[Finding]]
-"""Checks a run that has begun: its configuration now, and the one in its folder."""
+"""Checks a run that has been started: its configuration now, and the one in its folder."""
 Look = tuple[str, Callable[[], Iterable[Finding]]]
 
 
@@ -75,7 +75,7 @@ def check_again(config: RunConfig, held: RunConfig, gpus: Sequence[str], environ
 
 
 def _machine(config: RunConfig, gpus: Sequence[str], own: bool) -> list[Look]:
-    """Return what is looked at of this machine."""
+    """Return the machine's checks."""
     return [
         ("disk", lambda: resources.disk(config)),
         ("memory", lambda: resources.memory(config, gpus)),

@@ -1,4 +1,5 @@
-"""Checks of what a run takes of this machine: its folder, disk, memory and ports. They import nothing heavy and take no time."""
+"""Checks of the resources that a run needs on this machine: its folder, disk, memory and ports. They import nothing heavy and
+take no time."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ async def _ask(config: RunConfig, url: str, login: Login) -> Asked:
 
 
 def judge(asked: Asked, config: RunConfig) -> list[Finding]:
-    """Judge what the server reports. Pure."""
+    """Evaluate the server's report. Pure."""
     info, found = asked.info, []
     name = "Valkey" if "valkey_version" in info else "Redis"
     version = info.get("valkey_version") or info.get("redis_version")

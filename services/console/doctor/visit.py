@@ -84,7 +84,7 @@ async def examine(config: RunConfig, redis_url: str = "") -> list[Finding]:
 
 
 async def examine_release(config: RunConfig) -> list[Finding]:
-    """Return the findings on what the pods of a release share: Redis, model, data and each other."""
+    """Return the findings on resources that the pods of a release share: Redis, model, data and each other."""
     found = [finding async for finding in server.server(config, config.redis.url, "")]
     found += without_repeats(gathered([("model", lambda: model(config)), ("data", lambda: data(config))]))
     return found + [finding async for finding in release.services(config)]

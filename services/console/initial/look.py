@@ -65,7 +65,7 @@ class SeenReward:
 
 
 def look_at_model(path: str) -> SeenModel:
-    """Return what is known of a model. Raise `ConsoleError` for a path that is neither a folder of one nor a hub name."""
+    """Return the known facts about a model. Raise `ConsoleError` for a path that is neither a folder of one nor a hub name."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if HUB_NAME.fullmatch(path) and not folder.exists():

@@ -1,4 +1,4 @@
-"""Implements `grpo cost`: what a run's devices spent their time on, from its folder alone."""
+"""Implements `grpo cost`: how a run's device time was spent, from its folder alone."""
 
 from __future__ import annotations
 

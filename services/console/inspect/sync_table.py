@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def sync_table(found: SyncAnswer) -> Shown:
-    """Return the round and what was sent, and one row per generator."""
+    """Return the round, what was sent, and one row per generator."""
     known = [("published", f"version {found.published}" if found.published >= 0 else NOTHING)]
     if found.round:
         known.append(("last round", f"version {found.version}: {found.round}, attempt {found.attempt}, epoch {found.epoch}"))

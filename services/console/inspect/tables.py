@@ -122,7 +122,7 @@ def _completion(found: Completion) -> Iterable[Shown]:
 
 
 def _parts(parts: Sequence[CompletionPart]) -> Iterable[Shown]:
-    """Format a conversation: what the policy said in panels, and what it read in between dimmed."""
+    """Format a conversation: the policy's messages in panels, and those it read in between dimmed."""
     for part in parts:
         tokens = "1 token" if part.passage.tokens == 1 else f"{part.passage.tokens} tokens"
         if part.sampled:

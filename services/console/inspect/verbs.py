@@ -121,7 +121,7 @@ async def requeue(target: Target, ids: Sequence[str], everything: bool, reason: 
 
 
 def _show(answer: Answer, table: str, as_json: bool) -> None:
-    """Print an answer as JSON, or as what the function `table` of tables.py makes of it."""
+    """Print an answer as JSON, or as rendered by the function `table` of tables.py."""
     if as_json:
         print_json(answer)
         return

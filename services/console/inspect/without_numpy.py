@@ -10,7 +10,8 @@ from typing import Any, cast
 
 @contextlib.contextmanager
 def without_numpy() -> Iterator[None]:
-    """Let what is imported inside find no numpy, unless it is there. Use pyarrow inside: parts of it are imported on first use.
+    """Hide numpy from imports inside the block, unless it is already imported. Use pyarrow inside: parts of it are imported on
+    first use.
 
     It works without numpy, except for conversions to and from arrays: none may follow in this process.
     """

@@ -1,4 +1,4 @@
-"""What a run on this machine is doing, as its folder tells: `condition.json`, which `grpo run` keeps up to date.
+"""A run's condition on this machine, from its folder: `condition.json`, which `grpo run` keeps up to date.
 
 Guarantees: it is read without Redis and without starting anything; a run whose console was killed is stopped, whatever the file
 says.
@@ -23,14 +23,14 @@ class _Noted(msgspec.Struct):
 
 
 def note(folder: RunPaths, condition: Condition) -> None:
-    """Write what the run is doing, atomically."""
+    """Write the run's condition, atomically."""
     temporary = folder.condition.with_suffix(".new")
     temporary.write_bytes(msgspec.json.encode(_Noted(condition, time.time())) + b"\n")
     temporary.replace(folder.condition)
 
 
 def of(folder: RunPaths) -> Condition:
-    """Return what the run is doing."""
+    """Return the run's condition."""
     found, noted = holder(folder.path), _read(folder)
     if found is not None and not found.readers:
         return noted.condition if noted and noted.condition.word in ("running", "paused") else Condition("running")

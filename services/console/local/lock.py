@@ -93,7 +93,7 @@ class FolderLock:
         return GLANCE_S if found.lives else self._patience_s
 
     def _kill_left(self, found: LockHolder, waited_s: float) -> bool:
-        """Kill what a dead console left behind. Returns False if the lock has changed hands meanwhile."""
+        """Kill processes that a dead console left behind. Returns False if the lock has changed hands meanwhile."""
         left = _holders(self.path)
         time.sleep(POLL_S)  # whoever takes the lock now says so within that time
         if holder(self.folder) != found:
@@ -111,7 +111,7 @@ class FolderLock:
 
 
 def holder(folder: Path) -> LockHolder | None:
-    """Return who holds a run folder; None: nobody does, or it does not exist."""
+    """Return the holder of a run folder; None: there is none, or the folder does not exist."""
     path = folder / "lock"
     try:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -138,7 +138,7 @@ def _ask_to_end(found: LockHolder) -> None:
 
 
 def _kill(pids: Iterable[int]) -> None:
-    """Kill what a dead console left behind. Nothing is lost: services are built to be killed at any time."""
+    """Kill processes that a dead console left behind. Nothing is lost: services are built to be killed at any time."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

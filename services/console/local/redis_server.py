@@ -70,7 +70,7 @@ class RedisServer(RedisProcess):
         return self.folder / "users"
 
     def options(self) -> dict[str, str | int]:
-        """Return what the server is configured with, and write the file of its users."""
+        """Return the server's configuration, and write its users file."""
         return {
             "appendonly": "yes", "save": '""', "maxmemory-policy": "noeviction", **self._access(),
             "auto-aof-rewrite-min-size": REWRITE_BYTES, **self._options,

@@ -67,7 +67,7 @@ Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
 
 def run(options: Options, planner: Planner = plan_units, check: Check | None = None) -> int:
-    """Run until finished or stopped, and return the exit code. `check`: what a new run is checked with, before it is started."""
+    """Run until finished or stopped, and return the exit code. `check`: the checks of a new run before it is started."""
     if not options.as_json:
         return _run(options, planner, check)
     with contextlib.redirect_stdout(sys.stderr):

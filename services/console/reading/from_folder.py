@@ -1,6 +1,5 @@
-"""What a run's folder alone says of it, for `grpo status`, `audit`, `inspect ledger` and `web` where its Redis is gone.
-
-Guarantees: a run that runs is never shown from its folder: then its Redis is only out of reach, which is an error.
+"""Shows a run from its folder alone, for `grpo status`, `audit`, `inspect ledger` and `web` where its Redis is missing.
+Guarantees: a running run is never shown from its folder: then its Redis is only out of reach, which is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def folder_instead(run: str, redis_url: str, error: ConsoleError) -> RunPaths:
 
 
 def show_status(folder: RunPaths, as_json: bool) -> None:
-    """Print what the run was doing last."""
+    """Print the run's last condition."""
     (name, steps), found = folder.keys("run.name", "run.steps"), conditions.of(folder)
     last: dict[str, Any] = next(reversed(list(recorded(folder.metrics))), {})
     rounds = list(recorded(folder.evaluations))

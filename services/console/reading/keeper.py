@@ -27,7 +27,7 @@ POLL_S = 0.05
 
 
 def keep(folder: Path, given: Mapping[str, Any]) -> int:
-    """Serve until nobody reads. Return the exit code, at once if the folder is in use.
+    """Serve until no reader is left. Return the exit code, at once if the folder is in use.
 
     `given`: the program of the server, its password and its options.
     """

@@ -1,7 +1,7 @@
 """Who reads a run that is stopped: readers hold a file together, and the keeper of their server takes it when none is left.
 
-Guarantees: the kernel releases what a process holds when it exits, for whatever reason, so no reader is counted that is gone. A
-reader that arrives while the server shuts down waits until it is down.
+Guarantees: the kernel releases a process's locks when it exits, for whatever reason, so no dead reader is counted. A reader
+that arrives while the server shuts down waits until it is down.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Presence:
         return struct.unpack(_LOCK, found)[0] != fcntl.F_RDLCK
 
     def take(self) -> bool:
-        """Take the file alone, as the keeper. Return whether that was possible: nobody reads."""
+        """Take the file alone, as the keeper. Return whether that was possible, that is, there are no readers."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK))
         except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Reaches the Redis server of a run on this machine, to read the run or to tell it something, whether the run runs or not.
+"""Reaches the Redis server of a run on this machine, to read or control the run, whether it is running or not.
 
 Guarantees: a server that the run has up is used as it is. Without one, all who read share one on the run's folder, started by
-the first and shut down after the last (keeper.py). Each wait is said, with what it is for, and ends at a limit.
+the first and shut down after the last (keeper.py). Each wait is announced with its reason, and has a limit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def owns_server(folder: RunPaths) -> bool:
 
 
 def _find(folder: RunPaths, say: Callable[[str], None], keepers: list[subprocess.Popen[str]]) -> Reading:
-    """Wait for a server that answers. Start a keeper of one where nobody has the folder, and add it to `keepers`."""
+    """Wait for a server that answers. Start a keeper of one if no process holds the folder, and add it to `keepers`."""
     began, told = time.monotonic(), False
     while True:
         found = holder(folder.path)
@@ -83,7 +83,7 @@ def _find(folder: RunPaths, say: Callable[[str], None], keepers: list[subprocess
 
 
 def _keep(folder: RunPaths, keepers: list[subprocess.Popen[str]]) -> None:
-    """Start a keeper unless one is starting. Raise `ConsoleError` with what the last one said, if it failed."""
+    """Start a keeper unless one is starting. Raise `ConsoleError` with the last one's message, if it failed."""
     if keepers and keepers[-1].poll() is None:
         return
     if keepers and keepers[-1].returncode:

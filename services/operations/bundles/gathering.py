@@ -1,6 +1,6 @@
 """Reads the steps of a bundle from a run's Redis.
 
-Guarantees: what is returned is complete: every plan, header and payload of every step; it changes nothing in Redis.
+Guarantees: the result is complete: every plan, header and payload of every step; it changes nothing in Redis.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class CompletionSegment(Answer):
     context: Passage | None
     """Its own context; null when it follows the prompt, or its tokens are deleted."""
     parts: list[CompletionPart] | None
-    """Its tokens, divided into what the policy sampled and what it read in between; null if they are deleted."""
+    """Its tokens, divided into sampled tokens and those read in between; null if they are deleted."""
 
 
 class Completion(Answer):

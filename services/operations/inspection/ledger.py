@@ -70,7 +70,7 @@ class AuditReport:
 
 
 class _Summary(msgspec.Struct):
-    """What is read of a run's summary."""
+    """The parts read from a run's summary."""
 
     audit: AuditReport
 

@@ -1,4 +1,4 @@
-"""Divides a segment into what the policy said and what it read in between: its turns, as a conversation. Pure."""
+"""Divides a segment into the policy's messages and those it read in between: its turns, as a conversation. Pure."""
 
 from __future__ import annotations
 

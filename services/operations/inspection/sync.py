@@ -1,4 +1,4 @@
-"""Shows weight sync: the last round, what the trainer sent, and what each generator holds, took in and paused for."""
+"""Shows weight sync: the last round, what the trainer sent, and each generator's version, received bytes and pauses."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Ready(BaseModel):
 
 
 class PodState(BaseModel):
-    """What a pod reports about itself with every heartbeat."""
+    """A pod's report about itself, sent with every heartbeat."""
 
     kind: str
     name: str

@@ -34,7 +34,7 @@ class Problem(BaseModel):
     """Meaning of the status."""
     status: int
     detail: str
-    """What is wrong with this request."""
+    """Description of the fault in this request."""
 
 
 _MEANINGS = {

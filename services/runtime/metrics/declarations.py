@@ -1,9 +1,9 @@
 """Declarations of Prometheus metrics: every metric of a service, with its unit, its help and every value of its label.
 
-Guarantees: a metric has at most one label of its own. Its values are listed in the declaration, or bounded by what the
-declaration names, and every listed value is exposed from the start. Alert rules, the dashboard and docs/operating.md are
-generated from the same declarations (monitoring/). In addition to its own label, every metric carries `run` and `pod`, which are
-added on scraping.
+Guarantees: a metric has at most one label of its own. Its values are listed in the declaration, or bounded by a set named
+there, and every listed value is exposed from the start. Alert rules, the dashboard and docs/operating.md are generated from the
+same declarations (monitoring/). In addition to its own label, every metric carries `run` and `pod`, which are added on
+scraping.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Declared:
 
 
 def counter(name: str, unit: Unit, help: str) -> Any:
-    """Declare a `Counter`. These functions return what the attribute will be, like dataclasses' `field`."""
+    """Declare a `Counter`. Like dataclasses' `field`, these functions return a placeholder for the attribute."""
     return Declared(name, "counter", unit, help)
 
 

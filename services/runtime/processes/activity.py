@@ -1,4 +1,4 @@
-"""What a process that holds devices spends its time on, for the account of a run (docs/cost.md).
+"""The activities of a process that occupies devices, for the account of a run (docs/cost.md).
 
 Guarantees: the seconds of all activities together are the age of the process, from its start by the operating system on.
 """

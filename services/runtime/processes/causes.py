@@ -37,7 +37,7 @@ class _LoggedError(msgspec.Struct):
 def cause(text: str) -> str:
     """Return why a process ended that logged `text`.
 
-    That is what the service reported last if it says what failed, else the last other error that does.
+    It is the service's last report if that names the failure, else the last other error that does.
     """
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
     reported = [one_line(error) for error in _reported(lines)]
@@ -54,7 +54,8 @@ def most_telling(causes: Iterable[str]) -> str:
 
 
 def one_line(message: str) -> str:
-    """Return a message of several lines as one of at most `LONGEST` characters. Of pydantic's, only what is wrong is kept."""
+    """Return a message of several lines as one of at most `LONGEST` characters. Of pydantic's messages, only the fault is
+    kept."""
     lines = message.splitlines()
     begun = next((i for i, line in enumerate(lines) if _VALIDATION.search(line)), None)
     if begun is not None:
@@ -73,7 +74,7 @@ def _reported(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _found(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the errors that end tracebacks and those that are logged, in order; none of finalizers, which harm nobody."""
+    """Yield the errors that end tracebacks and those that are logged, in order; none of finalizers, which are harmless."""
     for at, line in enumerate(lines):
         if line.startswith("{"):
             yield from _logged(line)

@@ -62,7 +62,7 @@ class TraceRecorder:
         return ""
 
     def issued(self, contexts: Iterable[str], done: bool) -> None:
-        """End the spans `issue` of traces that were begun, or drop them if their tickets were not issued."""
+        """End the `issue` spans of started traces, or drop them if their tickets were not issued."""
 
     def record(
         self, name: str, context: str, started: float, ended: float | None = None,

@@ -25,7 +25,7 @@ EXCERPT_BYTES = 2048  # of the reply of a failed request, which is shown in part
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
 """Compressed replies are not asked for and not accepted: a small one may become any size."""
 AGAIN = (408, 429)
-"""Statuses of the client's that are worth another attempt, beside the server's."""
+"""Client-error statuses that are retried, in addition to server errors."""
 
 
 class Unavailable(Exception):

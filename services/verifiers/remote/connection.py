@@ -45,7 +45,7 @@ class Silence:
         self.failures, self._answered = 0, time.monotonic()
 
     def failed(self, started: float) -> None:
-        """Note a request that failed. What it waited before the last answer does not count."""
+        """Record a failed request. Its wait before the last answer does not count."""
         started = max(started, self._answered)
         self._since = min(self._since, started) if self.failures else started
         self.failures += 1
@@ -108,7 +108,7 @@ class ServiceConnection:
 
     @property
     def waiting(self) -> str:
-        """Return why and since when the service is waited for, or "" if it answers or nobody asks it."""
+        """Return why and since when the service is waited for, or "" if it answers or is not called."""
         away_s, failures = self._silence.length_s, self._silence.failures
         if not self._groups or (away_s < AWAY_S and failures < AWAY_TRIES):
             return ""

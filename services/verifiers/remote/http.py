@@ -1,4 +1,4 @@
-"""The verifier `http`: one request for the scores of a group, to a service of one's own.
+"""The verifier `http`: one request for the scores of a group, to a custom service.
 
 The two messages below are its interface; docs/rewards.md has their JSON schema.
 """

@@ -26,7 +26,7 @@ NOTE_CHARACTERS = NOTE_BYTES // 8
 
 
 class ChatMessage(msgspec.Struct):
-    """What a model says."""
+    """A model's reply."""
 
     content: str | None = None
 
@@ -76,7 +76,7 @@ class JudgeVerifier:
         return read_results([{"score": scores[0], **note} for scores, note in asked], len(completions))
 
     async def _ask(self, variables: Mapping[str, Any], count: int, silence: Silence) -> tuple[list[float], dict[str, Any]]:
-        """Return `count` scores, each the mean of the votes that can be read, and what is to be kept of the votes."""
+        """Return `count` scores, each the mean of the votes that can be read, and the part of the votes to keep."""
         prompt, wanted = self._template.render(variables), self._config.votes
         votes = await together([self._vote(self._body(prompt, i), count, silence) for i in range(wanted)])
         good = [vote.scores for vote in votes if not vote.fault]

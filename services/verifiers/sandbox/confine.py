@@ -1,4 +1,5 @@
-"""Irrevocably drops what a process does not need: the network, further processes, files outside one folder, memory, descriptors.
+"""Irrevocably drops everything that a process does not need: the network, further processes, files outside one folder, memory,
+descriptors.
 
 Guarantees: every thread is confined, and so is anything the process starts. If the kernel does not support a measure, the others
 still hold, and `confine` returns which do. Works on Linux on x86-64 and AArch64; elsewhere only resource limits apply.

@@ -21,7 +21,7 @@ KEPT_BYTES = 256 << 10
 
 
 def over(folder: Path, most_bytes: int, most_entries: int) -> bool:
-    """Return whether a folder has more bytes or entries, or is nested too deeply to tell; code may run in it meanwhile."""
+    """Return whether a folder has more bytes or entries, or is nested too deeply to determine; code may run in it meanwhile."""
     size = count = 0
     pending = [(str(folder), 0)]
     while pending:

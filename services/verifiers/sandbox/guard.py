@@ -83,7 +83,7 @@ def _children() -> list[int]:
 
 
 def _close_inherited() -> None:
-    """Close the command's descriptors, so that the other end sees when the command has gone."""
+    """Close the command's descriptors, so that the other end notices when the command exits."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 

@@ -1,4 +1,4 @@
-"""Processes of an environment: the Python that they run in, and what they inherit."""
+"""Processes of an environment: their Python interpreter, and the variables they inherit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One verifier inside a worker process: it is loaded, asked by parameter name for what it wants to see, and called.
+"""One verifier inside a worker process: it is loaded, its parameter names show its inputs, and it is called.
 
 Guarantees: no call exceeds its limit: the kernel's timer ends the process even inside a C loop that never returns to Python.
 A verifier's module is imported only if the run uses it, since some import a computer algebra system.
@@ -40,7 +40,7 @@ class LoadedVerifier:
     """Scores groups with one verifier."""
 
     def __init__(self, config: VerifierConfig, source: Source, own: Callable[..., Any] | None = None) -> None:
-        """`own`: what `load` returned for a function of one's own. Raises `Unusable`, and whatever a verifier's code raises."""
+        """`own`: the result of `load` for a custom function. Raises `Unusable`, and any exception of the verifier's code."""
         self._source, self._limit_s = source, config.timeout_s
         self._whole = config.kind == "python" and config.scope == "group"
         self._own = own is not None
@@ -103,7 +103,7 @@ def builtin(config: VerifierConfig, source: Source) -> Any:
 
 
 def _parameters(function: Callable[..., Any], whole: bool) -> frozenset[str]:
-    """Return which of a group's fields a function asks for. Raises `Unusable` for a parameter that there is none for."""
+    """Return which of a group's fields a function asks for. Raises `Unusable` for an unknown parameter."""
     offered = {*(OF_ONE.values() if whole else OF_ONE), *OF_ALL}
     wanted: set[str] = set()
     for name, parameter in inspect.signature(function).parameters.items():

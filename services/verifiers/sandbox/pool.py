@@ -22,13 +22,13 @@ from services.verifiers.sandbox.process import WorkerProcess
 from services.verifiers.sandbox.scratch import sweep
 
 MEMORY_BYTES = 4 << 30
-"""Address space of a worker with built-in verifiers: several times what the libraries map, and far below what a tower of powers
-would take."""
+"""Address space of a worker with built-in verifiers: several times the size that the libraries map, and far below that of a
+tower of powers."""
 
 
 @dataclass
 class PoolCounts:
-    """What the pool has done since it started."""
+    """Counters of the pool since it started."""
 
     groups: int = 0
     failures: int = 0
@@ -39,7 +39,7 @@ class PoolCounts:
 
 @dataclass(frozen=True)
 class Freedoms:
-    """What the workers of a pool may do."""
+    """Permissions of a pool's workers."""
 
     network: bool = False
     inherited: frozenset[str] = frozenset()
@@ -112,7 +112,7 @@ class VerifierPool:
             self._hand_back(worker)
 
     def _trimmed(self, job: Job, needs: Sequence[str]) -> Job:
-        """Return the job with what the verifiers ask for, in characters that can be encoded."""
+        """Return the job with the fields that the verifiers request, in encodable characters."""
         return Job(
             job.source, [_encodable(text) for text in job.completions], _encodable(job.answer),
             job.row if {"prompt", "row"} & {*needs} else "", job.finish, job.tokens if "tokens" in needs else [],

@@ -19,7 +19,7 @@ KEPT_BYTES = 40_000
 
 
 def _write_open_files() -> None:
-    """Write what is in the buffers of files that were left open. As garbage in a cycle, they may be closed in the wrong order."""
+    """Flush the buffers of files that were left open. As garbage in a cycle, they may be closed in the wrong order."""
     there = gc.get_objects()
     for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
         for each in there:

@@ -1,4 +1,4 @@
-"""A worker process: scores groups of completions until its pool is gone.
+"""A worker process: scores groups of completions until its pool exits.
 
 Waits for: a frame from the pool. Unblocked by: the pool, or its death (end of the stream; during a call the worker's own alarm
 ends it).
@@ -89,7 +89,7 @@ def _protect() -> None:
 
 
 def _silence() -> None:
-    """Discard what verifiers print: there may be a line for every completion."""
+    """Discard the output of verifiers: there may be a line for every completion."""
     with open(os.devnull, "w") as nothing:
         for descriptor in (1, 2):
             os.dup2(nothing.fileno(), descriptor)
@@ -123,7 +123,7 @@ def _judge(verifier: LoadedVerifier, job: Job, run: Callable[[Any], Any]) -> Ver
 
 
 def _receive(pool: socket.socket, kind: type[T], parent: int) -> T | None:
-    """Return the next frame, or None if the pool is gone."""
+    """Return the next frame, or None if the pool has exited."""
     head = _exactly(pool, LENGTH.size, parent)
     body = head and _exactly(pool, LENGTH.unpack(head)[0], parent)
     return msgspec.msgpack.decode(body, type=kind) if body else None
