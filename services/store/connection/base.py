@@ -14,8 +14,9 @@ from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, Sto
 from services.protocol.keys import Keys
 from services.store.connection.client import Login, check_server, closed, explain, facts, limits, make_client, redis_errors
 from services.store.connection.commands import Commands, Subscription
-from services.store.connection.fast_connection import ErrorReply, FastConnection, redis_error
+from services.store.connection.fast_connection import FastConnection, redis_error
 from services.store.connection.login import direct
+from services.store.connection.replies import ErrorReply
 from services.store.functions import library
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from services.protocol.errors import RedisUnreachable, StoreError
-from services.store.connection.fast_connection import ErrorReply, FastConnection, redis_error
+from services.store.connection.fast_connection import FastConnection, redis_error
 from services.store.connection.login import Address, Limits, Login, direct, shown
+from services.store.connection.replies import ErrorReply
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -195,7 +196,7 @@ def explain(url: str, error: RedisError) -> StoreError:
     """Return a one-line explanation of why a server cannot be used."""
     from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, OutOfMemoryError, TimeoutError
 
-    from services.store.connection.cluster import Elsewhere
+    from services.store.connection.exceptions import Elsewhere
 
     url = shown(url)
     if isinstance(error, AuthenticationError) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):

@@ -17,12 +17,9 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
-from services.store.connection.fast_connection import ELSEWHERE
+from services.store.connection.exceptions import Elsewhere
 from services.store.connection.login import Address
-
-
-class Elsewhere(ConnectionError):
-    """A node reported that it does not serve the run now. Retried like a lost connection."""
+from services.store.connection.replies import ELSEWHERE
 
 
 class SlotOwner:
