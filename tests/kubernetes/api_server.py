@@ -1,4 +1,4 @@
-"""The one corner of a cluster's API that the chart's pods may call, over TLS, for one account: `/scale` of three objects, and
+"""The part of a cluster's API that the chart's pods may call, over TLS, for one account: `/scale` of three objects, and
 the annotations of pods."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.scaler.workload import KINDS
 
 
 class ScaledObject:
-    """A Deployment or StatefulSet, as far as its replicas go."""
+    """The replicas of a Deployment or StatefulSet."""
 
     def __init__(self, path: str, replicas: int) -> None:
         self.path, self.replicas, self.version, self.uid = path, replicas, 1, secrets.token_hex(8)
@@ -25,7 +25,7 @@ class ScaledObject:
 
 
 def mount_account(folder: Path, namespace: str, address: str) -> str:
-    """Make what is mounted for a service account, and beside it the key of the server at `address`; return the token."""
+    """Create the mount of a service account and, next to it, the key of the server at `address`; return the token."""
     folder.mkdir(parents=True)
     token = secrets.token_urlsafe(16)
     (folder / "token").write_text(token)
@@ -40,16 +40,16 @@ def mount_account(folder: Path, namespace: str, address: str) -> str:
 
 
 class ApiServer:
-    """Serves the replicas of generators, trainer and judge; `calls` are the verbs that came, by path."""
+    """Serves the replicas of generators, trainer and judge; `calls` holds the received verbs, by path."""
 
     def __init__(
         self, folder: Path, address: str, namespace: str, deployment: str, replicas: int = 1, trainer: str = "demo-trainer",
         kind: str = "StatefulSet", judge: str = "demo-judge",
     ) -> None:  # fmt: skip
-        """`folder` becomes what is mounted for a service account; `kind` is the trainer's."""
+        """`folder` becomes the mount of a service account; `kind` is the trainer's."""
         self.annotations = dict[str, dict[str, str]]()
         self.forbidden = False
-        self.missing, self.missed = set[str](), list[str]()  # names of pods that are not there, and calls for them
+        self.missing, self.missed = set[str](), list[str]()  # names of missing pods, and calls for them
         self.calls, self.lock = set[tuple[str, str]](), threading.Lock()
         root = f"/apis/apps/v1/namespaces/{namespace}"
         self.generators = ScaledObject(f"{root}/deployments/{deployment}/scale", replicas)
@@ -62,28 +62,28 @@ class ApiServer:
         self.server = ThreadingHTTPServer((address, 0), _handler(self))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "ca.crt", folder.with_suffix(".key"))
-        # The handshake is the handler's, in its thread: a client that breaks off must not hold up the others.
+        # The handler does the handshake, in its thread: a client that hangs up must not block the others.
         self.server.socket = context.wrap_socket(self.server.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.environ = {"KUBERNETES_SERVICE_HOST": address, "KUBERNETES_SERVICE_PORT": str(self.server.server_address[1])}
 
     @property
     def replicas(self) -> int:
-        """Of the Deployment."""
+        """Replicas of the Deployment."""
         return self.generators.replicas
 
     def scale(self, replicas: int) -> None:
-        """`kubectl scale` of the Deployment."""
+        """Scale the Deployment as `kubectl scale` does."""
         with self.lock:
             self.generators.set(replicas)
 
     def recreate(self) -> None:
-        """The Deployment is deleted and made again from its manifest, which names no number."""
+        """Delete the Deployment and create it again from its manifest, which sets no replicas."""
         with self.lock:
             self.generators = ScaledObject(self.generators.path, 1)
 
     def answer(self, method: str, path: str, token: str, body: dict[str, object]) -> tuple[int, dict[str, object]]:
-        """What the real one would say."""
+        """Answer as the real server would."""
         scheme, _, given = token.partition(" ")
         if scheme.lower() != "bearer" or given.strip() != self.token:
             return 401, {"message": "Unauthorized"}

@@ -1,4 +1,4 @@
-"""The chart, rendered: what `helm template` would print, as objects."""
+"""The rendered chart: the output of `helm template`, as objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 Object = dict[str, Any]
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time, where PyYAML was built with libyaml
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, if PyYAML was built with libyaml
 
 os.environ.setdefault("GOGC", "400")  # before Helm's library, written in Go, is loaded: four fifths of the time to render
 
@@ -29,16 +29,16 @@ BASE: Object = {
         "verifiers": [{"kind": "reasoning_gym"}],
     }
 }
-"""What every release must say."""
+"""Values that every release must set."""
 
 
 def parse(text: str) -> Any:
-    """The one document of a text."""
+    """The only document of a text."""
     return yaml.load(text, LOADER)
 
 
 def parse_all(text: str) -> list[Any]:
-    """Every document of a text that is not empty."""
+    """Every non-empty document of a text."""
     return [found for found in yaml.load_all(text, LOADER) if found]
 
 
@@ -55,7 +55,7 @@ def documented(heading: str) -> Object:
 
 
 def changed(values: Mapping[str, Any], path: str, value: Any) -> Object:
-    """The values with one of them set, `a.b.c` by its path."""
+    """The values with the one at path `a.b.c` set."""
     result = copy.deepcopy(dict(values))
     *sections, key = path.split(".")
     node = result
@@ -66,7 +66,7 @@ def changed(values: Mapping[str, Any], path: str, value: Any) -> Object:
 
 
 def completed(values: Mapping[str, Any] | None = None) -> Object:
-    """The values, with those keys of BASE that they leave out."""
+    """The values, completed with missing keys of BASE."""
     result = copy.deepcopy(dict(values or {}))
     config = result["config"] = {**BASE["config"], **result.get("config", {})}
     config["data"] = {**BASE["config"]["data"], **config["data"]}
@@ -76,7 +76,7 @@ def completed(values: Mapping[str, Any] | None = None) -> Object:
 def render(
     values: Mapping[str, Any] | None = None, name: str = "demo", namespace: str = "ml", bare: bool = False
 ) -> list[Object]:
-    """Every object of a release; not to be changed. Raises the library's HelmError for values that are refused.
+    """Every object of a release; do not modify. Raises the library's HelmError for rejected values.
 
     `bare`: of these values alone, without BASE.
     """
@@ -94,7 +94,7 @@ def _render(values: str, name: str, namespace: str) -> list[Object]:
 
 
 def notes(values: Mapping[str, Any] | None = None) -> str:
-    """What is printed after an install."""
+    """The notes printed after an install."""
     from helm_python.chart import Chart
 
     with Chart.load(CHART) as chart:
@@ -102,18 +102,18 @@ def notes(values: Mapping[str, Any] | None = None) -> str:
 
 
 def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
-    """Those of some kinds."""
+    """Objects of some kinds."""
     return [found for found in objects if found["kind"] in kinds]
 
 
 def named(objects: list[Object], kind: str, name: str) -> Object:
-    """The one of that kind and name."""
+    """The object of this kind and name."""
     (found,) = [found for found in of_kind(objects, kind) if found["metadata"]["name"] == name]
     return found
 
 
 def pods(objects: list[Object]) -> Iterator[tuple[str, Object]]:
-    """Labels and specs of all pods that the release makes, by `kind/name` of what makes them."""
+    """Labels and specs of all pods of the release, by `kind/name` of their owner."""
     for found in objects:
         label = f"{found['kind']}/{found['metadata']['name']}"
         if found["kind"] == "LeaderWorkerSet":
@@ -125,10 +125,10 @@ def pods(objects: list[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def containers(template: Object) -> list[Object]:
-    """Containers of a pod, those that only prepare it too."""
+    """Containers of a pod, including init containers."""
     return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
 
 
 def as_text(objects: list[Object]) -> str:
-    """For comparisons."""
+    """Objects as text, for comparisons."""
     return json.dumps(objects, sort_keys=True)

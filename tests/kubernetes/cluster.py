@@ -1,6 +1,6 @@
-"""Just enough of a cluster to run a release: controllers that make pods, the scale subresource, the names of Services.
+"""Just enough of a cluster to run a release: controllers that create pods, the scale subresource, the names of Services.
 
-Pods of a release start at once, as on a cluster; those that end are started again.
+Pods of a release start at once, as on a cluster, and are restarted when they exit.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from tests.kubernetes.network import Network
 from tests.kubernetes.pod import PYTHON, Objects, Pod
 
 TICK_S = 0.2
-RESTARTS = 8  # of a container; more is no start that takes its time
+RESTARTS = 8  # of a container; more than this is not just a slow start
 DOMAIN = "svc.cluster.local"
 
 CLIENT = f"""#!{PYTHON}/bin/python
 import os, redis, sys
 print("PONG" if redis.Redis(port=int(sys.argv[2]), password=os.environ["REDISCLI_AUTH"]).ping() else "")
 """
-"""A client where Debian's is not installed."""
+"""A redis-cli for machines without Debian's."""
 
 
 class Cluster:
-    """One release on this machine, as user 10001, in namespaces of its own."""
+    """One release on this machine, as user 10001, in separate namespaces."""
 
     def __init__(
         self, objects: list[chart.Object], folder: Path, secrets: dict[str, dict[str, bytes]], namespace: str = "ml",
         release: str = "demo",
     ) -> None:  # fmt: skip
-        """`secrets` are there already, by name."""
+        """`secrets` already exist, by name."""
         self.objects, self.release, self.namespace = objects, release, namespace
         self.network = Network()
         self.pods: dict[str, Pod] = {}
@@ -63,7 +63,7 @@ class Cluster:
             path.chmod(0o755)
 
     def start(self) -> None:
-        """Make every pod of the release."""
+        """Create every pod of the release."""
         for found in chart.of_kind(self.objects, "StatefulSet"):
             if found["metadata"]["name"] != f"{self.release}-trainer":
                 self._member(found, 0)
@@ -71,14 +71,14 @@ class Cluster:
             if found["metadata"]["name"] != f"{self.release}-generator":
                 for _ in range(found["spec"].get("replicas", 1)):
                     self._add(found, f"{found['metadata']['name']}-{secrets.token_hex(3)}", {})
-        self._keeper.start()  # which makes the generators and the trainer
+        self._keeper.start()  # it creates the generators and the trainer
 
     def _member(self, owner: chart.Object, index: int) -> None:
-        """Make a pod of a StatefulSet."""
+        """Create a pod of a StatefulSet."""
         self._add(owner, f"{owner['metadata']['name']}-{index}", {"apps.kubernetes.io/pod-index": str(index)})
 
     def run(self, found: chart.Object, limit_s: float = 400.0) -> tuple[int, str]:
-        """A pod of its own, as of a hook, to its end: exit code, and what it printed."""
+        """Run a single pod, such as a hook's, to completion; return exit code and output."""
         name = found["metadata"]["name"]
         space, address = self.network.add(name)
         pod = Pod(name, found, self.held, space, address, self.folder / "pods" / name)
@@ -105,13 +105,13 @@ class Cluster:
         return pod
 
     def of(self, component: str) -> list[Pod]:
-        """Pods of a component that are not on their way out, oldest first."""
+        """Pods of a component that are not terminating, oldest first."""
         key = "app.kubernetes.io/component"
-        pods = list(self.pods.values())  # the controllers add others meanwhile
+        pods = list(self.pods.values())  # the controllers may add others concurrently
         return [pod for pod in pods if pod.template["metadata"]["labels"][key] == component and not pod.leaving]
 
     def _keep(self) -> None:
-        """The controllers and the kubelet: as many generators and trainer pods as are wanted, and every container up."""
+        """Act as controllers and kubelet: keep the desired generators and trainer pods, and every container, running."""
         owner = chart.named(self.objects, "Deployment", f"{self.release}-generator")
         trainer = chart.named(self.objects, "StatefulSet", f"{self.release}-trainer")
         while not self._ending.wait(TICK_S):
@@ -134,23 +134,23 @@ class Cluster:
         self.gone[pod.name] = pod.terminate()
 
     def ready(self, component: str) -> list[str]:
-        """Why pods of a component are not ready, if they are not; their startup and liveness is asked too."""
+        """Why pods of a component are not ready, if any; also runs their startup and liveness probes."""
         pods = self.of(component)
         if not pods:
             return [f"no {component} yet"]
         return [why for pod in pods for kind in ("startupProbe", "livenessProbe", "readinessProbe") if (why := pod.probe(kind))]
 
     def wait(self, true: Callable[[], object], what: str, limit_s: float = 200.0, every_s: float = TICK_S) -> None:
-        """Wait for a fact, which is looked at every so often. Fails with the end of every log."""
+        """Wait for a condition, checked every `every_s`. Fails with the end of every log."""
         deadline = time.monotonic() + limit_s
         while not true():
             assert time.monotonic() < deadline, f"{what}\n{self.words()}"
             looping = [name for name, pod in list(self.pods.items()) if len(pod.codes) > RESTARTS]
-            assert not looping, f"{what}: {looping} start again and again\n{self.words()}"
+            assert not looping, f"{what}: {looping} restart in a loop\n{self.words()}"
             time.sleep(every_s)
 
     def words(self) -> str:
-        """What the pods last said."""
+        """The end of every pod's log."""
         pods = list(self.pods.values())
         last = [pod.log.read_text(errors="replace")[-2500:] if pod.log.exists() else "" for pod in pods]
         return "\n".join(f"== {pod.name} {pod.codes}\n{text}" for pod, text in zip(pods, last, strict=True))

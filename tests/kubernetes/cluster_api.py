@@ -1,6 +1,6 @@
-"""A cluster's API as far as Helm uses it, so that the real Helm installs, upgrades, rolls back and uninstalls the chart.
+"""The part of a cluster's API that Helm uses, so that the real Helm installs, upgrades, rolls back and uninstalls the chart.
 
-Objects are kept in memory and applied by the rules of field_managers.py. What is immutable in a cluster is immutable here. No pod
+Objects are kept in memory and applied by the rules of field_managers.py. Fields immutable in a cluster are immutable here. No pod
 ever starts: a Job or a Pod of a hook ends as soon as it is created, as `fails` says.
 """
 
@@ -24,7 +24,7 @@ from tests.kubernetes.field_managers import REPLICAS, FieldConflict, LiveObject
 CLUSTER_WIDE = ("Namespace",)
 SCALED = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 SCHEMAS, PROTOBUF = "/openapi/v2", "application/octet-stream"
-"""Schemas are asked for as protobuf; no bytes are a document without any, so that nothing is validated here."""
+"""Schemas are requested as protobuf; empty bytes are a document without schemas, so nothing is validated here."""
 IMMUTABLE = {
     "Job": (("spec", "template"),), "Deployment": (("spec", "selector"),),
     "StatefulSet": (("spec", "selector"), ("spec", "serviceName"), ("spec", "volumeClaimTemplates")),
@@ -36,11 +36,11 @@ ENDED: dict[tuple[str, bool], Object] = {
     ("Pod", True): {"phase": "Failed"},
     ("Pod", False): {"phase": "Succeeded", "conditions": [{"type": "Ready", "status": "False", "reason": "PodCompleted"}]},
 }
-"""Kind, and whether it fails -> its status."""
+"""(Kind, whether it fails) -> status."""
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class Held:
         self.status: Object = {}
 
     def tree(self) -> Object:
-        """The object, as it is answered."""
+        """The object as returned by the API."""
         found: Object = {}
         for path, value in self.live.fields.items():
             if path == REPLICAS and self.kind not in SCALED:
@@ -75,14 +75,14 @@ class Held:
         return {**found, **self.head, "status": {"observedGeneration": 1, **self.status}}
 
     def has_label(self, selector: str) -> bool:
-        """Whether a selector of labels chooses it."""
+        """Whether a label selector matches it."""
         labels = self.tree()["metadata"].get("labels", {})
         wanted = (term.replace("==", "=").split("=") for term in selector.split(",") if term)
         return all(labels.get(key) == value for key, value in wanted)
 
 
 class ClusterApi:
-    """Serves the kinds of `known`, at first without any object but the namespace."""
+    """Serves the kinds in `known`, starting with only the namespace."""
 
     def __init__(self, known: list[Object], namespace: str = "ml") -> None:
         self.kinds: dict[str, dict[str, str]] = {}
@@ -99,7 +99,7 @@ class ClusterApi:
         self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def kubeconfig(self) -> str:
-        """How to reach it."""
+        """The kubeconfig of this API."""
         return yaml.safe_dump({
             "apiVersion": "v1", "kind": "Config", "current-context": "here", "users": [{"name": "me", "user": {}}],
             "clusters": [{"name": "here", "cluster": {"server": self.address}}],
@@ -107,17 +107,17 @@ class ClusterApi:
         })  # fmt: skip
 
     def names(self, *but: str) -> set[tuple[str, str]]:
-        """Kind and name of every object, but those of some kinds."""
+        """Kind and name of every object, except those of some kinds."""
         found = (held.tree() for held in self.held.values() if held.kind not in ("Namespace", *but))
         return {(tree["kind"], tree["metadata"]["name"]) for tree in found}
 
     def named(self, kind: str, name: str) -> Held:
-        """The object of that kind and name."""
+        """The object of this kind and name."""
         (held,) = (held for path, held in self.held.items() if held.kind == kind and path.endswith(f"/{name}"))
         return held
 
     def place(self, manifest: Object) -> None:
-        """Create an object that no release has made."""
+        """Create an object outside any release."""
         version, meta = manifest["apiVersion"], manifest["metadata"]
         root = f"/apis/{version}" if "/" in version else f"/api/{version}"
         inside = f"/namespaces/{meta['namespace']}" if manifest["kind"] not in CLUSTER_WIDE else ""
@@ -174,7 +174,7 @@ class ClusterApi:
         }  # fmt: skip
 
     def watch(self, folder: str, asked: Mapping[str, str]) -> Iterator[Object]:
-        """The events of a folder from a revision on, as they come; ends after a second without any."""
+        """Events of a folder since a revision, as they arrive; ends after a second without any."""
         since, at = int(asked.get("resourceVersion") or 0), 0
         while True:
             with self.changed:
@@ -186,7 +186,7 @@ class ClusterApi:
                     yield {"type": what, "object": tree}
 
     def discover(self, path: str) -> Object:
-        """Which versions and kinds there are. Raises `ApiError`."""
+        """Available versions and kinds. Raises `ApiError`."""
         if path == "/version":
             return {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}
         if path == "/api":
@@ -206,7 +206,7 @@ class ClusterApi:
         return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
 
     def is_folder(self, path: str) -> bool:
-        """Whether a path is that of a kind's objects, and not of one of them."""
+        """Whether a path is that of all objects of a kind instead of one of them."""
         return (
             any(path.endswith(f"/{name}") for kinds in self.kinds.values() for name in kinds.values()) and path not in self.held
         )
@@ -245,7 +245,7 @@ class ClusterApi:
 
 
 def plural(kind: str) -> str:
-    """What the API calls many of a kind."""
+    """The plural name of a kind in the API."""
     lower = kind.lower()
     if lower.endswith(("s", "x")):
         return f"{lower}es"
@@ -303,7 +303,7 @@ def _handler(api: ClusterApi) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", "application/json")
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            with contextlib.suppress(ConnectionError):  # whoever watched has seen enough
+            with contextlib.suppress(ConnectionError):  # the watcher hung up
                 for event in api.watch(folder, asked):
                     data = json.dumps(event).encode() + b"\n"
                     self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))

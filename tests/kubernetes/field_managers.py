@@ -1,6 +1,6 @@
 """The rules by which a cluster applies manifests: server-side apply with field managers, and the patch of Helm 3.
 
-A field is a path of names; lists count as one value, which is enough for what this chart's numbers need. The rules are those of
+A field is a path of names; lists count as one value, which is enough for this chart's replicas. The rules are those of
 https://kubernetes.io/docs/reference/using-api/server-side-apply/: a manager that applies owns what it names; a value that another
 manager owns and that differs is a conflict; what its manifest no longer names, and nobody else owns, is removed; an update takes
 the ownership of what it changes. A Deployment without `spec.replicas` gets 1, which nobody owns.
@@ -17,7 +17,7 @@ DEFAULT = 1
 
 
 class FieldConflict(Exception):
-    """Another manager owns a field that is applied with another value."""
+    """Another manager owns a field that is applied with a different value."""
 
 
 def fields(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Fields:
@@ -40,7 +40,7 @@ class LiveObject:
 
     @property
     def replicas(self) -> int:
-        """What its controller acts on."""
+        """Replicas that its controller acts on."""
         return self.fields[REPLICAS]
 
     def apply(self, manager: str, manifest: dict[str, Any], force: bool = False) -> None:
@@ -62,7 +62,7 @@ class LiveObject:
         self._default()
 
     def scale(self, manager: str, replicas: int) -> None:
-        """An update of the subresource, as `kubectl scale`, the scaler, an HPA and KEDA do."""
+        """Update the subresource, as `kubectl scale`, the scaler, an HPA and KEDA do."""
         if self.fields[REPLICAS] != replicas:
             self.fields[REPLICAS] = replicas
             for owned in self.owners.values():
@@ -70,7 +70,7 @@ class LiveObject:
             self.owners.setdefault(f"{manager}/scale", set()).add(REPLICAS)
 
     def patch(self, before: dict[str, Any] | None, manifest: dict[str, Any]) -> None:
-        """Helm 3 and `kubectl apply`: a patch of what differs between two manifests and of what was changed live."""
+        """Helm 3 and `kubectl apply`: patch what differs between two manifests and what was changed live."""
         wanted = fields(manifest)
         for path in fields(before or {}).keys() - wanted.keys():
             self.fields.pop(path, None)
@@ -78,7 +78,7 @@ class LiveObject:
         self._default()
 
     def replace(self, manifest: dict[str, Any]) -> None:
-        """`helm upgrade --force-replace`, `kubectl replace`: what the manifest does not name is lost."""
+        """`helm upgrade --force-replace`, `kubectl replace`: fields that the manifest does not name are lost."""
         self.fields = copy.deepcopy(fields(manifest))
         self._default()
 

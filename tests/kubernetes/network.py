@@ -1,4 +1,4 @@
-"""A network for rendered pods on this machine: one namespace each, on a bridge, and a hosts file for the names of Services."""
+"""A network for rendered pods on this machine: a namespace each, on a bridge, and a hosts file with the names of Services."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOSTS = Path("/etc/netns")  # `ip netns exec` puts the files of /etc/netns/NAME 
 
 
 def reason_against() -> str:
-    """Why this machine cannot do it, or empty."""
+    """Why this machine cannot create it, or empty."""
     if missing := [name for name in ("ip", "unshare", "nsenter", "setpriv", "mount") if shutil.which(name) is None]:
         return f"{', '.join(missing)} not found"
     name = f"grpo-{uuid.uuid4().hex[:6]}"
@@ -27,13 +27,13 @@ def reason_against() -> str:
 
 
 def free_subnet() -> str:
-    """The first three numbers of a /24 that no interface has an address in, such as one left by tests that were killed."""
+    """The first three numbers of a /24 not used by any interface, including those left by killed tests."""
     taken = subprocess.run(["ip", "-4", "addr"], check=True, capture_output=True, text=True).stdout
     return next(subnet for subnet in (f"10.213.{number}" for number in range(256)) if f" {subnet}." not in taken)
 
 
 class Network:
-    """A /24 behind a bridge; its first address is the machine itself."""
+    """A /24 behind a bridge; its first address is this machine."""
 
     def __init__(self) -> None:
         self.name = f"grpo-{uuid.uuid4().hex[:6]}"
@@ -42,14 +42,14 @@ class Network:
         self._made: list[str] = []
         self._names: dict[str, str] = {}
         self._own: dict[str, str] = {}
-        self._adding = threading.Lock()  # the controllers add pods, and so does a test
+        self._adding = threading.Lock()  # both the controllers and tests add pods
         _ip("link", "add", self.name, "type", "bridge")
         _ip("link", "set", self.name, "addrgenmode", "none")  # a browser gives up loading when the machine gets an address
         _ip("addr", "add", f"{self.gateway}/24", "dev", self.name)
         _ip("link", "set", self.name, "up")
 
     def add(self, pod: str) -> tuple[str, str]:
-        """A namespace for a pod, which knows its own name, and its address."""
+        """Create a namespace for a pod, with its own name; return its address."""
         with self._adding:
             return self._add(pod)
 
@@ -77,7 +77,7 @@ class Network:
         return space, address
 
     def call(self, name: str, address: str) -> None:
-        """From now on that name means that address, in every namespace."""
+        """Resolve a name to an address in every namespace."""
         with self._adding:
             self._names[name] = address
             for space in self._made:
@@ -89,7 +89,7 @@ class Network:
         (folder / "resolv.conf").write_text("")
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove everything."""
         for space in self._made:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
             shutil.rmtree(HOSTS / space, ignore_errors=True)

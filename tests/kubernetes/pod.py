@@ -1,6 +1,6 @@
 """A rendered pod as a real process: its namespaces, mounts, user, environment, probes, hook and grace period.
 
-What a kubelet does and this does not: images (the repository is there instead), limits of resources, seccomp.
+Unlike a kubelet, this does without images (it uses the repository), resource limits and seccomp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATH = f"{PROGRAMS}:{PYTHON}/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass
 class Objects:
-    """What pods refer to, by name."""
+    """Objects that pods refer to, by name."""
 
     maps: dict[str, dict[str, str]]
     secrets: dict[str, dict[str, bytes]]
@@ -39,7 +39,7 @@ class Objects:
 
     @classmethod
     def of(cls, objects: list[Object], folder: Path, account: Path) -> Objects:
-        """Of a release."""
+        """Objects of a release."""
         maps = {found["metadata"]["name"]: found["data"] for found in objects if found["kind"] == "ConfigMap"}
         secrets = {
             found["metadata"]["name"]: {key: base64.b64decode(value) for key, value in found["data"].items()}
@@ -49,7 +49,7 @@ class Objects:
         return cls(maps, secrets, folder, account)
 
     def volume(self, spec: Object, pod: Path) -> Path:
-        """The folder that a volume of a pod is."""
+        """The folder of a pod's volume."""
         folder = pod / spec["name"]
         if "persistentVolumeClaim" in spec:
             folder = self.folder / spec["persistentVolumeClaim"]["claimName"]
@@ -70,7 +70,7 @@ class Objects:
 
 @dataclass
 class Pod:
-    """One pod, started with `start`. A container that ends is started again by `keep`, as the kubelet would."""
+    """One pod, started with `start`. `keep` restarts a container that has exited, as the kubelet would."""
 
     name: str
     template: Object
@@ -78,25 +78,25 @@ class Pod:
     space: str
     address: str
     folder: Path
-    cluster: dict[str, str] = field(default_factory=dict)  # where the cluster's API is
-    claims: tuple[str, ...] = ()  # volumes of a StatefulSet's own
+    cluster: dict[str, str] = field(default_factory=dict)  # variables with the address of the cluster's API
+    claims: tuple[str, ...] = ()  # volume claims of a StatefulSet
     process: subprocess.Popen[bytes] | None = None
     codes: list[int] = field(default_factory=list)
     leaving: bool = False
 
     @property
     def container(self) -> Object:
-        """The one that runs."""
+        """The main container."""
         (container,) = self.template["spec"]["containers"]
         return container
 
     @property
     def log(self) -> Path:
-        """What it prints."""
+        """Its output."""
         return self.folder / "log"
 
     def environment(self) -> dict[str, str]:
-        """Every variable, from where the pod's spec says."""
+        """Every variable, resolved as in the pod's spec."""
         fields = {"metadata.name": self.name, "status.podIP": self.address}
         fields |= {f"metadata.labels['{key}']": value for key, value in self.template["metadata"]["labels"].items()}
         result = {"PATH": PATH, "PYTHONPATH": REPOSITORY, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", **self.cluster}
@@ -114,7 +114,7 @@ class Pod:
         return result
 
     def start(self) -> None:
-        """Make the mounts and become the container's command, without rights, on a root that nobody can write to."""
+        """Mount the volumes and run the container's command, without privileges, on a read-only root."""
         self.folder.mkdir(parents=True, exist_ok=True)
         volumes = {spec["name"]: self.objects.volume(spec, self.folder) for spec in self.template["spec"].get("volumes", [])}
         for claim in self.claims:
@@ -131,7 +131,7 @@ class Pod:
             (Path(sys.prefix).resolve(), PYTHON, True),
             (self.objects.folder / "bin", PROGRAMS, True),
         ]
-        # Sources first: they may lie under /tmp, which a mount is to cover.
+        # Sources first: they may be under /tmp, which a mount will cover.
         script = [
             "set -e",
             f"hostname {self.name}",
@@ -144,7 +144,7 @@ class Pod:
             script += [f"mkdir /run/sources/{i}", f"mount --bind {shlex.quote(str(source))} /run/sources/{i}"]
         script += ["mount -t tmpfs tmpfs /srv"]
         base = Path(sys.base_prefix)
-        if base.parts[1] != "usr":  # an interpreter in a home that only its owner may enter
+        if base.parts[1] != "usr":  # an interpreter in a home folder that only its owner may enter
             script += ["mkdir /run/sources/python", f"mount --bind {base} /run/sources/python"]
             script += [
                 f"mount -t tmpfs -o mode=755 tmpfs /{base.parts[1]}",
@@ -164,7 +164,7 @@ class Pod:
 
     @property
     def main(self) -> int:
-        """Id of the container's first process, which is 1 to itself; 0: it has not begun."""
+        """Id of the container's first process, which sees itself as 1; 0 if it has not started."""
         assert self.process is not None
         try:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -174,11 +174,11 @@ class Pod:
 
     @property
     def running(self) -> bool:
-        """Whether the container runs."""
+        """Whether the container is running."""
         return self.process is not None and self.process.poll() is None
 
     def keep(self) -> None:
-        """Start the container again when it has ended, unless the pod is to go."""
+        """Restart the container if it has exited, unless the pod is terminating."""
         if not self.leaving and self.process is not None and (code := self.process.poll()) is not None:
             self.codes.append(code)
             self.start()
@@ -202,7 +202,7 @@ class Pod:
         )
 
     def probe(self, kind: str) -> str:
-        """What a probe finds: empty when it succeeds."""
+        """The failure of a probe, empty if it succeeds."""
         found: Any = self.container[kind]
         if not self.running:
             return "the container does not run"
@@ -211,21 +211,21 @@ class Pod:
             return "" if done.returncode == 0 else done.stderr or f"exit code {done.returncode}"
         (port,) = [port["containerPort"] for port in self.container["ports"] if port["name"] == found["httpGet"]["port"]]
         scheme = found["httpGet"].get("scheme", "HTTP").lower()
-        try:  # a kubelet trusts whoever answers
+        try:  # a kubelet does not verify certificates
             answer = httpx.get(f"{scheme}://{self.address}:{port}{found['httpGet']['path']}", timeout=30.0, verify=False)
         except httpx.HTTPError as error:
             return str(error) or type(error).__name__
         return "" if answer.is_success else answer.text
 
     def terminate(self) -> int:
-        """End the pod as a kubelet does: hook, SIGTERM, and SIGKILL when the grace period is over. The exit code."""
+        """Terminate the pod as a kubelet does: hook, SIGTERM, SIGKILL after the grace period. Return the exit code."""
         self.leaving = True
         assert self.process is not None
         deadline = time.monotonic() + self.template["spec"]["terminationGracePeriodSeconds"]
         if hook := self.container.get("lifecycle", {}).get("preStop"):
             self.execute(hook["exec"]["command"], deadline - time.monotonic())
         if main := self.main:
-            with contextlib.suppress(ProcessLookupError):  # it ends by itself meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it has exited by itself
                 os.kill(main, signal.SIGTERM)
         try:
             return self.process.wait(deadline - time.monotonic())
@@ -234,7 +234,7 @@ class Pod:
             return self.process.wait()
 
     def kill(self) -> None:
-        """End all of it at once."""
+        """Kill the whole pod at once."""
         self.leaving = True
         if self.running:
             assert self.process is not None

@@ -1,7 +1,7 @@
-"""The part of a cluster's API that makes, changes, deletes and executes in pods, over TLS; its pods are local processes.
+"""The part of a cluster's API that creates, changes, deletes and executes in pods, over TLS; pods are local processes.
 
 A pod's processes are those that carry its uid in a variable; its disk is a folder, which is HOME there. Commands are executed by
-the kubelet's protocol v4.channel.k8s.io. As on a node, a command goes on when its connection ends.
+the kubelet's protocol v4.channel.k8s.io. As on a node, a command keeps running when its connection ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Pod = dict[str, Any]
 
 
 class PodCluster:
-    """A cluster with one namespace; `calls` are the verbs that came, by resource, and `executed` the pods of commands."""
+    """A cluster with one namespace; `calls` holds the received verbs, by resource, and `executed` the pods of commands."""
 
     def __init__(self, folder: Path, template: Pod) -> None:
-        """`folder`/account becomes what is mounted for a service account; `template` is the PodTemplate there is."""
+        """`folder`/account becomes the mount of a service account; `template` is the only PodTemplate."""
         self.folder, self.template = folder, {**template, "metadata": {**template["metadata"], "uid": secrets.token_hex(8)}}
         self.account, self._own = folder / "account", secrets.token_hex(4)
         self.token = mount_account(self.account, NAMESPACE, ADDRESS)
@@ -93,12 +93,12 @@ class PodCluster:
         self._loop.close()
 
     def close(self) -> None:
-        """Stop; every pod goes."""
+        """Stop, and kill every pod."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def do(self, what: Callable[..., Any], *given: Any) -> Any:
-        """Call something in the cluster's own thread."""
+        """Call a function in the cluster's thread."""
 
         async def called() -> Any:
             return what(*given)
@@ -106,7 +106,7 @@ class PodCluster:
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result(30)
 
     def lose(self, name: str) -> None:
-        """A node is lost and its pod forced out of the API."""
+        """Lose a node, and remove its pod from the API."""
         self.do(self._gone, name)
 
     def cut(self) -> None:
@@ -121,7 +121,7 @@ class PodCluster:
         asyncio.run_coroutine_threadsafe(close(), self._loop).result(30)
 
     def end(self, name: str, reason: str, message: str = "", container: str = "Error") -> None:
-        """A pod ends: by its code if there is no reason of the pod's, otherwise by the node."""
+        """End a pod: with the container's reason, or evicted by the node if the pod has a reason."""
 
         def ended() -> None:
             pod = self.pods[name]
@@ -147,7 +147,7 @@ class PodCluster:
         self.do(collect)
 
     def held(self) -> list[str]:
-        """Names of the pods that rollouts have."""
+        """Names of the pods held by rollouts."""
         return self.of_state("held")
 
     def processes(self) -> list[int]:
@@ -177,7 +177,7 @@ class PodCluster:
         wanted = dict(each.split("=") for each in request.query["labelSelector"].split(","))
         found = [pod for _, pod in sorted(self.pods.items()) if wanted.items() <= pod["metadata"]["labels"].items()]
         first = int(request.query.get("continue") or 0)
-        last = first + min(2, int(request.query["limit"]))  # short pages, as a server may give
+        last = first + min(2, int(request.query["limit"]))  # short pages, as a server may return
         metadata = {"continue": str(last)} if last < len(found) else {}
         return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": found[first:last]})
 
@@ -234,7 +234,7 @@ class PodCluster:
         return web.json_response(pod)
 
     async def _execute(self, request: web.Request) -> web.StreamResponse:
-        self.calls |= {("get", "pods/exec"), ("create", "pods/exec")}  # the latter for websockets from Kubernetes 1.35 on
+        self.calls |= {("get", "pods/exec"), ("create", "pods/exec")}  # the latter for websockets since Kubernetes 1.35
         pod = self.pods.get(request.match_info["name"])
         if pod is None:
             return _none()
@@ -264,14 +264,14 @@ class PodCluster:
         return socket
 
     def _place(self, pod: Pod) -> dict[str, Any]:
-        """Where a pod's processes run."""
+        """The folder in which a pod's processes run."""
         uid = pod["metadata"]["uid"]
         disk = self.folder / "disks" / uid
         disk.mkdir(parents=True, exist_ok=True)
         return {"env": {"PATH": os.environ["PATH"], "HOME": str(disk), MARK: uid}, "cwd": disk, "start_new_session": True}
 
     async def _live(self, pod: Pod) -> None:
-        """Start a pod, and see its main process end."""
+        """Start a pod, and wait for its main process to exit."""
         await asyncio.sleep(self.start_s)
         metadata, container = pod["metadata"], pod["spec"]["containers"][0]
         if self.pods.get(metadata["name"]) is not pod or "deletionTimestamp" in metadata:
@@ -311,7 +311,7 @@ class PodCluster:
 
 
 async def _feed(socket: web.WebSocketResponse, process: asyncio.subprocess.Process) -> None:
-    """Give a command what comes on channel 0."""
+    """Feed a command from channel 0."""
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):
         async for message in socket:
@@ -325,12 +325,12 @@ async def _pump(socket: web.WebSocketResponse, stream: asyncio.StreamReader | No
     with contextlib.suppress(ConnectionError):
         await socket.send_bytes(bytes([channel]))  # as a kubelet does, when the stream is open
     while data := await stream.read(32 << 10):
-        with contextlib.suppress(ConnectionError):  # a command goes on when its connection ends
+        with contextlib.suppress(ConnectionError):  # a command keeps running when its connection ends
             await socket.send_bytes(bytes([channel]) + data)
 
 
 def processes(uid: str = "") -> list[int]:
-    """Return the processes of a pod, or of all pods whose uid begins so."""
+    """Return the processes of a pod, or of all pods whose uid starts with this."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -341,7 +341,7 @@ def processes(uid: str = "") -> list[int]:
 
 
 def kill(uid: str) -> None:
-    """Kill the processes of a pod, those that are started meanwhile too."""
+    """Kill the processes of a pod, including those started meanwhile."""
     while found := processes(uid):
         for process in found:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The chart renders, by itself, for every example and with each value changed, and the objects are what Kubernetes takes."""
+"""The chart renders with its defaults, every example and each value changed, and the objects are valid for Kubernetes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import kubernetes_validate
 
 VERSIONS = ("1.32", "1.37")
 NEWER = {"resource.k8s.io/v1", "scheduling.k8s.io/v1beta1"}
-"""APIs that the older version lacks; values that need them say so."""
+"""APIs missing from the older version, named by the values that need them."""
 OPERATORS = {
     (schema["properties"]["apiVersion"]["const"], schema["properties"]["kind"]["const"]): jsonschema.Draft202012Validator(schema)
     for schema in (json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "crds").glob("*.json")))
 }
-"""Kinds of others' operators, by the structure of their custom resource definitions."""
+"""Kinds of third-party operators, by the structure of their custom resource definitions."""
 
 VARIES = re.compile(
     r'"(checksum/config|api-token|api-read-token|redis-password|config.toml|' + "|".join(GRANTS) + r')": "(?:[^"\\]|\\.)*"'
 )
-"""What differs from one rendering to the next, and is text to Kubernetes."""
+"""Text that differs between renderings."""
 
 CHANGES: list[tuple[str, Any]] = [
     ("accelerator", "none"),
@@ -106,18 +106,18 @@ def values_of(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def accepted(text: str, version: str) -> None:
-    """Kubernetes of that version takes the object; an unknown kind is an error too."""
+    """Check that Kubernetes of this version accepts the object; an unknown kind is an error, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kubernetes_validate.utils, "schema_contents", schema_contents)
         kubernetes_validate.validate(json.loads(text), version, strict=True)
 
 
 schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
-"""Megabytes of JSON, which the library reads again for every object."""
+"""Megabytes of JSON that the library would otherwise reread for every object."""
 
 
 def check(objects: list[chart.Object], folder: Path) -> None:
-    """Kubernetes would take all of them, and the services their configuration."""
+    """Check that Kubernetes accepts the objects, and the services their configuration."""
     for found in objects:
         if operator := OPERATORS.get((found["apiVersion"], found["kind"])):
             operator.validate(found)
@@ -136,7 +136,7 @@ def check(objects: list[chart.Object], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", chart.EXAMPLES, ids=lambda path: path.stem)
-def test_examples_pass_strict_lint_and_render_what_kubernetes_takes(path: Path, tmp_path: Path) -> None:
+def test_examples_pass_strict_lint_and_render_valid_objects(path: Path, tmp_path: Path) -> None:
     from helm_python.chart import lint
 
     for version in VERSIONS:
@@ -146,19 +146,19 @@ def test_examples_pass_strict_lint_and_render_what_kubernetes_takes(path: Path, 
     check(chart.render(values_of(path), bare=True), tmp_path)
 
 
-def test_the_chart_by_itself_renders(tmp_path: Path) -> None:
+def test_the_chart_renders_with_its_defaults(tmp_path: Path) -> None:
     check(chart.render(), tmp_path)
     assert "kubectl -n default scale deployment/demo-generator" in chart.notes()
 
 
 @pytest.mark.parametrize(("path", "value"), CHANGES, ids=[path for path, _ in CHANGES])
-def test_a_single_value_changes_what_is_rendered_and_stays_valid(path: str, value: Any, tmp_path: Path) -> None:
+def test_each_value_changes_the_rendering_and_keeps_it_valid(path: str, value: Any, tmp_path: Path) -> None:
     objects = chart.render(chart.changed({}, path, value))
     check(objects, tmp_path)
     assert chart.as_text(objects) != chart.as_text(chart.render())
 
 
-def test_whole_numbers_stay_whole_and_text_stays_text(tmp_path: Path) -> None:
+def test_integers_stay_integers_and_text_stays_text(tmp_path: Path) -> None:
     odd = 'a "b" \\n #{ü} \n####\\s*(.+)'
     values = chart.changed(
         {}, "config.generator.engine_options", {"max_num_batched_tokens": 4096, "rope": {"factor": 1.5, "on": True}}
@@ -175,7 +175,7 @@ def test_whole_numbers_stay_whole_and_text_stays_text(tmp_path: Path) -> None:
     assert loaded.optimizer.learning_rate == 1e-6
 
 
-def test_the_chart_sets_what_it_knows_best(tmp_path: Path) -> None:
+def test_the_chart_sets_the_keys_it_controls(tmp_path: Path) -> None:
     objects = chart.render(chart.example("four-nodes"), name="reason", namespace="team")
     (tmp_path / "config.toml").write_text(chart.named(objects, "ConfigMap", "reason-config")["data"]["config.toml"])
     config = load_resolved(tmp_path / "config.toml")
@@ -185,7 +185,7 @@ def test_the_chart_sets_what_it_knows_best(tmp_path: Path) -> None:
     assert (config.api.host, config.api.port) == ("0.0.0.0", 8080)
 
 
-def test_weights_through_files_need_the_volume_of_the_runs(tmp_path: Path) -> None:
+def test_the_filesystem_backend_mounts_the_volume_of_runs(tmp_path: Path) -> None:
     values = chart.changed({"storage": {"runs": {"accessMode": "ReadWriteMany"}}}, "config.sync.backend", "filesystem")
     objects = chart.render(values)
     check(objects, tmp_path)
@@ -193,7 +193,7 @@ def test_weights_through_files_need_the_volume_of_the_runs(tmp_path: Path) -> No
     assert {"mountPath": "/srv/grpo/runs", "name": "runs"} in generator["volumeMounts"]
 
 
-def test_alerts_and_dashboard_are_those_that_the_metrics_have() -> None:
+def test_alerts_and_dashboard_match_the_generated_files() -> None:
     objects = chart.render({"monitoring": {"rules": True, "dashboard": True, "labels": {"release": "prometheus"}}})
     rule = chart.named(objects, "PrometheusRule", "demo-alerts")
     assert rule["metadata"]["labels"]["release"] == "prometheus"
@@ -202,7 +202,7 @@ def test_alerts_and_dashboard_are_those_that_the_metrics_have() -> None:
     assert json.loads(dashboard) == json.loads((chart.CHART / "files" / "dashboard.json").read_text())
 
 
-def test_grace_periods_fit_what_happens_in_them(tmp_path: Path) -> None:
+def test_grace_periods_are_long_enough(tmp_path: Path) -> None:
     from services.config.generation import Generator
     from services.generator.drain import BEYOND_S
     from services.trainer.node import LAST_WORDS_S
@@ -218,7 +218,7 @@ def test_grace_periods_fit_what_happens_in_them(tmp_path: Path) -> None:
     assert float(hook[1]) + stop + LAST_WORDS_S < trainer["terminationGracePeriodSeconds"]
 
 
-def test_an_autoscaler_owns_the_number_alone() -> None:
+def test_an_autoscaler_is_the_only_owner_of_replicas() -> None:
     objects = chart.render(chart.example("four-nodes"), name="demo")
     assert "replicas" not in chart.named(objects, "Deployment", "demo-generator")["spec"]
     scaled = chart.named(objects, "ScaledObject", "demo-generator")["spec"]
@@ -246,7 +246,7 @@ def test_the_page_is_served_through_an_ingress_or_a_gateway(tmp_path: Path) -> N
     assert route["rules"] == [{"backendRefs": [{"name": "demo-web", "port": port["port"]}]}]
 
 
-def test_what_is_set_for_all_pods_is_on_each_and_a_section_may_differ() -> None:
+def test_pod_defaults_apply_to_all_pods_unless_overridden() -> None:
     values = {
         "podDefaults": {
             "tolerations": [{"key": "gpu"}], "env": {"A": "1", "B": "1"}, "probes": {"readiness": {"failureThreshold": 5}},
@@ -297,13 +297,13 @@ PRELOAD: chart.Object = {
         ("podDefaults.tolerations", [{"key": "gpu"}]), ("storage.models.existingClaim", "mine"),
     ],
 )  # fmt: skip
-def test_a_preload_whose_pod_differs_is_another_job_since_the_pods_of_a_job_are_immutable(path: str, value: Any) -> None:
+def test_a_changed_preload_pod_gets_a_new_job(path: str, value: Any) -> None:
     before, after = (preload(chart.render(values)) for values in (PRELOAD, chart.changed(PRELOAD, path, value)))
     assert before["metadata"]["name"] != after["metadata"]["name"]
     assert before["spec"]["template"] != after["spec"]["template"]
 
 
-def test_another_version_of_the_chart_alone_preloads_nothing_again() -> None:
+def test_a_new_version_of_the_chart_does_not_repeat_the_preload() -> None:
     labels = preload(chart.render(PRELOAD))["spec"]["template"]["metadata"]["labels"]
     assert set(labels) == {f"app.kubernetes.io/{name}" for name in ("name", "instance", "component")}
 
@@ -314,7 +314,7 @@ def preload(objects: list[chart.Object]) -> chart.Object:
     return job
 
 
-def test_who_shows_text_has_the_tokenizer_and_starts_without_waiting_for_it() -> None:
+def test_pods_that_show_text_mount_the_tokenizer_without_waiting() -> None:
     objects = chart.render({**PRELOAD, "config": {**PRELOAD["config"], "samples": {"keep": 10}}, "web": {"enabled": True}})
     found = dict(chart.pods(objects))
     waiting = {label for label, template in found.items() if "initContainers" in template["spec"]}
@@ -324,7 +324,7 @@ def test_who_shows_text_has_the_tokenizer_and_starts_without_waiting_for_it() ->
         assert {"name": "models", "mountPath": "/srv/grpo/models", "readOnly": True} in container["volumeMounts"], label
 
 
-def test_prompts_on_the_hub_are_downloaded_by_the_pods_that_read_them() -> None:
+def test_only_pods_that_read_prompts_have_access_to_the_hub() -> None:
     source = {"kind": "parquet", "path": "hf://datasets/owner/name/train.parquet"}
     config = {**PRELOAD["config"], "evaluation": {"sources": [source]}}
     objects = chart.render({**PRELOAD, "config": config, "hub": {"tokenSecret": "hub"}})
@@ -346,7 +346,7 @@ def test_prometheus_keeps_the_labels_of_a_run() -> None:
     assert endpoint["honorLabels"] is True
 
 
-def test_what_reads_the_code_of_environments_has_their_image() -> None:
+def test_pods_that_load_environment_code_use_its_image() -> None:
     objects = chart.render({
         "config": {"environments": [{"name": "e", "kind": "python", "function": "/opt/env/e.py:E"}]},
         "environment": {"image": "mine", "internet": True},
@@ -356,7 +356,7 @@ def test_what_reads_the_code_of_environments_has_their_image() -> None:
     assert {label for label, image in images.items() if image == "mine"} == set(mine)
 
 
-def test_a_deployment_may_take_as_long_as_its_pods() -> None:
+def test_progress_deadlines_exceed_startup_probes() -> None:
     values = {"web": {"enabled": True, "probes": {"startup": {"failureThreshold": 2000}}}}
     for found in chart.of_kind(chart.render(values), "Deployment"):
         (container,) = found["spec"]["template"]["spec"]["containers"]
@@ -364,7 +364,7 @@ def test_a_deployment_may_take_as_long_as_its_pods() -> None:
         assert found["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"], found["metadata"]
 
 
-def test_an_external_cluster_is_reached_at_all_its_nodes_and_by_the_autoscaler() -> None:
+def test_an_external_cluster_is_reachable_at_all_its_nodes() -> None:
     objects = chart.render({
         "redis": {"enabled": False, "external": {"url": "redis://cluster.example.com:6379/0", "cluster": True}},
         "networkPolicy": {"externalRedisPorts": [{"port": 11000, "endPort": 13047}]},

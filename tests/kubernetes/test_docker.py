@@ -1,4 +1,4 @@
-"""The Dockerfiles and the compose file: pinned, without root, in stages, and true to the code they carry."""
+"""The Dockerfiles and the compose file: pinned, rootless, multi-stage, and consistent with the code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ each = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """Instructions of a Dockerfile with their words, continued lines joined."""
+    """Instructions of a Dockerfile with their arguments, continued lines joined."""
     text = re.sub(r"\\\n\s*", " ", "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#")))
     return [(words[0], words[1]) for line in text.splitlines() if len(words := line.split(None, 1)) == 2]
 
@@ -75,7 +75,7 @@ def test_images_are_pinned_built_in_stages_and_run_without_root(path: Path) -> N
     assert {"LABEL", "HEALTHCHECK", "USER", "CMD", "WORKDIR"} <= set(kinds)
     assert dict(last)["USER"] == "10001:10001"
     assert "ADD" not in kinds
-    assert dict(last)["CMD"].startswith("["), "a shell in between would keep SIGTERM to itself"
+    assert dict(last)["CMD"].startswith("["), "a shell in between would not forward SIGTERM"
     assert "pip" not in " ".join(words for name, words in last if name == "RUN")
     for name, words in found:
         if name == "RUN" and "apt-get install" in words:
@@ -84,7 +84,7 @@ def test_images_are_pinned_built_in_stages_and_run_without_root(path: Path) -> N
 
 
 @each
-def test_layers_with_dependencies_do_not_hang_on_the_code(path: Path) -> None:
+def test_layers_with_dependencies_do_not_depend_on_the_code(path: Path) -> None:
     found = instructions(path)
     code = next(i for i, (name, words) in enumerate(found) if (name, words) == ("COPY", "services /src/services"))
     heavy = [
@@ -95,17 +95,17 @@ def test_layers_with_dependencies_do_not_hang_on_the_code(path: Path) -> None:
     assert heavy
     assert max(heavy) < code
     copied = {word for name, words in found[:code] if name == "COPY" for word in words.split()[:-1]}
-    assert copied <= {"pyproject.toml", "docker/lean.py", "requirements"}, "what changes more often would have all installed anew"
+    assert copied <= {"pyproject.toml", "docker/lean.py", "requirements"}, "more volatile files invalidate the layer"
 
 
 COMPILED = ("-m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib", "/opt/grpo/bin/python /tmp/bytecode.py ")
-"""Commands that compile an environment: as a whole, or what dataprep's image loads of it. Their files do not depend on times."""
+"""Commands that compile an environment: all of it, or what dataprep's image loads. The files contain no timestamps."""
 IGNORING = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONOPTIMIZE", "PYTHONHOME"}
-"""Variables with which Python writes no such files, or looks for others."""
+"""Variables that make Python skip writing such files, or look for others."""
 
 
 @each
-def test_every_image_carries_its_modules_compiled(path: Path) -> None:
+def test_every_image_contains_compiled_modules(path: Path) -> None:
     stages = in_stages(path)
     (source,) = {
         re.sub(r".*--from=(\w+).*", r"\1", words)
@@ -114,16 +114,16 @@ def test_every_image_carries_its_modules_compiled(path: Path) -> None:
     }
     built = [words for name, words in stages[source] if name in ("RUN", "COPY")]
     compiled = [i for i, words in enumerate(built) if any(command in words for command in COMPILED)]
-    assert compiled, "a pod's root is read-only, so that every start would compile anew"
+    assert compiled, "a pod's root is read-only, so every start would compile again"
     later = " ".join(built[compiled[-1] + 1 :])
     assert "pip" not in later
-    assert "services" not in later, "what comes later is not compiled"
+    assert "services" not in later, "files copied later are not compiled"
     variables = {word.partition("=")[0] for name, words in instructions(path) if name == "ENV" for word in words.split()}
     assert not variables & IGNORING
 
 
 @pytest.mark.parametrize("service", ["generator", "trainer"])
-def test_images_that_exchange_weights_reach_buckets(service: str) -> None:
+def test_images_that_exchange_weights_support_buckets(service: str) -> None:
     """Each variant installs what `sync.folder = "s3://…"` needs."""
     asked = [
         extras.split(",")
@@ -137,14 +137,14 @@ def test_images_that_exchange_weights_reach_buckets(service: str) -> None:
 
 
 @each
-def test_what_is_copied_and_installed_exists(path: Path) -> None:
+def test_copied_and_installed_files_exist(path: Path) -> None:
     allowed = [line[1:] for line in (chart.ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for name, words in instructions(path):
         if name == "COPY" and "--from" not in words:
             sources = [word for word in shlex.split(words)[:-1] if not word.startswith("--")]
             for source in sources:
                 assert (chart.ROOT / source).exists(), source
-                assert source in allowed, f"{source} is kept out by .dockerignore"
+                assert source in allowed, f"{source} is excluded by .dockerignore"
         if name == "RUN":
             assert set(re.findall(r"source=([\w/]+)/", words)) <= set(allowed)
             for extras in re.findall(r"'\.\[([\w,]+)\]'", words):
@@ -161,13 +161,13 @@ def pins(name: str) -> dict[str, str]:
 
 
 @each
-def test_a_build_needs_no_image_but_the_base(path: Path) -> None:
+def test_a_build_needs_only_the_base_image(path: Path) -> None:
     assert "syntax=" not in path.read_text(), "another frontend is an image from a registry"
 
 
 @each
-def test_every_package_of_an_image_has_one_version(path: Path) -> None:
-    """What is asked for is pinned, and so is all that it depends on, as far as it is installed here in that version."""
+def test_every_package_of_an_image_is_pinned(path: Path) -> None:
+    """Requested packages are pinned, and so are their dependencies, as far as they are installed here in that version."""
     stages = [
         words
         for name, words in instructions(path)
@@ -189,7 +189,7 @@ def test_every_package_of_an_image_has_one_version(path: Path) -> None:
 
 
 def asked_for(words: list[str]) -> list[Requirement]:
-    """What a pip command installs, but for the code itself."""
+    """Packages that a pip command installs, without the code itself."""
     if "install" not in words:
         return []
     lines = [word for word in words if "==" in word]
@@ -205,7 +205,7 @@ def asked_for(words: list[str]) -> list[Requirement]:
 
 
 def unpinned(asked: list[Requirement], pinned: dict[str, str]) -> set[str]:
-    """Names without a version among what is asked for and what that needs."""
+    """Unpinned names among the requested packages and their dependencies."""
     waiting, seen, missing = list(asked), set[tuple[str, str]](), set[str]()
     while waiting:
         wanted = waiting.pop()
@@ -223,11 +223,11 @@ def unpinned(asked: list[Requirement], pinned: dict[str, str]) -> set[str]:
     return missing
 
 
-def test_images_speak_the_user_of_the_chart() -> None:
+def test_images_and_chart_use_the_same_user() -> None:
     assert chart.parse((chart.CHART / "values.yaml").read_text())["security"]["user"] == 10001
 
 
-def test_compose_is_whole(tmp_path: Path) -> None:
+def test_compose_is_consistent(tmp_path: Path) -> None:
     compose: dict[str, Any] = chart.parse((DOCKER / "compose.yaml").read_text())
     config = load_resolved(DOCKER / "compose.toml")
     services = compose["services"]
@@ -263,7 +263,7 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("rehearse")
 
 
-def test_the_rehearsal_builds_all_and_runs_what_compose_runs(rehearse: ModuleType, tmp_path: Path) -> None:
+def test_the_rehearsal_builds_all_images_and_runs_compose(rehearse: ModuleType, tmp_path: Path) -> None:
     services = chart.parse((DOCKER / "compose.yaml").read_text())["services"]
     assert {path.stem for path in FILES} == set(rehearse.VARIANTS)
     assert set(rehearse.IN_ORDER) == set(services) - {"volumes"}
@@ -279,7 +279,7 @@ def test_the_rehearsal_builds_all_and_runs_what_compose_runs(rehearse: ModuleTyp
     assert config.run.steps > rehearse.MIDDLE
 
 
-def test_a_layer_is_measured_plain_and_with_gzip_however_it_is_saved(rehearse: ModuleType) -> None:
+def test_a_layer_is_measured_plain_and_gzipped(rehearse: ModuleType) -> None:
     plain = b"0123456789" * 200_000
     zipped = gzip.compress(plain, 6)
     assert rehearse.layer_sizes(io.BytesIO(zipped), len(zipped)) == (len(plain), len(zipped))
@@ -288,7 +288,7 @@ def test_a_layer_is_measured_plain_and_with_gzip_however_it_is_saved(rehearse: M
     assert abs(compressed - len(zipped)) < 32  # gzip's own header
 
 
-def test_the_rehearsal_names_what_is_not_as_it_should_be(rehearse: ModuleType) -> None:
+def test_the_rehearsal_names_problems(rehearse: ModuleType) -> None:
     audit = {"issued": 8, "outcomes": {"trained": 6, "stale": 1, "filtered:zero_std": 1}, "messages": []}
     seen = {"confined": {"redis": True}, "stopped": {"redis": {"seconds": 0.2, "exit_codes": [0, 0]}}, "audit": audit}
     assert rehearse.faults(seen) == []
@@ -300,7 +300,7 @@ def test_the_rehearsal_names_what_is_not_as_it_should_be(rehearse: ModuleType) -
     assert len(rehearse.faults(seen)) == 4
 
 
-def test_the_rehearsal_says_what_failed_and_what_it_could_not_remove(
+def test_the_rehearsal_reports_failures_and_failed_cleanup(
     rehearse: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call(*words: str) -> str:
@@ -308,7 +308,7 @@ def test_the_rehearsal_says_what_failed_and_what_it_could_not_remove(
 
     monkeypatch.setattr(rehearse, "call", call)
     monkeypatch.setattr(rehearse, "sizes", lambda _: {})
-    monkeypatch.setattr("os.environ", dict(os.environ))  # Compose's variables are put there
+    monkeypatch.setattr("os.environ", dict(os.environ))  # Compose's variables are set there
     monkeypatch.setattr(sys, "argv", ["rehearse.py", "--no-build"])
     with pytest.raises(SystemExit, match="no model"):
         rehearse.main()

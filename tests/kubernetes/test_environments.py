@@ -1,4 +1,4 @@
-"""Pods of environments: the values that docs/kubernetes.md shows, rendered, loaded and run."""
+"""Environment pods: the values in docs/kubernetes.md, rendered, loaded and run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kubernetes import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 
-VALUES = chart.changed(chart.documented("Environments"), "config.verifiers", [])  # which it does without
+VALUES = chart.changed(chart.documented("Environments"), "config.verifiers", [])  # it needs none
 MOUNTED = "/srv/grpo/environments"
 
 
@@ -20,7 +20,7 @@ def template(objects: list[chart.Object], name: str) -> chart.Object:
     return dict(chart.pods(objects))[f"Deployment/demo-{name}"]
 
 
-async def test_the_class_of_the_values_starts_where_it_is_mounted(tmp_path: Path) -> None:
+async def test_the_class_in_the_values_starts_from_its_mount(tmp_path: Path) -> None:
     objects = chart.render(VALUES)
     for name in ("environment", "dataprep"):
         (container,) = template(objects, name)["spec"]["containers"]
@@ -35,7 +35,7 @@ async def test_the_class_of_the_values_starts_where_it_is_mounted(tmp_path: Path
     await pool.close()
 
 
-def test_pods_roll_when_a_file_changes() -> None:
+def test_pods_are_rolled_when_a_file_changes() -> None:
     other = chart.changed(VALUES, "environment.files", {"calculator.py": "class Calculator:\n    pass\n"})
     for name in ("environment", "dataprep"):
         before, after = (
@@ -45,7 +45,7 @@ def test_pods_roll_when_a_file_changes() -> None:
     assert "checksum/environments" not in template(chart.render(VALUES), "generator")["metadata"]["annotations"]
 
 
-def test_the_pod_has_what_it_needs_and_no_number() -> None:
+def test_the_pod_has_what_it_needs_and_no_fixed_replicas() -> None:
     values = chart.changed(VALUES, "environment.secretName", "search-key")
     objects = chart.render(chart.changed(values, "rewards.secretName", "reward-key"))
     deployment = chart.named(objects, "Deployment", "demo-environment")
@@ -64,7 +64,7 @@ def test_the_pod_has_what_it_needs_and_no_number() -> None:
     assert not [found for found in chart.render() if found["metadata"]["name"] == "demo-environment"]
 
 
-def test_it_reaches_redis_generators_and_what_the_values_list() -> None:
+def test_the_pod_reaches_redis_generators_and_listed_egress() -> None:
     own = {"to": [{"podSelector": {"matchLabels": {"app": "sandbox"}}}], "ports": [{"port": 9000}]}
     objects = chart.render(chart.changed(VALUES, "environment.egress", [own]))
     labels = template(objects, "environment")["metadata"]["labels"]
@@ -77,7 +77,7 @@ def test_it_reaches_redis_generators_and_what_the_values_list() -> None:
     assert redis["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "redis"
     assert sandbox == own
     asks = chart.named(objects, "NetworkPolicy", "demo-tools")
-    assert chosen(asks, template(objects, "dataprep")["metadata"]["labels"]), "dataprep asks MCP servers for their tools"
+    assert chosen(asks, template(objects, "dataprep")["metadata"]["labels"]), "dataprep queries MCP servers for their tools"
     assert asks["spec"]["egress"] == [own]
     online = chart.render(chart.changed(VALUES, "environment.internet", True))
     policy = chart.named(online, "NetworkPolicy", "demo-internet")
@@ -85,7 +85,7 @@ def test_it_reaches_redis_generators_and_what_the_values_list() -> None:
     assert not chosen(chart.named(objects, "NetworkPolicy", "demo-internet"), labels)
 
 
-def test_a_judge_admits_environments_which_score() -> None:
+def test_a_judge_admits_environments_that_score() -> None:
     objects = chart.render({**VALUES, "judge": {"enabled": True, "model": "a/b"}})
     labels = template(objects, "environment")["metadata"]["labels"]
     (ingress,) = chart.named(objects, "NetworkPolicy", "demo-judge")["spec"]["ingress"]
@@ -97,13 +97,13 @@ def test_a_judge_admits_environments_which_score() -> None:
     ("verifiers", "image"),
     [([], "grpo-dataprep:"), ([{"kind": "math"}], "grpo-generator:"), ([{"kind": "python", "function": "m:score"}], "mine:1")],
 )
-def test_its_image_has_what_the_verifiers_need(verifiers: list[object], image: str) -> None:
+def test_the_image_has_what_the_verifiers_need(verifiers: list[object], image: str) -> None:
     values = chart.changed(chart.changed(VALUES, "config.verifiers", verifiers), "rewards.image", "mine:1")
     (container,) = template(chart.render(values), "environment")["spec"]["containers"]
     assert image in container["image"]
 
 
-def test_the_configuration_is_what_the_services_take(tmp_path: Path) -> None:
+def test_the_configuration_is_valid_for_the_services(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(chart.named(chart.render(VALUES), "ConfigMap", "demo-config")["data"]["config.toml"])
     assert load(tmp_path / "config.toml", environ={}).environments[0].name == "calculator"
 
@@ -113,13 +113,13 @@ def chosen(policy: chart.Object, labels: dict[str, str]) -> bool:
 
 
 def matches(selector: chart.Object, labels: dict[str, str]) -> bool:
-    """Whether a selector chooses a pod; of expressions, `In` is the only one that the chart uses."""
+    """Whether a selector matches a pod; `In` is the only expression that the chart uses."""
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
         labels[each["key"]] in each["values"] for each in selector.get("matchExpressions", [])
     )
 
 
-def test_dataprep_which_asks_for_tools_has_the_dependencies_of_environments() -> None:
+def test_dataprep_uses_the_image_of_environments() -> None:
     objects = chart.render(chart.changed(VALUES, "environment.image", "mine:2"))
     for name, image in (("environment", "mine:2"), ("dataprep", "mine:2"), ("scaler", "grpo-dataprep:0.1.0")):
         (container,) = template(objects, name)["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""The judge in a release: the scaler sets its number, with the rights that this needs, and Prometheus reads its metrics."""
+"""The judge in a release: the scaler may set its replicas, and Prometheus reads its metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name
          ScalerSettings("", 1, "demo-trainer", judge="demo-judge", judge_replicas=3)),
     ],
 )  # fmt: skip
-def test_the_scaler_may_set_its_number(values: dict[str, Any], deployments: list[str], settings: ScalerSettings) -> None:
+def test_the_scaler_may_set_its_replicas(values: dict[str, Any], deployments: list[str], settings: ScalerSettings) -> None:
     objects = chart.render({**JUDGE, **values})
     rule = chart.named(objects, "Role", "demo-scaler")["rules"][0]
     assert rule == {
@@ -36,7 +36,7 @@ def test_the_scaler_may_set_its_number(values: dict[str, Any], deployments: list
 
 
 def scraped(objects: list[chart.Object]) -> dict[str, set[str]]:
-    """Pods of which Prometheus reads metrics, and the names of the ports."""
+    """Pods scraped by Prometheus, with the names of the ports."""
     spec = chart.named(objects, "PodMonitor", "demo-services")["spec"]
     ports = {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]}
     pods = {
@@ -47,7 +47,7 @@ def scraped(objects: list[chart.Object]) -> dict[str, set[str]]:
     return {label: named for label, named in pods.items() if named}
 
 
-def test_its_metrics_are_read_through_its_own_port_without_tls() -> None:
+def test_its_metrics_are_scraped_on_its_own_port_without_tls() -> None:
     monitored = {"monitoring": {"podMonitor": True}, "tls": {"apiSecret": "api"}, "networkPolicy": {"apiFrom": [PROMETHEUS]}}
     objects = chart.render({**JUDGE, **monitored})
     found = scraped(objects)
@@ -61,4 +61,4 @@ def test_its_metrics_are_read_through_its_own_port_without_tls() -> None:
     assert {port for ports in scraped(without).values() for port in ports} == {"api"}
     unread = chart.render({**JUDGE, "networkPolicy": {"apiFrom": [PROMETHEUS]}})
     (ingress,) = chart.named(unread, "NetworkPolicy", "demo-judge")["spec"]["ingress"]
-    assert PROMETHEUS not in ingress["from"], "whoever reads no metrics has no business with it"
+    assert PROMETHEUS not in ingress["from"], "clients that read no metrics have no access"

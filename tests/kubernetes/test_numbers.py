@@ -1,4 +1,4 @@
-"""Who sets the numbers of pods: no manifest names one that something else owns, so no upgrade or rollback changes it, or fails.
+"""Who sets replicas: no manifest names a number owned by something else, so no upgrade or rollback changes it or fails.
 
 The manifests are the chart's; how a cluster applies them is in field_managers.py.
 """
@@ -42,14 +42,14 @@ OWNERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "kubectl, of a LeaderWorkerSet": ({**GROUP, **ALONE}, "LeaderWorkerSet", "demo-trainer"),
     "kubectl, of environments": (ENVIRONMENT, "Deployment", "demo-environment"),
 }  # fmt: skip
-"""Who scales what: values, and the object."""
+"""Who scales what: values and object."""
 
 LIVE = 6
 Manifest = dict[str, Any]
 
 
 def manifests(owner: str) -> tuple[Manifest, Manifest]:
-    """The object as two revisions of a release render it."""
+    """The object as rendered by two revisions of a release."""
     values, kind, name = OWNERS[owner]
     first, second = (
         chart.named(chart.render({**values, "image": {"tag": tag}}), kind, name) for tag in ("1", "2")
@@ -84,7 +84,7 @@ CHANGES: dict[str, Callable[[LiveObject, Manifest, Manifest], None]] = {
 
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_number_that_was_set_stays(owner: str, change: str) -> None:
+def test_replicas_set_by_others_are_kept(owner: str, change: str) -> None:
     before, after = manifests(owner)
     live = LiveObject()
     live.apply("argocd-controller" if change == "GitOps" else "helm", before)
@@ -94,8 +94,8 @@ def test_a_number_that_was_set_stays(owner: str, change: str) -> None:
     assert live.replicas == LIVE
 
 
-def test_the_rules_are_those_that_a_manifest_with_a_number_breaks() -> None:
-    """What a cluster said of the chart as it was: the rollback failed, and GitOps set the number back."""
+def test_a_manifest_with_replicas_would_break_the_rules() -> None:
+    """What happened on a cluster with an earlier chart: the rollback failed, and GitOps reset the replicas."""
     before, after = (copy.deepcopy(manifest) for manifest in manifests("scaler"))
     before["spec"]["replicas"] = 2
     live = LiveObject()
@@ -108,8 +108,8 @@ def test_the_rules_are_those_that_a_manifest_with_a_number_breaks() -> None:
     assert live.replicas == 2
 
 
-def test_a_manifest_that_stops_naming_the_number_begins_anew() -> None:
-    """The one upgrade from a chart that named it, if nobody had scaled: the scaler then sets the number again."""
+def test_a_manifest_that_stops_setting_replicas_resets_them() -> None:
+    """Only on the upgrade from a chart that set them, if nobody had scaled: the scaler then sets them again."""
     before, after = (copy.deepcopy(manifest) for manifest in manifests("scaler"))
     before["spec"]["replicas"] = 4
     live = LiveObject()
@@ -118,7 +118,7 @@ def test_a_manifest_that_stops_naming_the_number_begins_anew() -> None:
     assert live.replicas == 1
 
 
-def test_only_a_replacement_loses_the_number() -> None:
+def test_only_replacing_the_object_loses_replicas() -> None:
     before, after = manifests("scaler")
     live = LiveObject()
     live.apply("helm", before)
@@ -133,12 +133,12 @@ OF_THE_VALUES: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "judge without the scaler": ({**JUDGE, **ALONE}, "Deployment", "demo-judge", 3),
     "trainer of several nodes without the scaler": ({**NODES, **ALONE}, "StatefulSet", "demo-trainer", 2),
 }
-"""What manifests state, since nothing but the values sets it: values, the object, and the number."""
+"""Replicas set in manifests, as only the values set them: values, object and number."""
 
 
 @pytest.mark.parametrize("of", OF_THE_VALUES)
-def test_a_number_of_the_values_is_not_changed_by_hand(of: str) -> None:
-    """What docs/kubernetes.md says happens if it is."""
+def test_replicas_from_the_values_conflict_with_manual_scaling(of: str) -> None:
+    """As described in docs/kubernetes.md."""
     values, kind, name, number = OF_THE_VALUES[of]
     before, after = (chart.named(chart.render({**values, "image": {"tag": tag}}), kind, name) for tag in ("1", "2"))
     live = LiveObject()
@@ -158,7 +158,7 @@ def test_a_number_of_the_values_is_not_changed_by_hand(of: str) -> None:
 
 
 @pytest.mark.parametrize(("before", "after", "number"), [(1, 2, 2), (2, 1, 1)])
-def test_a_trainer_without_the_scaler_gets_another_number_of_nodes(before: int, after: int, number: int) -> None:
+def test_a_trainer_without_the_scaler_gets_nodes_from_the_values(before: int, after: int, number: int) -> None:
     live = LiveObject()
     for nodes in (before, after):
         values = {**ALONE, **NODES, "trainer": {"nodes": nodes}}
@@ -166,7 +166,7 @@ def test_a_trainer_without_the_scaler_gets_another_number_of_nodes(before: int, 
     assert live.replicas == number
 
 
-def test_numbers_that_nobody_else_sets_are_named() -> None:
+def test_only_replicas_without_another_owner_are_set() -> None:
     objects = chart.render(ENVIRONMENT | JUDGE | {"web": {"enabled": True}, "trainer": {"nodes": 1}})
     named = {
         found["metadata"]["name"]: found["spec"].get("replicas") for found in chart.of_kind(objects, "Deployment", "StatefulSet")

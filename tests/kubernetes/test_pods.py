@@ -1,4 +1,4 @@
-"""A release as real processes: every pod that the chart renders in a namespace of its own, with its user, mounts, environment,
+"""A release as real processes: every rendered pod in a separate namespace, with its user, mounts, environment,
 probes and hooks, on a real Redis. The scripted engine makes the tokens; two trainer nodes with a rank each train.
 """
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(boo
 
 
 def values(folder: Path) -> dict[str, Any]:
-    """A run that lasts until it is stopped."""
+    """Values of a run that lasts until it is stopped."""
     import tomllib
 
     config = small_config(
@@ -81,7 +81,7 @@ def certificate(folder: Path, bears: str) -> dict[str, bytes]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A release whose pods are starting, with TLS everywhere."""
+    """A starting release with TLS everywhere."""
     secrets = {f"{of}-tls": certificate(tmp_path / of, f"DNS:demo-{of}.ml.svc.cluster.local") for of in ("api", "redis")}
     made = Cluster(chart.render(values(tmp_path / "small")), tmp_path, secrets)
     try:
@@ -97,20 +97,20 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 STAYING = ("redis", "dataprep", "scaler", "tracker", "web")
-"""Components whose pods a finished run keeps."""
+"""Components whose pods stay after the run has finished."""
 
 NOT_THERE = ("nsenter: cannot open", "sh: 1: cd: can't cd to", "setpriv: failed to execute")
-"""What is said where there is no process yet, or no files."""
+"""Errors while a process or its files do not exist yet."""
 
 
 def grpo(cluster: Cluster, *words: str, code: int = 0, component: str = "dataprep") -> str:
-    """`kubectl exec deploy/demo-dataprep -- grpo …`; what it printed."""
+    """Run `kubectl exec deploy/demo-dataprep -- grpo …`; return its output."""
     deadline = time.monotonic() + 60.0
     while True:
         done = cluster.of(component)[0].execute(["grpo", *words], 300)
         if not done.stderr.startswith(NOT_THERE) or time.monotonic() > deadline:
             break
-        time.sleep(0.2)  # the container ended a moment ago and is started again
+        time.sleep(0.2)  # the container has just exited and is being restarted
     assert done.returncode == code, done.stdout + done.stderr + cluster.words()
     return done.stdout
 
@@ -123,14 +123,14 @@ def page(cluster: Cluster) -> str:
 
 
 def dataprep(cluster: Cluster, server_name: str = "demo-api.ml.svc.cluster.local") -> Client:
-    """Return a client of the API, whose certificate bears a name and no address."""
+    """Return a client of the API, whose certificate names a host and no address."""
     token = cluster.held.secrets["demo-auth"]["api-token"].decode()
     url = f"https://{cluster.of('dataprep')[0].address}:8080"
     return Client(url, token, str(cluster.folder / "api" / "ca.pem"), server_name)
 
 
 def state(cluster: Cluster) -> RunState | None:
-    """Ask dataprep for the run's state; None: it cannot be reached now, such as while its container starts again."""
+    """Ask dataprep for the run's state; None if it is unreachable, such as while its container restarts."""
     with dataprep(cluster) as client, contextlib.suppress(ApiError):
         return client.state().state
     return None
@@ -156,7 +156,7 @@ def known(cluster: Cluster, true: Callable[[RunState], object]) -> Callable[[], 
 def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     for component in (*STAYING, "trainer", "generator"):
         cluster.wait(lambda component=component: not cluster.ready(component), f"{component} is not ready", 400)
-    starts = {name: len(pod.codes) for name, pod in [*cluster.pods.items()]}  # who came before Redis could be reached tried again
+    starts = {name: len(pod.codes) for name, pod in [*cluster.pods.items()]}  # some retried until Redis was reachable
 
     # helm test
     (smoke,) = chart.of_kind(cluster.objects, "Pod")
@@ -167,7 +167,7 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     for component in ("dataprep", "trainer", "generator", "web"):
         assert re.search(rf"\b(ok|note) +{component} +demo-{component}", printed), printed  # a generator may be in a sync round
 
-    # The page of the web console, whose certificate bears a name and no address
+    # The page of the web console, whose certificate names a host and no address
     assert "<title>" in page(cluster)
 
     # grpo scale: the request reaches the Deployment
@@ -180,16 +180,16 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     leaving = [pod.name for pod in cluster.of("generator")[1:]]
     cluster.api.scale(1)
     cluster.wait(lambda: set(leaving) <= cluster.gone.keys(), "two generators do not go", 200)
-    assert {cluster.gone[name] for name in leaving} == {0}, "a drain ends by itself, within the grace period"
+    assert {cluster.gone[name] for name in leaving} == {0}, "a drain completes within the grace period"
     cluster.wait(known(cluster, lambda now: now.scale.wanted == 1), "the request does not follow kubectl scale")
     goes_on(cluster, "it does not go on after scaling")
 
-    # What a trainer does before its pod ends
+    # The trainer's pre-stop hook
     trainer = cluster.of("trainer")[0]
     saved = trainer.execute(trainer.container["lifecycle"]["preStop"]["exec"]["command"], 60)
     assert saved.returncode == 0, saved.stdout + saved.stderr
 
-    # A node of the trainer is lost: both meet again, and go on where they were
+    # A node of the trainer is lost: both ranks meet again and resume
     os.kill(cluster.of("trainer")[1].main, signal.SIGKILL)
     goes_on(cluster, "the trainer does not go on without a node", 400)
     restarted = {name for name, pod in list(cluster.pods.items()) if len(pod.codes) > starts.get(name, 0) and not pod.leaving}
@@ -203,19 +203,19 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     exported = cluster.held.folder / "demo-runs" / "demo" / "model" / "model.safetensors"
     assert exported.stat().st_size > 0
 
-    # Pods of a run that is over free their GPUs; the others are ready, as an upgrade that waits for them needs
+    # Pods of a finished run free their GPUs; the others stay ready, as an upgrade that waits for them requires
     cluster.wait(lambda: not cluster.of("trainer") and not cluster.of("generator"), "trainer and generators do not go", 200)
     cluster.wait(lambda: {"demo-trainer-0", "demo-trainer-1"} <= cluster.gone.keys(), "the trainer does not end", 200)
-    started_again = 143  # a trainer that has finished starts again, and may be told to go before it has a handler for signals
+    started_again = 143  # a finished trainer restarts, and may be terminated before it has a signal handler
     assert {code for name, code in cluster.gone.items() if "trainer" in name} <= {0, started_again}, cluster.gone
 
     for component in STAYING:
         cluster.wait(lambda component=component: not cluster.ready(component), f"{component} is not ready after the end", 200)
     cluster.wait(lambda: cluster.of("tracker")[0].codes[-1:] == [0], "the tracker does not begin to rest", 200)
     cluster.wait(lambda: not cluster.ready("tracker"), "the tracker is not ready while it rests", 200)
-    assert not cluster.of("dataprep")[0].codes[starts[cluster.of("dataprep")[0].name] :], "dataprep does not start again"
+    assert not cluster.of("dataprep")[0].codes[starts[cluster.of("dataprep")[0].name] :], "dataprep must not restart"
 
-    # What is on the volume is read in a pod that mounts it, now that the trainer is gone
+    # The volume is read in a pod that mounts it, now that the trainer is gone
     for component in ("tracker", "web"):
         assert json.loads(grpo(cluster, "checkpoints", "--json", component=component))["checkpoints"]
         assert json.loads(grpo(cluster, "samples", "--json", component=component))["rows"]

@@ -1,4 +1,4 @@
-"""What one object of the chart says of another, of the services and of the commands is true."""
+"""References from the chart's objects to each other, to the services and to commands are valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHERS = {
     "WANDB_API_KEY": "W&B", "WANDB_MODE": "W&B",
     "USER": "torch", "VLLM_NO_USAGE_STATS": "vLLM",
 }  # fmt: skip
-"""Variables that libraries read, and which."""
+"""Variables read by libraries, with the library."""
 
 GIVEN = {
     "prompts",
@@ -46,11 +46,11 @@ GIVEN = {
     "demo-api-tls",
     "demo-redis-tls",
 }
-"""What the examples say is there already, and what cert-manager makes."""
+"""Objects that the examples expect to exist, and those created by cert-manager."""
 
 
 DOCUMENTED = ("A Python function", "A service", "A model as judge", "Environments", "Sandboxes")
-"""Headings of docs/kubernetes.md under which there are values."""
+"""Headings of docs/kubernetes.md with values."""
 TLS = {"web": {"enabled": True}, "tls": {"issuer": {"name": "ours"}}, "generator": {"autoscaling": {"kind": "keda"}}}
 RELEASES = pytest.mark.parametrize(
     "objects", ["default", "tls", *DOCUMENTED, *(path.stem for path in chart.EXAMPLES)], indirect=True
@@ -74,14 +74,14 @@ def objects(request: pytest.FixtureRequest) -> list[chart.Object]:
 
 
 @RELEASES
-def test_selectors_name_the_release_and_choose_the_pods_they_are_of(objects: list[chart.Object]) -> None:
+def test_selectors_match_exactly_their_own_pods(objects: list[chart.Object]) -> None:
     templates = {label: template["metadata"]["labels"] for label, template in chart.pods(objects)}
     for found in chart.of_kind(objects, "Deployment", "StatefulSet", "Service", "PodDisruptionBudget"):
         selector = found["spec"]["selector"]
         labels = selector if found["kind"] == "Service" else selector["matchLabels"]
         assert labels["app.kubernetes.io/instance"] == "demo", found["metadata"]
         chosen = [label for label, has in templates.items() if labels.items() <= has.items()]
-        assert len(chosen) == 1, f"{found['kind']}/{found['metadata']['name']} chooses {chosen}"
+        assert len(chosen) == 1, f"{found['kind']}/{found['metadata']['name']} matches {chosen}"
         if found["kind"] in chart.WORKLOADS:
             assert chosen == [f"{found['kind']}/{found['metadata']['name']}"]
     for found in chart.of_kind(objects, "NetworkPolicy"):
@@ -126,7 +126,7 @@ def test_every_reference_resolves(objects: list[chart.Object]) -> None:
 
 
 def references(spec: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
-    """ConfigMaps, Secrets and claims that a pod names, with the keys it wants."""
+    """ConfigMaps, Secrets and claims that a pod refers to, with the keys it needs."""
     for volume in spec.get("volumes", []):
         if volume.get("configMap", {}).get("optional"):
             continue
@@ -172,7 +172,7 @@ def test_ports_are_served_and_probe_paths_are_routes(objects: list[chart.Object]
 
 
 @RELEASES
-def test_every_variable_is_one_that_somebody_reads(objects: list[chart.Object]) -> None:
+def test_every_variable_is_read_by_some_code(objects: list[chart.Object]) -> None:
     code = "\n".join(path.read_text() for path in (chart.ROOT / "services").rglob("*.py"))
     read = set(re.findall(r'"((?:GRPO|MASTER)_[A-Z_]+)"', code))
     for label, template in chart.pods(objects):
@@ -183,7 +183,7 @@ def test_every_variable_is_one_that_somebody_reads(objects: list[chart.Object]) 
 
 
 @RELEASES
-def test_every_command_is_there(objects: list[chart.Object]) -> None:
+def test_every_command_exists(objects: list[chart.Object]) -> None:
     verbs = typer.main.get_command(grpo).commands  # type: ignore[attr-defined]
     for template in dict(chart.pods(objects)).values():
         for container in chart.containers(template):
@@ -195,16 +195,14 @@ def test_every_command_is_there(objects: list[chart.Object]) -> None:
                 if words[:2] == ["python", "-m"]:
                     assert runs_as_module(words[2]), words
                 elif words[:1] == ["grpo"]:
-                    context = verbs[words[1]].make_context(
-                        words[1], with_waits(words[2:])
-                    )  # raises for options that there are not
+                    context = verbs[words[1]].make_context(words[1], with_waits(words[2:]))  # raises for unknown options
                     assert context is not None
                 elif words:
                     assert words[0] == "sh"
 
 
 def runs_as_module(name: str) -> bool:
-    """Whether `python -m name` finds something to run. Nothing is imported, which takes vLLM many seconds."""
+    """Whether `python -m name` finds a module. Nothing is imported, as importing vLLM takes many seconds."""
     package, *below = name.split(".")
     found = importlib.util.find_spec(package)
     assert found is not None
@@ -222,7 +220,7 @@ CALLERS = ("Deployment/demo-scaler", "Deployment/demo-sandbox")
 
 
 @RELEASES
-def test_pods_have_no_right_that_they_do_not_need(objects: list[chart.Object]) -> None:
+def test_pods_have_minimal_rights(objects: list[chart.Object]) -> None:
     for label, template in chart.pods(objects):
         spec = template["spec"]
         assert spec["automountServiceAccountToken"] == (label in CALLERS), label
@@ -240,8 +238,8 @@ def test_pods_have_no_right_that_they_do_not_need(objects: list[chart.Object]) -
 
 
 @RELEASES
-def test_services_are_not_the_first_process_of_their_namespace(objects: list[chart.Object]) -> None:
-    """That one does not hear a SIGTERM that comes before its handler."""
+def test_services_do_not_run_as_pid_1(objects: list[chart.Object]) -> None:
+    """PID 1 ignores a SIGTERM that comes before its handler."""
     services = [
         (label, template)
         for label, template in chart.pods(objects)
@@ -255,7 +253,7 @@ def test_services_are_not_the_first_process_of_their_namespace(objects: list[cha
         assert template["spec"]["shareProcessNamespace"], label
 
 
-def test_the_role_is_the_calls_that_are_made() -> None:
+def test_the_role_allows_exactly_the_calls_made() -> None:
     """The calls: tests/kubernetes/test_scaler.py and test_pods.py."""
     deployment, stateful_set, leader_worker_set = (
         {"apiGroups": [group], "resources": [f"{kind}/scale"], "resourceNames": [name], "verbs": ["get", "patch"]}
@@ -291,7 +289,7 @@ def test_the_role_is_the_calls_that_are_made() -> None:
     assert not chart.of_kind(chart.render({"scaler": {"enabled": False}}), "Role")
 
 
-def test_pods_wait_for_redis_for_less_time_than_their_startup_probe_does() -> None:
+def test_pods_stop_waiting_for_redis_before_the_startup_probe() -> None:
     objects = chart.render({"web": {"enabled": True}, "generator": {"startupSeconds": 100}})
     patience: dict[str, float] = {}
     for label, template in chart.pods(objects):
@@ -304,7 +302,7 @@ def test_pods_wait_for_redis_for_less_time_than_their_startup_probe_does() -> No
     assert patience["Deployment/demo-generator"] == 85
 
 
-def test_the_service_of_the_control_api_is_there_with_or_without_the_page() -> None:
+def test_the_control_api_has_a_service_with_or_without_the_page() -> None:
     for values in ({}, {"web": {"enabled": True}}):
         objects = chart.render(values)
         service = chart.named(objects, "Service", "demo-api")["spec"]
@@ -329,7 +327,7 @@ def test_gpus_and_network_of_several_nodes() -> None:
     assert chart.named(objects, "Service", "demo-trainer")["spec"]["publishNotReadyAddresses"]
 
 
-def test_images_are_those_that_are_built() -> None:
+def test_all_images_are_built() -> None:
     built = {path.name.removesuffix(".Dockerfile") for path in (chart.ROOT / "docker").glob("*.Dockerfile")}
     used: set[str] = set()
     for path in [None, *chart.EXAMPLES]:
@@ -340,8 +338,8 @@ def test_images_are_those_that_are_built() -> None:
     assert used == built
 
 
-def test_two_clusters_have_one_run(tmp_path: Path) -> None:
-    """The second has generators alone, whose configuration is that of the run, and reaches nothing of the first but Redis."""
+def test_a_run_can_span_two_clusters(tmp_path: Path) -> None:
+    """The second has only generators, with the run's configuration, and reaches nothing in the first except Redis."""
     digests = set[str]()
     for name in ("two-clusters-run", "two-clusters-generators"):
         objects = chart.render(chart.example(name), name=name, bare=True)
@@ -358,7 +356,7 @@ def test_two_clusters_have_one_run(tmp_path: Path) -> None:
     assert "kubectl -n default scale deployment/demo-generator" in chart.notes(chart.example("two-clusters-generators"))
 
 
-def test_pods_of_a_leader_worker_set_know_their_place_and_their_devices() -> None:
+def test_leader_worker_set_pods_know_their_rank_and_devices() -> None:
     objects = chart.render(chart.example("eight-and-sixteen"), bare=True)
     trainer = chart.named(objects, "LeaderWorkerSet", "demo-trainer")
     assert trainer["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"

@@ -1,4 +1,4 @@
-"""The check before an install or upgrade: it refuses what the run cannot go on with, in one line, and leaves nothing behind."""
+"""The check before an install or upgrade rejects changes that the run cannot resume with, on one line, and cleans up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(config: RunConfig, folder: Path, name: str, **changed: object) -> Pa
     return path
 
 
-async def test_an_upgrade_that_changes_what_defines_the_run_is_refused(
+async def test_an_upgrade_that_redefines_the_run_is_rejected(
     config: RunConfig, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = written(config, tmp_path, "before.toml")
@@ -45,7 +45,7 @@ async def test_an_upgrade_that_changes_what_defines_the_run_is_refused(
         assert words in said
 
 
-async def test_what_may_change_and_another_name_pass(config: RunConfig, store: Store, tmp_path: Path) -> None:
+async def test_allowed_changes_and_another_name_pass(config: RunConfig, store: Store, tmp_path: Path) -> None:
     before = written(config, tmp_path, "before.toml")
     await store.run.create(digest(load(before)), "data", 4, 8)
     optimizer = config.optimizer.model_copy(update={"learning_rate": 0.5})
@@ -57,13 +57,13 @@ async def test_what_may_change_and_another_name_pass(config: RunConfig, store: S
     assert await asyncio.to_thread(main, [str(written(config, tmp_path, "new.toml", run=named, loss=loss))]) == 0
 
 
-async def test_the_content_of_a_function_counts(config: RunConfig, store: Store) -> None:
+async def test_a_changed_function_is_rejected(config: RunConfig, store: Store) -> None:
     await store.run.create("of another file", "data", 4, 8)
     assert "the content of a file" in refusal(await store.run.state(), config, config)
     assert "a key that defines it" in refusal(await store.run.state(), config, None)
 
 
-def test_invalid_values_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_values_are_reported_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text("[model]\npath = 'a/b'\nshape = 3\n")
     assert main([str(tmp_path / "config.toml"), "--offline"]) == 2
     said = capsys.readouterr().err
@@ -71,13 +71,13 @@ def test_invalid_values_are_refused_in_one_line(tmp_path: Path, capsys: pytest.C
     assert "model.shape" in said
 
 
-def test_a_redis_that_is_away_refuses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_redis_rejects_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(small_config(tmp_path, None, "redis.url=redis://127.0.0.1:1/0"), tmp_path, "config.toml")
     assert main([str(path)]) == 0
     assert "not compared with the run: Redis at redis://127.0.0.1:1/0 cannot be reached" in capsys.readouterr().out
 
 
-def test_the_check_has_what_it_reads_and_goes_away() -> None:
+def test_the_check_mounts_what_it_reads_and_is_deleted() -> None:
     values = {"rewards": {"files": {"a.py": "x = 1\n"}}, "environment": {"existingConfigMap": "ours", "internet": True}}
     values["config"] = {
         "environments": [{"name": "e", "kind": "python", "function": "/srv/grpo/environments/e.py:E"}],
@@ -94,7 +94,7 @@ def test_the_check_has_what_it_reads_and_goes_away() -> None:
     assert job["metadata"]["annotations"]["helm.sh/hook-output-log-policy"] == "hook-failed", "Helm 4 prints why"
     spec = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    assert "--offline" in container["command"], "at an install there is no Redis of the chart yet"
+    assert "--offline" in container["command"], "on install the chart's Redis does not exist yet"
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounted["/srv/grpo/rewards"]["configMap"]["name"] == "demo-check-rewards"

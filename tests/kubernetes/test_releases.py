@@ -1,4 +1,4 @@
-"""What becomes of a release: Helm itself installs, upgrades, rolls back, tests and uninstalls the chart (cluster_api.py)."""
+"""The life of a release: the real Helm installs, upgrades, rolls back, tests and uninstalls the chart (cluster_api.py)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LIMIT_S = 60
 
 
 class Release:
-    """The release `demo` in a cluster of its own."""
+    """The release `demo` in a separate cluster."""
 
     def __init__(self, api: ClusterApi, helm: Config) -> None:
         self.api, self._helm = api, helm
 
     def install(self, values: dict[str, Any] | None = None, atomic: bool = False) -> str:
-        """Install it, and return what Helm prints then."""
+        """Install it, and return Helm's output."""
         return self._helm.install(
             str(chart.CHART), "demo", chart.completed(values), namespace="ml", timeout=LIMIT_S, rollback_on_failure=atomic
         )["notes"]
@@ -48,7 +48,7 @@ class Release:
         self._helm.uninstall("demo", timeout=LIMIT_S)
 
     def tag(self) -> str:
-        """The tag of the images that run."""
+        """The tag of the running images."""
         (container,) = self.api.named("Deployment", "demo-generator").tree()["spec"]["template"]["spec"]["containers"]
         return container["image"].rpartition(":")[2]
 
@@ -66,14 +66,14 @@ def release() -> Iterator[Release]:
     api.close()
 
 
-def test_an_install_makes_what_is_rendered_and_leaves_no_trace_of_its_check(release: Release) -> None:
+def test_an_install_creates_the_rendered_objects_without_the_check(release: Release) -> None:
     release.install()
     rendered = {(found["kind"], found["metadata"]["name"]) for found in chart.render()}
     assert rendered - release.api.names() == {("Job", "demo-check"), ("ConfigMap", "demo-check"), ("Pod", "demo-smoke")}
     assert release.api.names() <= rendered
 
 
-def test_upgrades_and_rollbacks_keep_the_number_that_was_scaled(release: Release) -> None:
+def test_upgrades_and_rollbacks_keep_scaled_replicas(release: Release) -> None:
     release.install({"image": {"tag": "1"}})
     numbers = {("Deployment", "demo-generator"): 6, ("StatefulSet", "demo-trainer"): 0}
     for (kind, name), number in numbers.items():
@@ -86,7 +86,7 @@ def test_upgrades_and_rollbacks_keep_the_number_that_was_scaled(release: Release
     assert {key: release.api.named(*key).live.replicas for key in numbers} == numbers
 
 
-def test_an_upgrade_that_the_check_refuses_touches_nothing_and_the_next_one_succeeds(release: Release) -> None:
+def test_a_rejected_upgrade_changes_nothing_and_can_be_retried(release: Release) -> None:
     release.install({"image": {"tag": "1"}})
     before = release.revisions()
     release.api.fails = lambda name: name == "demo-check"
@@ -99,7 +99,7 @@ def test_an_upgrade_that_the_check_refuses_touches_nothing_and_the_next_one_succ
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_an_install_that_the_check_refuses_leaves_nothing_and_can_be_repeated(release: Release, atomic: bool) -> None:
+def test_a_rejected_install_leaves_nothing_and_can_be_retried(release: Release, atomic: bool) -> None:
     release.api.fails = lambda name: name == "demo-check"
     with pytest.raises(HelmError, match="Job/ml/demo-check"):
         release.install(atomic=atomic)
@@ -108,11 +108,11 @@ def test_an_install_that_the_check_refuses_leaves_nothing_and_can_be_repeated(re
     if atomic:
         release.install()
     else:
-        release.upgrade()  # what `helm upgrade --install` does where the name is taken
+        release.upgrade()  # as `helm upgrade --install` does if the name is taken
     assert ("StatefulSet", "demo-trainer") in release.api.names()
 
 
-def test_a_preload_that_changes_is_a_new_job_in_place_of_the_old_one(release: Release) -> None:
+def test_a_changed_preload_replaces_its_job(release: Release) -> None:
     release.install(PRELOAD)
     (before,) = (name for kind, name in release.api.names() if kind == "Job")
     release.upgrade({**PRELOAD, "commonLabels": {"team": "a"}})
@@ -120,8 +120,8 @@ def test_a_preload_that_changes_is_a_new_job_in_place_of_the_old_one(release: Re
     assert before != after
 
 
-def test_what_a_cluster_keeps_immutable_is_refused_by_it(release: Release) -> None:
-    """The one that the documentation names; so the stand-in for a cluster is as strict."""
+def test_immutable_fields_are_rejected_by_the_cluster(release: Release) -> None:
+    """The field that the documentation names: the fake cluster is as strict as a real one."""
     release.install()
     with pytest.raises(HelmError, match=r"spec\.volumeClaimTemplates: field is immutable"):
         release.upgrade({"redis": {"size": "1Gi"}})
@@ -144,5 +144,5 @@ def test_an_uninstall_leaves_only_the_volumes_that_the_notes_name(release: Relea
     release.uninstall()
     left = {name for kind, name in release.api.names() if kind == "PersistentVolumeClaim"}
     assert release.api.names("PersistentVolumeClaim") == set()
-    assert named == left | {"data-demo-redis-0"}, "that of Redis is made and kept by its StatefulSet"
+    assert named == left | {"data-demo-redis-0"}, "Redis's volume is created and kept by its StatefulSet"
     release.install(PRELOAD)

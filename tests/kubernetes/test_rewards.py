@@ -1,4 +1,4 @@
-"""Rewards of one's own in a release: the values that docs/kubernetes.md shows, rendered, loaded and used to score."""
+"""Custom rewards in a release: the values in docs/kubernetes.md, rendered, loaded and used to score."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def template(objects: list[chart.Object], name: str) -> chart.Object:
 
 
 def mounted(objects: list[chart.Object], folder: Path) -> RunConfig:
-    """The configuration of a pod that has the files of the release in `folder` instead of where they are mounted."""
+    """The configuration of a pod with the release's files in `folder` instead of their mount."""
     generator = template(objects, "generator")
     (volume,) = [volume for volume in generator["spec"]["volumes"] if volume["name"] == "rewards"]
     for name, text in chart.named(objects, "ConfigMap", volume["configMap"]["name"])["data"].items():
@@ -33,7 +33,7 @@ def mounted(objects: list[chart.Object], folder: Path) -> RunConfig:
     return load_resolved(folder / "config.toml")
 
 
-async def test_the_function_of_the_values_scores(tmp_path: Path) -> None:
+async def test_the_function_in_the_values_scores(tmp_path: Path) -> None:
     config = mounted(chart.render(PYTHON), tmp_path)
     scoring = Scoring(config, config.data.sources, workers=1)
     answer = encode_entry({"question": "2 + 2?", "answer": "4", "metadata": {}})
@@ -45,7 +45,7 @@ async def test_the_function_of_the_values_scores(tmp_path: Path) -> None:
     assert found.scores == {"python": [1.0, 0.0], "python.numbers": [3.0, 1.0]}
 
 
-def test_files_are_mounted_where_they_are_read_and_pods_roll_when_they_change() -> None:
+def test_files_are_mounted_and_pods_rolled_when_they_change() -> None:
     objects = chart.render(PYTHON)
     other = chart.render(chart.changed(PYTHON, "rewards.files", {"my_reward.py": "def score(completion):\n    return 0\n"}))
     for name in ("generator", "dataprep"):
@@ -57,14 +57,14 @@ def test_files_are_mounted_where_they_are_read_and_pods_roll_when_they_change() 
     assert "rewards" not in {volume["name"] for volume in trainer["spec"]["volumes"]}
 
 
-def test_a_config_map_of_ones_own_is_mounted_and_none_is_made() -> None:
+def test_an_existing_config_map_is_mounted_and_none_created() -> None:
     objects = chart.render({"config": PYTHON["config"], "rewards": {"existingConfigMap": "ours"}})
     for name in ("generator", "dataprep"):
         assert {"name": "rewards", "configMap": {"name": "ours"}} in template(objects, name)["spec"]["volumes"]
     assert not [found for found in chart.of_kind(objects, "ConfigMap") if "rewards" in found["metadata"]["name"]]
 
 
-def test_an_image_with_dependencies_is_the_generators_alone() -> None:
+def test_only_generators_use_the_image_with_dependencies() -> None:
     objects = chart.render({"rewards": {"image": "example.com/mine:1"}, "judge": {"enabled": True, "model": "a/b"}})
     images = {label: [each["image"] for each in chart.containers(found)] for label, found in chart.pods(objects)}
     assert [label for label, found in images.items() if "example.com/mine:1" in found] == ["Deployment/demo-generator"]
@@ -82,7 +82,7 @@ def test_generators_reach_the_service_and_have_its_secret() -> None:
     assert not chart.of_kind(closed, "NetworkPolicy")
 
 
-def test_the_judge_is_where_the_page_says_and_admits_only_generators(tmp_path: Path) -> None:
+def test_the_judge_has_the_documented_url_and_admits_generators(tmp_path: Path) -> None:
     objects = chart.render(JUDGE)
     service = chart.named(objects, "Service", "demo-judge")
     (port,) = service["spec"]["ports"]
@@ -102,7 +102,7 @@ def test_the_judge_is_where_the_page_says_and_admits_only_generators(tmp_path: P
     assert f'url = "{verifier.url.replace(".ml.", ".default.")}", model = "Qwen/Qwen3-8B"' in chart.notes(JUDGE)
 
 
-def test_a_judge_on_several_gpus_splits_the_model_and_one_on_cpus_has_none() -> None:
+def test_a_judge_uses_all_its_gpus_or_runs_on_cpus() -> None:
     several = template(chart.render(chart.changed(JUDGE, "judge.gpus", 2)), "judge")["spec"]["containers"][0]
     assert several["command"][several["command"].index("--tensor-parallel-size") + 1] == "2"
     assert several["resources"]["limits"]["nvidia.com/gpu"] == 2
@@ -111,7 +111,7 @@ def test_a_judge_on_several_gpus_splits_the_model_and_one_on_cpus_has_none() -> 
     assert cpus["image"].endswith("-cpu")
 
 
-def test_a_judge_in_a_folder_has_the_volume_and_one_of_the_hub_downloads() -> None:
+def test_a_judge_mounts_its_folder_or_downloads_from_the_hub() -> None:
     volume = {"storage": {"models": {"enabled": True}}}
     for model, mounted in (("/srv/grpo/models/judge", True), ("Qwen/Qwen3-8B", False)):
         objects = chart.render({"judge": {"enabled": True, "model": model}, "hub": {"tokenSecret": "hub"}, **volume})

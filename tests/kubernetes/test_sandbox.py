@@ -1,4 +1,4 @@
-"""Sandboxes as the chart makes them: the values that docs/kubernetes.md shows, rendered, and used by the service."""
+"""Sandboxes as the chart creates them: the values in docs/kubernetes.md, rendered and used by the service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settings(objects: list[chart.Object]) -> SandboxSettings:
     return SandboxSettings.from_environment({each["name"]: each["value"] for each in container["env"] if "value" in each})
 
 
-async def test_the_role_is_the_calls_that_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_role_allows_exactly_the_calls_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = chart.render(HERE)
     monkeypatch.setattr(worlds, "TEMPLATE", made_from(objects))
     given = settings(objects)
@@ -70,10 +70,10 @@ def test_a_sandbox_has_no_rights_and_no_network() -> None:
     assert policies[0]["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert not {"ingress", "egress"} & policies[0]["spec"].keys()
     open_network = chart.render(chart.changed(SANDBOXED, "networkPolicy.enabled", False))
-    assert chart.of_kind(open_network, "NetworkPolicy") == policies, "what the policy wrote never has a network"
+    assert chart.of_kind(open_network, "NetworkPolicy") == policies, "code written by the policy never has network access"
 
 
-def test_environments_reach_the_service_and_the_service_the_cluster() -> None:
+def test_environments_reach_the_service_and_it_reaches_the_cluster() -> None:
     objects = chart.render(SANDBOXED)
     for name in ("environment", "dataprep"):
         (container,) = template(objects, name)["spec"]["containers"]
@@ -91,7 +91,7 @@ def test_environments_reach_the_service_and_the_service_the_cluster() -> None:
     assert "https://demo-sandbox.ml.svc" in chart.as_text([template(secure, "environment")])
 
 
-def test_what_is_the_sandboxes_is_in_their_namespace() -> None:
+def test_objects_of_sandboxes_are_in_their_namespace() -> None:
     objects = chart.render(SANDBOXED)
     elsewhere = {(found["kind"], found["metadata"]["name"]) for found in objects if found["metadata"]["namespace"] == "sandboxes"}
     own = {(kind, "demo-sandbox") for kind in ("Role", "RoleBinding", "PodTemplate")}

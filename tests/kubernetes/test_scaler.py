@@ -1,4 +1,4 @@
-"""The scaler: whoever changed last is followed, with the calls that its Role allows and no others."""
+"""The scaler follows the last change, and makes only the calls that its Role allows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[tuple[ApiServer, KubernetesAp
 async def following(
     store: Store, server: RedisServer, folder: Path, cluster: KubernetesApi, settings: ScalerSettings = SETTINGS
 ) -> AsyncIterator[ReleaseFollower]:
-    """A scaler that is asked for each look."""
+    """A scaler, polled explicitly."""
     async with open_service("scaler", small_config(folder, server, f"run.name={store.keys.name}"), "scaler-0") as service:
         yield ReleaseFollower(service, settings, cluster)
 
@@ -65,21 +65,21 @@ def test_the_last_change_is_followed() -> None:
     assert decide(of(3, 4), 6, "it") == Decision(replicas=3, followed=3)
 
 
-def test_a_new_deployment_gets_the_first_number_or_the_one_last_asked_for() -> None:
-    """1 is what a cluster makes of a manifest without a number. Whatever else is there, somebody has set."""
+def test_a_new_deployment_gets_the_initial_or_last_requested_size() -> None:
+    """A manifest without replicas gets 1. Any other number was set by somebody."""
     assert decide(Scale(), 1, "new", 3) == Decision(replicas=3, followed=3, object="new")
     assert decide(Scale(), 3, "new", 3) == Decision(requested=3, followed=3, object="new")
     assert decide(Scale(wanted=6, followed=6, object="old"), 1, "new", 3) == Decision(replicas=6, followed=6, object="new")
     assert decide(Scale(wanted=6, followed=6, object="old"), 4, "new", 3) == Decision(requested=4, followed=4, object="new")
-    # of a version that named the number in the manifest, with a request that it had not followed yet
+    # from a version that set replicas in the manifest, with a request not followed yet
     assert decide(Scale(wanted=5, followed=3), 3, "new", 2) == Decision(replicas=5, followed=5, object="new")
-    # emptied when the run finished, and resumed
+    # scaled to zero when the run finished, and resumed
     for mark in (EMPTYING, FINISHED):
         assert decide(Scale(wanted=6, followed=0, object=mark), 0, "it", 3) == Decision(replicas=6, followed=6, object="it")
         assert decide(Scale(wanted=6, followed=0, object=mark), 2, "it", 3) == Decision(requested=2, followed=2, object="it")
 
 
-def test_trainer_and_judge_have_the_number_of_the_values_or_none() -> None:
+def test_trainer_and_judge_have_all_replicas_or_none() -> None:
     assert whole_or_none(2, 1, emptied=False) == 2
     assert whole_or_none(2, 4, emptied=False) == 2
     assert whole_or_none(2, 2, emptied=False) is None
@@ -87,7 +87,7 @@ def test_trainer_and_judge_have_the_number_of_the_values_or_none() -> None:
     assert whole_or_none(2, 0, emptied=True) == 2
 
 
-async def test_both_ways_over_tls(
+async def test_requests_and_kubectl_are_followed_over_tls(
     cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
     api, kubernetes = cluster
@@ -114,7 +114,7 @@ async def test_both_ways_over_tls(
     assert api.calls == {(verb, each.path) for verb in ("get", "patch") for each in (api.generators, api.trainer)}
 
 
-async def test_the_first_number_is_set_before_there_is_a_run_and_once(
+async def test_the_initial_size_is_set_once_before_the_run_exists(
     cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
     api, kubernetes = cluster
@@ -132,7 +132,7 @@ async def test_the_first_number_is_set_before_there_is_a_run_and_once(
         assert (api.replicas, state.scale.wanted, state.scale.object) == (4, 4, api.generators.uid)
 
 
-async def test_a_release_that_is_installed_again_has_the_number_of_before(
+async def test_a_reinstalled_release_keeps_its_former_size(
     cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
     api, kubernetes = cluster
@@ -146,7 +146,7 @@ async def test_a_release_that_is_installed_again_has_the_number_of_before(
         await follower.once(await store.run.state())
         assert api.replicas == 6
         await follower.once(await store.run.state())
-        api.scale(1)  # which is what the Deployment began with
+        api.scale(1)  # as the Deployment started
         await follower.once(await store.run.state())
         state = await store.run.state()
         assert state is not None
@@ -165,7 +165,7 @@ async def test_a_finished_run_frees_its_gpus_once_and_gets_them_back(
         await store.run.finish("4 steps trained")
         await follower.once(await store.run.state())
         assert (api.replicas, api.trainer.replicas) == (0, 0)
-        api.trainer.set(1)  # an operator starts a pod, to look at checkpoints
+        api.trainer.set(1)  # an operator starts a pod to look at checkpoints
         await follower.once(await store.run.state())
         assert api.trainer.replicas == 1
         api.trainer.set(0)
@@ -177,7 +177,7 @@ async def test_a_finished_run_frees_its_gpus_once_and_gets_them_back(
         assert (state.scale.wanted, state.scale.object) == (5, api.generators.uid)
 
 
-async def test_pods_stay_if_they_are_to_and_an_autoscaler_keeps_its_number(
+async def test_keep_and_autoscaling_leave_replicas_alone(
     cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
     api, kubernetes = cluster
@@ -198,14 +198,14 @@ async def test_pods_stay_if_they_are_to_and_an_autoscaler_keeps_its_number(
         assert (api.trainer.replicas, state.scale.object) == (2, None)
 
 
-async def test_the_judge_has_the_number_of_the_values_and_is_emptied_with_the_others(
+async def test_the_judge_is_scaled_to_zero_with_the_others(
     cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
     api, kubernetes = cluster
     settings = replace(SETTINGS, judge="demo-judge", judge_replicas=2)
     async with following(store, server, tmp_path, kubernetes, settings) as follower:
         await follower.once(None)
-        assert api.judge.replicas == 2, "it loads while dataprep still reads the prompts"
+        assert api.judge.replicas == 2, "it loads while dataprep reads the prompts"
         await store.run.create("config", "data", 4, 8)
         for paused in (0, 0, 5):
             api.judge.set(paused)
@@ -224,7 +224,7 @@ async def test_the_judge_has_the_number_of_the_values_and_is_emptied_with_the_ot
     assert api.calls == {(verb, each.path) for verb in ("get", "patch") for each in (api.generators, api.trainer, api.judge)}
 
 
-async def test_the_judge_of_generators_that_an_autoscaler_sets_stays_with_keep_and_goes_otherwise(
+async def test_the_judge_of_autoscaled_generators_stays_only_with_keep(
     cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
     api, kubernetes = cluster
@@ -262,7 +262,7 @@ async def test_a_leader_worker_set_has_one_group_or_none(store: Store, server: R
     assert ("patch", "/apis/leaderworkerset.x-k8s.io/v1/namespaces/ml/leaderworkersets/demo-trainer/scale") in api.calls
 
 
-async def test_pods_are_marked_with_what_their_removal_costs(cluster: tuple[ApiServer, KubernetesApi]) -> None:
+async def test_pods_are_annotated_with_their_deletion_cost(cluster: tuple[ApiServer, KubernetesApi]) -> None:
     api, kubernetes = cluster
     costs = DeletionCosts(kubernetes)
 
@@ -278,7 +278,7 @@ async def test_pods_are_marked_with_what_their_removal_costs(cluster: tuple[ApiS
     await mark(idle=0.0, busy=0.5)
     assert api.annotations == {name: {DELETION_COST: cost} for name, cost in (("idle", "12"), ("busy", "512"))}
     await costs.follow(pods(idle=1.0, busy=1.0))  # too early
-    await mark(idle=0.001, busy=0.6)  # hardly another load
+    await mark(idle=0.001, busy=0.6)  # almost the same load
     assert api.annotations["busy"] == {DELETION_COST: "512"}
     await mark(idle=0.1, busy=0.0)
     assert {name: each[DELETION_COST] for name, each in api.annotations.items()} == {"idle": "112", "busy": "12"}
@@ -288,13 +288,13 @@ async def test_pods_are_marked_with_what_their_removal_costs(cluster: tuple[ApiS
     api.forbidden = False
     await mark(idle=0.9, busy=0.9)
     assert api.annotations["busy"] == {DELETION_COST: "912"}
-    api.missing.add("busy")  # it is on another cluster of the run
+    api.missing.add("busy")  # it is in another cluster of the run
     for load in (0.1, 0.9, 0.1):
         await mark(idle=0.9, busy=load)
-    assert api.missed == ["busy"], "it is looked for once"
+    assert api.missed == ["busy"], "it is looked up once"
 
 
-async def test_a_change_of_somebody_else_is_not_overwritten(cluster: tuple[ApiServer, KubernetesApi]) -> None:
+async def test_concurrent_changes_are_not_overwritten(cluster: tuple[ApiServer, KubernetesApi]) -> None:
     api, kubernetes = cluster
     generators = kubernetes.workload("Deployment", "demo-generator")
     seen = await generators.replicas()
@@ -305,7 +305,7 @@ async def test_a_change_of_somebody_else_is_not_overwritten(cluster: tuple[ApiSe
     assert api.replicas == 7
 
 
-async def test_a_refusal_says_what_was_asked(cluster: tuple[ApiServer, KubernetesApi], tmp_path: Path) -> None:
+async def test_a_rejected_call_is_named_in_the_error(cluster: tuple[ApiServer, KubernetesApi], tmp_path: Path) -> None:
     api, kubernetes = cluster
     with pytest.raises(ClusterError, match="read Deployment another: 403"):
         await kubernetes.workload("Deployment", "another").replicas()
@@ -323,13 +323,13 @@ async def test_a_refusal_says_what_was_asked(cluster: tuple[ApiServer, Kubernete
      ({"GRPO_DEPLOYMENT": "a", "GRPO_ON_FINISH": "delete"}, "scaleToZero, keep"),
      ({"GRPO_SET": "a", "GRPO_SET_KIND": "DaemonSet"}, "'DaemonSet' must be one of StatefulSet, LeaderWorkerSet")],
 )  # fmt: skip
-def test_an_environment_that_is_not_the_charts_is_refused(environ: dict[str, str], named: str) -> None:
+def test_invalid_environment_variables_are_rejected(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ScalerSettings.from_environment(environ)
 
 
 @pytest.mark.parametrize(("scaling", "remedy"), [("keda", "generator.autoscaling.minReplicas"), ("kubectl", "use kubectl scale")])
-async def test_a_request_that_nobody_would_follow_is_refused(
+async def test_a_request_that_nothing_would_follow_is_rejected(
     scaling: str, remedy: str, store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

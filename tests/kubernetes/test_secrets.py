@@ -1,4 +1,4 @@
-"""Who may know what: each pod has the passwords of its own Redis users, and the server has their digests."""
+"""Access to secrets: each pod has only the passwords of its own Redis users, and the server only their digests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WHOLE = {
 
 
 def items(template: chart.Object, secret: str) -> dict[str, str]:
-    """Files that a pod has of a Secret: path -> key."""
+    """Files of a Secret that a pod mounts: path -> key."""
     found: dict[str, str] = {}
     for volume in template["spec"]["volumes"]:
         for source in volume.get("projected", {}).get("sources", []):
@@ -53,7 +53,7 @@ def items(template: chart.Object, secret: str) -> dict[str, str]:
     return found
 
 
-def test_the_rules_of_the_users_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rules_of_users_match_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(chart.CHART))
     import make_users
 
@@ -61,7 +61,7 @@ def test_the_rules_of_the_users_are_those_of_the_code(monkeypatch: pytest.Monkey
     assert make_users.FILE.read_text() == make_users.make(), "python charts/make_users.py writes it anew"
 
 
-def test_each_pod_has_the_passwords_of_its_own_users_alone() -> None:
+def test_each_pod_has_only_the_passwords_of_its_own_users() -> None:
     objects = chart.render(WHOLE)
     made = chart.named(objects, "Secret", "demo-redis-users")["data"]
     assert made.keys() == acl.GRANTS.keys()
@@ -76,7 +76,7 @@ def test_each_pod_has_the_passwords_of_its_own_users_alone() -> None:
         assert not any(base64.b64decode(password).decode() in text for password in made.values())
 
 
-def test_an_external_redis_has_the_users_or_one(tmp_path: Path) -> None:
+def test_an_external_redis_has_all_users_or_a_single_one(tmp_path: Path) -> None:
     external = {"enabled": False, "external": {"url": "redis://redis.example.com:6379/0"}}
     for given, expected, config in (
         ({"usersSecret": "mine"}, {"users/generator": "generator"}, "users_dir"),
@@ -92,7 +92,7 @@ def test_an_external_redis_has_the_users_or_one(tmp_path: Path) -> None:
 
 @dataclass
 class Server:
-    """A Redis that was started by the chart's own script."""
+    """A Redis started by the chart's script."""
 
     port: int
     passwords: dict[str, str]
@@ -101,7 +101,7 @@ class Server:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What its scripts run with."""
+        """Environment of its scripts."""
         return {"PATH": f"{self.folder}/bin:/usr/bin:/bin"}
 
     def login(self, user: str, password: str) -> redis.Redis:
@@ -112,11 +112,11 @@ class Server:
         )  # fmt: skip
 
     def log(self) -> str:
-        """What it has said."""
+        """Its output."""
         return (self.folder / "log").read_text()
 
     def probe(self) -> None:
-        """What the kubelet runs every few seconds."""
+        """Run the kubelet's periodic probe."""
         command = ["sh", str(self.folder / "files" / "ping.sh")]
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -124,7 +124,7 @@ class Server:
 
 @contextlib.contextmanager
 def start(folder: Path, certificates: Certificates | None = None) -> Iterator[Server]:
-    """The script and files of the Redis pod, with this machine's folders in place of its mounts."""
+    """Run the script and files of the Redis pod, with local folders in place of its mounts."""
     values = {"tls": {"redisSecret": "redis-tls"}} if certificates else {}
     objects = chart.render({"config": {"run": {"name": "sums.1"}}, **values})
     port, files = free_port(), chart.named(objects, "ConfigMap", "demo-redis")["data"]
@@ -163,7 +163,7 @@ def start(folder: Path, certificates: Certificates | None = None) -> Iterator[Se
 
 
 def mount(certificates: Certificates, folder: Path) -> None:
-    """A Secret with certificates where the pod has it."""
+    """Write a Secret with certificates where the pod mounts it."""
     for name, path in (("ca.crt", certificates.authority), ("tls.crt", certificates.certificate), ("tls.key", certificates.key)):
         (folder / name).write_bytes(path.read_bytes())
 
@@ -174,7 +174,7 @@ def started(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_the_chart_s_redis_knows_the_users_of_the_run(started: Server) -> None:
+def test_the_charts_redis_has_the_users_of_the_run(started: Server) -> None:
     mine, other = Keys("sums.1"), Keys("demo")
     for kind in acl.GRANTS:
         with started.login(f"sums.1.{kind}", started.passwords[kind]) as user:
@@ -195,7 +195,7 @@ def test_the_chart_s_redis_knows_the_users_of_the_run(started: Server) -> None:
 
 
 @pytest.mark.skipif(not (shutil.which("openssl") and shutil.which("redis-cli")), reason="no openssl, or no redis-cli")
-def test_the_chart_s_redis_takes_a_renewed_certificate_with_its_next_probe(tmp_path: Path) -> None:
+def test_the_charts_redis_loads_a_renewed_certificate_on_probe(tmp_path: Path) -> None:
     first, second, pod = (tmp_path / name for name in ("first", "second", "pod"))
     for folder in (first, second, pod):
         folder.mkdir()
@@ -213,7 +213,7 @@ def test_the_chart_s_redis_takes_a_renewed_certificate_with_its_next_probe(tmp_p
         mount(replace(after, key=before.key), pod / "tls")
         started.probe()
         mount(before, pod / "tls")
-        assert reached(), "a certificate without its key is not taken"
+        assert reached(), "a certificate without its key is not loaded"
         assert "key values mismatch" in started.log()
         mount(after, pod / "tls")
         assert not reached()
@@ -221,4 +221,4 @@ def test_the_chart_s_redis_takes_a_renewed_certificate_with_its_next_probe(tmp_p
         assert reached()
         said = started.log()
         started.probe()
-        assert started.log() == said, "and once"
+        assert started.log() == said, "it is loaded once"

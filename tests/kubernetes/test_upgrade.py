@@ -1,4 +1,4 @@
-"""What is live is kept: Helm renders against an API that has Secrets of an earlier revision. Missing kinds are refused."""
+"""Upgrades keep live Secrets: Helm renders against an API with those of an earlier revision. Missing kinds are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helm_python import HelmError
 KEPT = {"api-token": "the token of before", "api-read-token": "the one to look with", "redis-password": "the password of before"}
 
 USERS = {"generator": "that of the generators", "trainer": "that of the only trainer"}
-"""Of an earlier version, which had no others."""
+"""Those of an earlier version, which had no others."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def server() -> Iterator[ClusterApi]:
 
 
 def rendered(server: ClusterApi, values: dict[str, Any]) -> list[chart.Object]:
-    """What Helm would apply."""
+    """Objects that Helm would apply."""
     from helm_python.config import Config
 
     with Config(kubeconfig_content=server.kubeconfig(), namespace="ml") as helm:
@@ -50,7 +50,7 @@ def rendered(server: ClusterApi, values: dict[str, Any]) -> list[chart.Object]:
     return chart.parse_all(release["manifest"])
 
 
-def test_the_secrets_are_kept(server: ClusterApi) -> None:
+def test_existing_secrets_are_kept(server: ClusterApi) -> None:
     objects = rendered(server, {})
     held = chart.named(objects, "Secret", "demo-auth")["data"]
     assert {key: base64.b64decode(value).decode() for key, value in held.items()} == KEPT
@@ -61,7 +61,7 @@ def test_the_secrets_are_kept(server: ClusterApi) -> None:
     assert all(len(password) > 20 for password in found.values())
 
 
-def test_a_secret_of_somebody_else_is_not_made_again(server: ClusterApi) -> None:
+def test_secrets_from_elsewhere_are_not_created(server: ClusterApi) -> None:
     objects = rendered(server, {"auth": {"existingSecret": "mine"}, "redis": {"usersSecret": "theirs"}})
     assert not chart.of_kind(objects, "Secret")
 
@@ -86,8 +86,8 @@ def test_a_secret_of_somebody_else_is_not_made_again(server: ClusterApi) -> None
         ),
     ],
 )  # fmt: skip
-def test_a_kind_that_the_cluster_lacks_is_refused(server: ClusterApi, values: dict[str, Any], said: str) -> None:
+def test_a_kind_missing_from_the_cluster_is_rejected(server: ClusterApi, values: dict[str, Any], said: str) -> None:
     with pytest.raises(HelmError) as refusal:
         rendered(server, values)
     assert said in str(refusal.value)
-    assert chart.render(values), "without a cluster nothing is known"
+    assert chart.render(values), "without a cluster no kind is known to be missing"

@@ -1,4 +1,4 @@
-"""values.schema.json and the chart's own checks refuse what cannot work, and name the key."""
+"""values.schema.json and the chart's own checks reject invalid values and name the key."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("rewards.secret", "keys", "secret"),
     ("judge.args", "--enforce-eager", "args"),
     ("config.verifiers", [{"kind": "python"}], "verifiers"),
-    # keys that are the chart's
+    # keys set by the chart
     ("config.redis.url", "redis://elsewhere:6379", "url"),
     ("config.api", {"port": 1}, "api"),
     ("config.run.dir", "/tmp", "dir"),
@@ -193,20 +193,20 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "value", "named"), REFUSED, ids=[f"{path}={value!r}" for path, value, _ in REFUSED])
-def test_the_schema_refuses_wrong_keys_types_and_values(path: str, value: Any, named: str) -> None:
+def test_the_schema_rejects_wrong_keys_types_and_values(path: str, value: Any, named: str) -> None:
     with pytest.raises(helm_python.HelmError) as refusal:
         chart.render(chart.changed({}, path, value))
     assert named in str(refusal.value)
 
 
 @pytest.mark.parametrize(("values", "named"), IMPOSSIBLE, ids=[named for _, named in IMPOSSIBLE])
-def test_impossible_combinations_are_refused_with_a_remedy(values: dict[str, Any], named: str) -> None:
+def test_impossible_combinations_are_rejected_with_a_remedy(values: dict[str, Any], named: str) -> None:
     with pytest.raises(helm_python.HelmError) as refusal:
         chart.render(values)
     assert named in str(refusal.value)
 
 
-def test_nothing_that_a_run_must_say_is_filled_in() -> None:
+def test_required_keys_have_no_defaults() -> None:
     with pytest.raises(helm_python.HelmError, match="missing properties 'model', 'data'"):
         chart.render(bare=True)
     own = {"config": {"model": {"path": "a/b"}, "data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/x.jsonl"}]}}}
@@ -216,20 +216,20 @@ def test_nothing_that_a_run_must_say_is_filled_in() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 10001])
-def test_the_user_is_the_images_or_the_clusters(value: int | None) -> None:
+def test_the_user_is_set_or_left_to_the_cluster(value: int | None) -> None:
     for label, template in chart.pods(chart.render({"security": {"user": value}})):
         given = template["spec"]["securityContext"]
         assert (given.get("runAsUser"), given.get("fsGroup")) == (value, value), label
         assert given["runAsNonRoot"]
 
 
-def test_a_release_name_too_long_for_its_pods_is_refused() -> None:
+def test_a_release_name_too_long_for_its_pods_is_rejected() -> None:
     chart.render(name="r" * 40)
     with pytest.raises(helm_python.HelmError, match="at most 40"):
         chart.render(name="r" * 41)
 
 
-def test_the_schema_is_what_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schema_matches_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(chart.CHART))
     import make_schema
 
@@ -238,7 +238,7 @@ def test_the_schema_is_what_the_configuration_says(monkeypatch: pytest.MonkeyPat
     assert held == make_schema.make(), "python charts/make_schema.py writes it anew"
 
 
-def test_the_readme_says_what_the_values_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_matches_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(chart.CHART))
     import make_readme
 
