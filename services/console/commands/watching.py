@@ -131,7 +131,7 @@ def cost(
     price: Annotated[float, typer.Option(min=0, help="Price of a device-hour, to print costs.")] = 0.0,
     as_json: Json = False,
 ) -> int:
-    """Show what a run's devices spent their time on.
+    """Show how a run's device time was spent.
 
     Time is divided by outcome: trained, filtered, stale, idle, loading, syncing and more. The command reads the run's folder and
     needs no server. A device is a GPU, or on a machine without GPUs a process.

@@ -1,4 +1,4 @@
-// What the run's devices spent their time on, and what came of it.
+// How the run's device time was spent, and its result.
 import { useAnswer } from "../api.js";
 import { fixed, percent, plain, short } from "../format.js";
 import { Answer, Facts, Meter, Page, Panel, Table } from "../parts.js";
