@@ -1,4 +1,4 @@
-"""Drives a rollout in an environment that is a class of one's own: its start, its turns, its score."""
+"""Drives a rollout in an environment that is a custom class: its start, its turns, its score."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def _begin(
 
 
 async def _reply(live: LiveRollout, process: ProgramProcess, do: str, message: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return what the environment replies to the policy, committed; None if the rollout has ended."""
+    """Return the environment's reply to the policy, committed; None if the rollout has ended."""
     done = await process.do(live.place.name, do, message)
     await live.append(reply_of(done.value["messages"], done.value["snapshot"], done.seconds))
     return done.value["messages"]

@@ -38,7 +38,8 @@ from services.verifiers.scoring import Scoring
 log = structlog.get_logger()
 
 PAUSES_S = (0.0, 0.0, 5.0, 30.0)
-"""Pauses before a rollout's attempts, by failures so far: what it needs may be away for seconds, as a server that restarts is."""
+"""Pauses before a rollout's attempts, by failures so far: its services may be unavailable for seconds, for example while a
+server restarts."""
 MAX_LOSSES = 16
 """Times that a rollout may lose its process because of others, before it is left out."""
 
@@ -65,7 +66,7 @@ class TurnLog(Protocol):
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """The finished rollouts of a group, by sample, and what they are worth."""
+    """The finished rollouts of a group, by sample, and their rewards."""
 
     rollouts: list[FinishedRollout]
     scores: Scores

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 IDLE_S = 1.0  # the longest delay that a missed notification can cause
 TURNS_TTL_S = 7 * 24 * 3600
-"""Seconds after which the turns of a ticket that nobody continues expire; whatever ends a ticket deletes them."""
+"""Seconds after which the turns of an abandoned ticket expire; the end of a ticket deletes them."""
 PAYLOAD_TTL_S = 3600
 FILL_TIMES = 2  # as many rollouts as the generators run at a time, this many times over: the others wait for their environment
 

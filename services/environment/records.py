@@ -1,4 +1,4 @@
-"""What has happened in a rollout, as it is committed: turns of the policy, and what the environment replied.
+"""The history of a rollout, as it is committed: turns of the policy, and replies of the environment.
 
 Guarantees: decoding any bytes gives records that a rollout can continue from, or none: then it starts again.
 """

@@ -1,8 +1,8 @@
 """One rollout: the policy's turns and the environment's replies, each committed before the next begins.
 
-Guarantees: a turn is committed before its tools run, and what they replied before the policy reads it, so nothing is sampled
-twice and no tool call is made twice; after the loss of its pod a rollout resumes where it was if its environment can be restored,
-and otherwise starts again, under the same seed.
+Guarantees: a turn is committed before its tools run, and their replies before the policy reads them, so nothing is sampled
+twice and no tool call is made twice; after the loss of its pod a rollout resumes where it was if its environment can be
+restored, and otherwise starts again, under the same seed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Manner:
 
 
 class LiveRollout:
-    """A rollout that is running: what it has recorded, and how it asks the policy."""
+    """A running rollout: its records, and its calls of the policy."""
 
     def __init__(
         self, place: RolloutPlace, manner: Manner, chat: ChatFormat, fleet: GeneratorFleet, records: list[Record],
@@ -116,7 +116,7 @@ class LiveRollout:
 
     @property
     def records(self) -> list[Record]:
-        """What has happened so far."""
+        """The history so far."""
         return self._records
 
     @property
@@ -139,7 +139,7 @@ class LiveRollout:
     async def complete(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], overrides: Overrides = RUN
     ) -> TurnReply:
-        """Return what the policy says to a conversation, committed.
+        """Return the policy's reply to a conversation, committed.
 
         Raises `BadMessages`, `RolloutOver`, `ContextFull`, `LeaseLost`, `StoreError`, `GenerationFailed`.
         """

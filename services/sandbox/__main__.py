@@ -1,6 +1,6 @@
 """Start the sandbox service of a cluster: it makes, gives away and sweeps the pods in which code of the policy runs.
 
-The environment says what it keeps (GRPO_SANDBOX_TEMPLATE, GRPO_SANDBOX_NAMESPACE, GRPO_SANDBOX_WARM, GRPO_RELEASE).
+The environment sets its options (GRPO_SANDBOX_TEMPLATE, GRPO_SANDBOX_NAMESPACE, GRPO_SANDBOX_WARM, GRPO_RELEASE).
 
 Waits for: environments' requests, pods that were given away, claims that end. Unblocked by: requests, or a look every `SWEEP_S`.
 """

@@ -52,7 +52,7 @@ class NotExecuted(Exception):
 
 
 class Garbled(Exception):
-    """What came is no result: the code has taken the place of what should send it."""
+    """The output is not a result: the code has replaced the process that should send it."""
 
 
 class _Result(msgspec.Struct):
@@ -95,7 +95,7 @@ async def _send(socket: aiohttp.ClientWebSocketResponse, data: bytes) -> None:
 
 
 async def _received(socket: aiohttp.ClientWebSocketResponse) -> bytes:
-    """Return what the command prints, if it ends well. Raises `NotExecuted` and `Garbled`."""
+    """Return the command's output, if it succeeds. Raises `NotExecuted` and `Garbled`."""
     output, errors = bytearray(), bytearray()
     async for message in socket:
         data = message.data if isinstance(message.data, bytes) else str(message.data).encode()

@@ -2,8 +2,8 @@
 
 The service sends this file and those that it imports into the pod (execution.py), so an image needs nothing but Python 3.9.
 
-Guarantees: a call with the same number runs once, however often it is asked for: whoever comes later waits for the same result.
-The call continues if the connection ends, and ends within its time limit, with all of its processes. Whatever the code does to
+Guarantees: a call with the same number runs once, however often it is requested: later requests wait for the same result. The
+call continues if the connection ends, and ends within its time limit, with all of its processes. Whatever the code does to
 these processes and files, it does to its own rollout alone.
 """
 
@@ -54,7 +54,7 @@ def main(task: dict[str, Any]) -> None:
 
 
 def _begin(place: Path) -> int | None:
-    """Return a descriptor whose lock is held as long as the call is under way, or None if somebody has begun it before."""
+    """Return a descriptor whose lock is held as long as the call is running, or None if it was started before."""
     own = place.with_suffix(f".{os.getpid()}")
     held = os.open(own, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -152,7 +152,7 @@ def _text(stream: int) -> io.TextIOWrapper:
 
 
 def _watched(task: dict[str, Any], work: Path, child: int, reading: int) -> tuple[bytes, str, int]:
-    """Return the beginning of what the code prints, why it was ended, and its exit status."""
+    """Return the beginning of the code's output, why it was killed, and its exit status."""
     deadline, look = time.monotonic() + task["limit_s"], 0.0
     kept, size, fault, status, over = bytearray(), 0, "", 0, False
     while True:

@@ -1,7 +1,7 @@
-"""Opens, runs and closes sandboxes, keeps some ready, and sweeps those that nobody holds.
+"""Opens, runs and closes sandboxes, keeps some ready, and sweeps those that are no longer held.
 
 Guarantees: everything that must outlive this process is in the pods' labels and annotations, so it may be killed at any moment.
-A rollout is given a pod in which nothing has run, by one call that fails if somebody else was faster; the same request finds the
+A rollout is given a pod in which nothing has run, by one call that fails after a concurrent claim; the same request finds the
 same pod. Code runs in the pod that its request names, if that is the rollout's, and nowhere else. A pod is never given twice.
 """
 
@@ -103,7 +103,7 @@ class SandboxKeeper:
                     await self._pods.delete(pod)
 
     async def sweep(self) -> None:
-        """Delete what nobody needs, and make what is to be ready. Raises `ClusterError` and `StoreError`."""
+        """Delete unneeded sandboxes, and create the warm ones. Raises `ClusterError` and `StoreError`."""
         self.taken.clear()
         template = self._template = await self._pods.template(self._settings.template)
         pods = await self._pods.selected(self._settings.labels)

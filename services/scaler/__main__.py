@@ -1,8 +1,8 @@
 """Start the scaler of a cluster, which makes `grpo scale` and `kubectl scale` equivalent and frees the GPUs of a finished run.
 
-The environment says what it scales (GRPO_DEPLOYMENT, GRPO_REPLICAS; GRPO_SET, GRPO_SET_KIND, GRPO_SET_REPLICAS; GRPO_JUDGE,
-GRPO_JUDGE_REPLICAS), whether a finished run keeps its pods (GRPO_ON_FINISH), and whether pods are marked with what their removal
-would cost (GRPO_DELETION_COST).
+The environment names the objects that it scales (GRPO_DEPLOYMENT, GRPO_REPLICAS; GRPO_SET, GRPO_SET_KIND, GRPO_SET_REPLICAS;
+GRPO_JUDGE, GRPO_JUDGE_REPLICAS), whether a finished run keeps its pods (GRPO_ON_FINISH), and whether pods are marked with what
+their removal would cost (GRPO_DELETION_COST).
 
 Waits for: the requested number of generators, the replicas of these objects, the end of the run. Unblocked by: `control`, or a
 poll every `POLL_S`.
@@ -45,7 +45,7 @@ LIMIT_S = 120.0  # a cluster's API may be unavailable for longer than a poll
 
 @dataclass(frozen=True)
 class ScalerSettings:
-    """What the chart says of the scaler's objects."""
+    """The chart's settings of the scaler's objects."""
 
     deployment: str = ""
     """The generators' Deployment; empty: an autoscaler sets its number."""
@@ -108,7 +108,7 @@ class ReleaseFollower:
             await self._service.notifications.wait("control", timeout=POLL_S)
 
     async def once(self, state: RunState | None) -> None:
-        """Compare once, and set what differs. Raises `WorkloadChanged` if somebody else was faster."""
+        """Compare once, and set the differences. Raises `WorkloadChanged` after a concurrent change."""
         if state is not None and state.finished:
             if not self._settings.keep and state.scale.object != FINISHED:
                 await self._empty()
@@ -146,7 +146,7 @@ class ReleaseFollower:
         self._begun = True
 
     async def _size(self, workload: Workload | None, whole: int, state: RunState | None) -> None:
-        """Give the trainer or the judge the number of the values, unless somebody has scaled it to 0."""
+        """Scale the trainer or the judge to the number in the values, unless it was scaled to 0."""
         if workload is None:
             return
         seen = await workload.replicas()

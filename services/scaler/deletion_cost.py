@@ -1,6 +1,6 @@
 """Marks each generator's pod with what its removal would cost, so that a Deployment that shrinks removes the idle ones first.
 
-A removed pod drains: what it cannot finish in time is sampled on by another pod, which computes the prompt and the tokens so far
+A removed pod drains: another pod continues what it cannot finish in time, which computes the prompt and the tokens so far
 again. So the cost is the share of its KV cache that is in use, which is the tokens in flight, and the completions that wait.
 """
 
@@ -22,7 +22,7 @@ EVERY_S = 30.0
 
 
 def cost(gauges: dict[str, float]) -> int:
-    """Return what the removal of a generator with this load would cost: thousandths of its KV cache, and completions."""
+    """Return the deletion cost of a generator with this load: thousandths of its KV cache, and completions."""
     return round(1000 * gauges.get("kv_usage", 0.0) + gauges.get("running", 0.0) + gauges.get("waiting", 0.0))
 
 
@@ -35,7 +35,7 @@ class DeletionCosts:
         self.due = 0.0  # monotonic time of the next marks
 
     async def follow(self, pods: Iterable[PodStatus]) -> None:
-        """Mark the generators whose cost has doubled or halved, at most every `EVERY_S`; a pod that is gone is left out."""
+        """Mark the generators whose cost has doubled or halved, at most every `EVERY_S`; missing pods are left out."""
         if time.monotonic() < self.due:
             return
         self.due = time.monotonic() + EVERY_S

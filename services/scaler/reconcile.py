@@ -31,8 +31,8 @@ class Decision:
 def decide(scale: Scale, replicas: int, object: str = "", initial: int = UNSET) -> Decision:
     """Compare both numbers with `scale.followed`, on which they last agreed for the Deployment `object`.
 
-    A Deployment that was not followed yet is new, or was emptied at the end of the run. It gets the requested number or, without
-    a request, `initial`; unless somebody has set another number meanwhile, which is then followed.
+    A Deployment that was not followed yet is new, or was emptied at the end of the run. It gets the requested number or,
+    without a request, `initial`; unless another number was set in the meantime, which then applies.
     """
     new = object if object != (scale.object or "") else None
     if new and replicas in (UNSET, scale.followed):

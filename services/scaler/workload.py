@@ -85,7 +85,7 @@ class KubernetesApi:
         return Workload(self, kind, name)
 
     async def mark(self, pod: str, cost: int) -> None:
-        """Set what the removal of a pod would cost. Raises `ClusterError`."""
+        """Set the deletion cost of a pod. Raises `ClusterError`."""
         body = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
         patch = self._pods.patch_namespaced_pod
         await called(f"patch pod {pod}", patch, pod, self.namespace, body=body, field_manager=MANAGER, _content_type=PATCH)
@@ -116,7 +116,7 @@ class Workload:
 
 
 async def called(what: str, method: Any, *arguments: Any, **options: Any) -> Any:
-    """Return what a call of the API returns. Raises `ClusterError`, which begins with `what`."""
+    """Return the result of an API call. Raises `ClusterError`, which begins with `what`."""
     try:
         return await method(*arguments, _request_timeout=CALL_LIMIT_S, **options)
     except ApiException as error:

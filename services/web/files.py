@@ -1,6 +1,6 @@
-"""Endpoints of what the folder of a run holds: its account, its configuration, and the curves of the runs beside it.
+"""Endpoints for the contents of a run's folder: its account, its configuration, and the curves of neighbouring runs.
 
-Guarantees: files are read on a thread; another run is one of the folders beside this run's own, never a path of the caller's.
+Guarantees: files are read on a thread; another run is one of the folders next to this run's, never a path given by the caller.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OtherSeries(BaseModel):
 
 
 class CostReport(BaseModel):
-    """What the run's devices spent their time on (docs/cost.md)."""
+    """How the run's device time was spent (docs/cost.md)."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

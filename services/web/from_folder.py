@@ -1,4 +1,5 @@
-"""The page of a run whose Redis is gone: charts, samples, ledger, checkpoints and configuration from the run's folder alone.
+"""The web console of a run without its Redis: charts, samples, ledger, checkpoints and configuration from the run's folder
+alone.
 
 Guarantees: nothing is written; what only Redis knew (the replay table, plans, dead letters) is answered with 503 and the reason.
 """

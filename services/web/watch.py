@@ -40,17 +40,17 @@ _TIME = series.CHARTED.index("time_s")
 
 
 def running(state: RunState | None) -> Condition:
-    """Return what a run is doing whose services run."""
+    """Return the condition of a run whose services are running."""
     return condition(state, live=True)
 
 
 Describe = Callable[[RunState | None], Condition]
-"""Returns what a run in this state is doing."""
+"""Returns the condition of a run in this state."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is polled in addition to the observer's `Poll`."""
+    """Values polled in addition to the observer's `Poll`."""
 
     evaluation: EvaluationState | None = None
     round: Round | None = None

@@ -24,19 +24,19 @@ SENTINEL = "\u2063reply\u2063"
 CACHED_PROMPTS = 64
 """Rendered texts whose tokens are kept: the rollouts of a group begin with the same one."""
 CACHED_CHARACTERS = 1 << 18
-"""Longest of them: a program may send what it likes."""
+"""Maximum length of one: a program may send anything."""
 SHRINKS = 4
 """Characters that a tokenizer which rewrites text, such as accents, may make one of."""
 
 
 class Parsed(NamedTuple):
-    """What a sampled text says."""
+    """The contents of a sampled text."""
 
     content: str
     reasoning: str
     calls: list[ToolCall]
     error: str
-    """What was wrong with a tool call, for the model; empty: nothing."""
+    """The fault of a tool call, for the model; empty: none."""
 
 
 class ChatFormat:
@@ -104,7 +104,7 @@ class ChatFormat:
         return self._encoded(text.encode("utf-8", "replace").decode(), True)
 
     def exceeds(self, text: str, tokens: int) -> bool:
-        """Return whether text surely has more tokens; that is told without splitting it, which takes 0.4 s a megabyte."""
+        """Return whether a text certainly has more tokens, without splitting it, which takes 0.4 s per megabyte."""
         return len(text) > self._longest * tokens
 
     def has_tokens(self, ids: Sequence[int]) -> bool:
@@ -139,7 +139,7 @@ class ChatFormat:
         return Parsed(found.content.strip() if found.calls else text, reasoning, found.calls, "")
 
     def _reasoning(self, text: str, thinking: bool) -> tuple[str, str]:
-        """Return the reasoning and the rest. What has no end is reasoning as a whole."""
+        """Return the reasoning and the rest. Text without an end marker is reasoning as a whole."""
         begun = thinking or text.lstrip().startswith("<think>")
         if not self.thinks or not (begun or "</think>" in text):
             return "", text

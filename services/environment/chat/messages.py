@@ -40,7 +40,7 @@ def normalised_tools(tools: object) -> list[dict[str, Any]]:
 
 
 def canonical(message: Mapping[str, Any]) -> bytes:
-    """Return what a normalised message is recognised by."""
+    """Return the key by which a normalised message is recognised."""
     own = message["role"] == "assistant"
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     content = message["content"].strip() if own else message["content"]

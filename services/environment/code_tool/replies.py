@@ -1,4 +1,4 @@
-"""What the tool `python` says of itself and of its calls, wherever the code runs."""
+"""The description and the replies of the tool `python`, wherever the code runs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class PythonTool(ABC):
 
     @abstractmethod
     async def call(self, arguments: object) -> str:
-        """Return what the code prints, or what is wrong."""
+        """Return the code's output, or the fault."""
 
 
 def code_of(arguments: object) -> tuple[str, str]:
-    """Return the code of a call, and what is wrong with its arguments, or ""."""
+    """Return the code of a call, and the fault of its arguments, or ""."""
     code = cast("dict[str, Any]", arguments).get("code") if isinstance(arguments, dict) else None
     if isinstance(code, str):
         return code, ""
@@ -49,7 +49,7 @@ def code_of(arguments: object) -> tuple[str, str]:
 
 
 def told(output: str, fault: str, limit_s: float) -> str:
-    """Return what a call says: what the code printed, and what ended it."""
+    """Return the reply to a call: the code's output, and what ended it."""
     meaning = {
         "": "",
         SLOW: f"the code ran longer than {limit_s:g} s",

@@ -21,7 +21,7 @@ DATA = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/localtime", "
 
 
 def main() -> None:
-    """Run the code on standard input, and print what it ends with."""
+    """Run the code on standard input, and print the value of its last expression."""
     root, parent, memory_bytes, cpu_s = sys.argv[1], *map(int, sys.argv[2:5])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

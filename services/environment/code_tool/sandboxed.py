@@ -2,7 +2,8 @@
 
 Guarantees: a call is made at most once, however often it is asked for: the pod knows it by its number. What cannot be known of
 it, because the pod or the service that keeps it was lost, is `SandboxLost`, and never an answer to the policy. No pod is shared
-with another rollout, nor with another program of the same one; one that is not closed here is swept when nobody holds the ticket.
+with another rollout, nor with another program of the same one; one that is not closed here is swept when the ticket is no
+longer held.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ T = TypeVar("T")
 
 
 class SandboxLost(Exception):
-    """A rollout's sandbox was lost, or none could be had; what came of the call is unknown."""
+    """A rollout's sandbox was lost, or none was available; the call's result is unknown."""
 
     def __init__(self, message: str, suspected: bool = False) -> None:
         """`suspected`: the code may be why."""
@@ -103,7 +104,7 @@ class SandboxTool(PythonTool):
         self._asked = self._closed = False
 
     async def call(self, arguments: object) -> str:
-        """Return what the code prints, or what is wrong. Raises `SandboxLost`."""
+        """Return the code's output, or the fault. Raises `SandboxLost`."""
         code, wrong = code_of(arguments)
         if wrong:
             return wrong

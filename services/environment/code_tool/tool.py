@@ -37,7 +37,7 @@ class CodeTool(PythonTool):
         self._closed = False
 
     async def call(self, arguments: object) -> str:
-        """Return what the code prints, or what is wrong."""
+        """Return the code's output, or the fault."""
         code, wrong = code_of(arguments)
         if wrong:
             return wrong
@@ -104,7 +104,7 @@ class CodeTool(PythonTool):
 
 
 async def _output(process: asyncio.subprocess.Process, code: bytes) -> tuple[bytes, bool]:
-    """Give a process its code; return the beginning of what it prints, and whether it was ended for printing too much."""
+    """Send a process its code; return the beginning of its output, and whether it was killed for printing too much."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(ConnectionError):

@@ -13,7 +13,7 @@ STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 def read(body: Mapping[str, Any]) -> Question:
-    """Return what a body asks. Raises `RequestRefused`."""
+    """Return the request in a body. Raises `RequestRefused`."""
     choice: Any = body.get("tool_choice") or {}
     kind = cast("dict[str, Any]", choice).get("type", "auto") if isinstance(choice, dict) else choice
     if kind not in ("auto", "none", "any"):

@@ -167,7 +167,7 @@ def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = N
 
 
 def _bytes(value: object) -> bytes:
-    """Return JSON of what a model or a client said: lone surrogates and integers of any length, too, which msgspec refuses."""
+    """Return JSON of text from a model or a client: lone surrogates and integers of any length, too, which msgspec refuses."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 

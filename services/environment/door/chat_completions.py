@@ -20,7 +20,7 @@ UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
 
 
 def read(body: Mapping[str, Any]) -> Question:
-    """Return what a body asks. Raises `RequestRefused`."""
+    """Return the request in a body. Raises `RequestRefused`."""
     refuse_unsupported(body, *UNSUPPORTED)
     options: Any = body.get("stream_options")
     return Question(

@@ -1,4 +1,4 @@
-"""Tells a request that a client sends again from a new one.
+"""Distinguishes a request that a client retries from a new one.
 
 Guarantees: a request that an SDK of OpenAI or Anthropic resends after a time limit or a lost connection gets the turn of
 the request that it repeats, whether that is under way or answered. Requests that are not resent get turns of their own, even
@@ -44,7 +44,7 @@ class AskedTurns:
     async def resent(self, digest: bytes, attempt: int, gone: Gone) -> AskedTurn | None:
         """Return the turn that a resent request asks for again; None: it is the first to arrive.
 
-        Of several it is one whose client has gone: a client that still waits, or has its reply, resends nothing.
+        Of several, it is one whose client has disconnected: a client that still waits, or has its reply, does not retry.
         """
         equal = [each for each in self._turns if each.digest == digest and each.attempt < attempt]
         left = [await each.gone() if each.unread is None else each.unread for each in equal]
@@ -73,7 +73,7 @@ class AskedTurns:
         return reply
 
     async def close(self) -> None:
-        """End the turns that are under way: nobody will read them."""
+        """Cancel the running turns: nobody will read them."""
         under_way = [each.turn for each in self._turns if not each.turn.done()]
         for turn in under_way:
             turn.cancel()

@@ -21,7 +21,7 @@ SKIPPED = ("item_reference", "web_search_call", "file_search_call")
 
 
 def read(body: Mapping[str, Any]) -> Question:
-    """Return what a body asks. Raises `RequestRefused`."""
+    """Return the request in a body. Raises `RequestRefused`."""
     refuse_unsupported(body, *UNSUPPORTED)
     format_of: Any = body.get("text")
     chosen: Any = cast("dict[str, Any]", format_of).get("format") if isinstance(format_of, dict) else None

@@ -1,4 +1,4 @@
-"""What the door needs of the rollouts behind it."""
+"""The interface between the endpoints and their rollouts."""
 
 from __future__ import annotations
 

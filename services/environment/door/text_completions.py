@@ -21,7 +21,7 @@ LONGEST_DEFAULT = 16
 
 
 def read(body: Mapping[str, Any]) -> Question:
-    """Return what a body asks. Raises `RequestRefused`."""
+    """Return the request in a body. Raises `RequestRefused`."""
     refuse_unsupported(body, *UNSUPPORTED)
     options: Any = body.get("stream_options")
     chosen = overrides(body, "stop", "max_tokens")

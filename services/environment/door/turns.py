@@ -1,4 +1,4 @@
-"""Turns of the policy as the door sees them: what a request asks, what it gets, and why it may get nothing."""
+"""Turns of the policy as the endpoints see them: requests, replies, and reasons for refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TurnLost(Exception):
 
 
 class Overrides(NamedTuple):
-    """What a request may choose of its sampling."""
+    """The sampling parameters that a request may set."""
 
     max_tokens: int | None = None  # None: as many as the rollout has left
     stop: tuple[str, ...] = ()  # besides the run's
@@ -61,7 +61,7 @@ class TurnReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a request asks the policy, whichever endpoint it came through."""
+    """A request to the policy, whichever endpoint it came through."""
 
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # in OpenAI's form
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # in OpenAI's form

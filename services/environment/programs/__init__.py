@@ -1,1 +1,1 @@
-"""Programs of one's own, in worker processes: the environments' classes and functions."""
+"""Custom programs in worker processes: the environments' classes and functions."""

@@ -4,8 +4,8 @@ The program finds the policy at OPENAI_BASE_URL with OPENAI_API_KEY (and ANTHROP
 as JSON in the file GRPO_ROW_FILE and, unless it is too long for a variable, in GRPO_ROW, and prints its reward as the last line
 of its output: a number, or a JSON object of numbers with the key `score`.
 
-Guarantees: when the program has ended, or the rollout, so has whatever it has started, and its folder is deleted; of what it
-prints only the end is kept.
+Guarantees: when the program has ended, or the rollout, so has whatever it has started, and its folder is deleted; only the end
+of its output is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIABLE_BYTES = 100_000
 
 
 async def run_command(command: Sequence[str], given: dict[str, Any]) -> Any:
-    """Run the program for one rollout and return what it printed last, decoded. Raises `BadReply`."""
+    """Run the program for one rollout and return its last line, decoded. Raises `BadReply`."""
     folder = Path(tempfile.mkdtemp(prefix="agent-", dir=os.getcwd()))
     try:
         status, output, errors = await _ended(command, folder, given)
@@ -46,7 +46,7 @@ async def run_command(command: Sequence[str], given: dict[str, Any]) -> Any:
 
 
 async def _ended(command: Sequence[str], folder: Path, given: dict[str, Any]) -> tuple[int, bytes, bytes]:
-    """Run the program to its end; return its exit status and the end of what it printed, to its output and its errors."""
+    """Run the program to its end; return its exit status and the ends of its output and its errors."""
     row, work = folder / "row.json", folder / "work"
     row.write_text(json.dumps(given["row"], default=str))
     work.mkdir()

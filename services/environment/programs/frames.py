@@ -17,7 +17,7 @@ class SandboxAccess(msgspec.Struct, array_like=True):
 
 
 class ProgramSetup(msgspec.Struct, array_like=True):
-    """First frame to a worker: what it needs of its environment's configuration."""
+    """First frame to a worker: the part of its environment's configuration that it needs."""
 
     kind: str  # python | agent | mcp | verifiers
     function: str = ""
@@ -51,7 +51,7 @@ class ProgramStep(msgspec.Struct, array_like=True):
 
 
 class StepDone(msgspec.Struct, array_like=True):
-    """What came of it."""
+    """Its result."""
 
     id: int
     value: Any = None

@@ -24,7 +24,7 @@ class Kind:
         self._setup = setup
 
     async def open(self) -> None:
-        """Load what the rollouts need. Raises `Unusable`, and whatever its code raises."""
+        """Load everything that the rollouts need. Raises `Unusable`, and whatever its code raises."""
 
     async def close(self) -> None:
         """Free what `open` took."""

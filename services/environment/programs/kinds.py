@@ -1,4 +1,4 @@
-"""What a worker process runs, by the kind of its environment.
+"""The programs of a worker process, by the kind of its environment.
 
 Guarantees: a library that a kind needs is imported only for it; one that is missing is named with the command that installs it.
 """
@@ -124,7 +124,7 @@ def _class_tools(program: Any) -> list[dict[str, Any]]:
 
 
 async def opened(setup: ProgramSetup) -> Kind:
-    """Return what a worker runs, loaded. Raises `Unusable`, and whatever its code raises."""
+    """Return a worker's program, loaded. Raises `Unusable`, and whatever its code raises."""
     needs, install = LIBRARIES.get(setup.kind, ("", ""))
     if needs and not (setup.kind == "agent" and setup.command):
         try:

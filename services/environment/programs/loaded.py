@@ -1,9 +1,9 @@
-"""A class of one's own as an environment: one object takes part in each rollout (docs/environments.md).
+"""A custom class as an environment: one object takes part in each rollout (docs/environments.md).
 
-What the class may define, each of it sync or async: `tools`, a list of its methods' names, which an object may replace in
-`__init__`, `start` or `restore`; `start(row)`, which returns further messages or nothing; `turn(message)`, which returns a text,
-messages, or None to end the rollout; `score()`, a number or a dict of numbers; `close()`; `snapshot()` and `restore(state)`,
-between which there is JSON.
+The class may define, each sync or async: `tools`, a list of its methods' names, which an object may replace in `__init__`,
+`start` or `restore`; `start(row)`, which returns further messages or nothing; `turn(message)`, which returns a text, messages,
+or None to end the rollout; `score()`, a number or a dict of numbers; `close()`; `snapshot()` and `restore(state)`, between
+which there is JSON.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LOST = "The result of this call is unknown: the machine that made it was lost."
 
 
 class BadReply(Exception):
-    """A program returned something that is no reply."""
+    """A program returned something that is not a reply."""
 
 
 class LoadedProgram:
-    """One object of a class of one's own, in one rollout, with tools that are not its own."""
+    """An instance of a custom class in one rollout, with tools that are not its own."""
 
     def __init__(self, made: Any = None, sets: Sequence[ToolSet] = (), timeout_s: float = float("inf")) -> None:
         """`made`: the object; None: the rollout ends with the first reply that calls no tool, and scores nothing.
@@ -39,7 +39,7 @@ class LoadedProgram:
         return {**await self._reply(_messages(said) or []), "tools": self._found_tools()}
 
     async def turn(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Reply to what the policy said; `messages` is None if the rollout has ended."""
+        """Reply to the policy's message; `messages` is None if the rollout has ended."""
         if error := message.get("error"):
             return await self._reply([{"role": "user", "content": f"Error: {error}"}])
         if message.get("tool_calls"):
@@ -47,7 +47,7 @@ class LoadedProgram:
         return await self._reply(_messages(await self._maybe("turn", message)))
 
     async def unknown(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Reply to what the policy said when its tools may have run already, with results that are lost."""
+        """Reply to the policy's message when its tools may have run already, with results that are lost."""
         calls = message.get("tool_calls") or ()
         if not calls:  # no tool has run
             return await self.turn(message)

@@ -33,8 +33,7 @@ class ServerLost(BadReply):
 class McpSession:
     """A connection to a server, from its first use to `close`. One task holds it, as the library demands.
 
-    If it ends, a session that rollouts share is begun again with its next use; any other is not, since its server has forgotten
-    what it was told.
+    If it ends, a session shared by rollouts is reopened on its next use; any other is not, since its server has lost its state.
     """
 
     def __init__(self, setup: ProgramSetup) -> None:
@@ -134,7 +133,7 @@ class McpTool:
         self._session, self._limit_s = session, limit_s
 
     async def call(self, arguments: object) -> str:
-        """Return what the tool says, or what is wrong. Raises `ServerLost`."""
+        """Return the tool's output, or the fault. Raises `ServerLost`."""
         if not isinstance(arguments, dict):
             return "Error: arguments must be an object"
         try:
@@ -170,7 +169,7 @@ class McpToolSet:
         self.tools: Sequence[Callee] = [McpTool(each, self._session, setup.tool_timeout_s) for each in described]
 
     def snapshot(self) -> Any:
-        """Return that there is no state, where there is none: the server is shared, or was not asked yet."""
+        """Return an empty state if there is none: the server is shared, or was not called yet."""
         return None if self._own and self._session.used else {}
 
     def restore(self, state: Any) -> None:
@@ -222,7 +221,7 @@ def named(setup: ProgramSetup) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what was raised; of a group of exceptions, the first."""
+    """Return the exception raised; of an exception group, the first."""
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
     return f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]

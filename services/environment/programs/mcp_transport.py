@@ -1,7 +1,7 @@
 """MCP over the standard input and output of a server that is started here, and over HTTP.
 
-Guarantees: what a started server writes besides messages is skipped. A server that sends a message without end loses its
-connection, and so does one over HTTP that fails or has forgotten the session: these are no answers of a tool. When the
+Guarantees: any output of a started server other than messages is skipped. A server that sends a message without end loses its
+connection, and so does one over HTTP that fails or has forgotten the session: these are not answers of a tool. When the
 connection ends, a started server's process group is killed. The last lines of its standard error are kept for error messages.
 """
 
@@ -40,11 +40,11 @@ class StdioServer:
     def __init__(self, command: Sequence[str], folder: str) -> None:
         self._command, self._folder = command, folder
         self.errors: deque[str] = deque(maxlen=ERROR_LINES)
-        """What it wrote last to standard error."""
+        """The end of its standard error."""
 
     @contextlib.asynccontextmanager
     async def streams(self) -> AsyncGenerator[tuple[Any, Any]]:
-        """Start the server; give what it says and what it is told. Raises OSError if it cannot be started."""
+        """Start the server; yield its output and input streams. Raises OSError if it cannot be started."""
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             limit=MESSAGE_BYTES, start_new_session=True, cwd=self._folder,
@@ -72,7 +72,7 @@ class StdioServer:
 
 
 async def _listen(process: asyncio.subprocess.Process, said: Incoming) -> None:
-    """Pass on what the server says until it ends, or writes a line that is too long."""
+    """Forward the server's messages until it exits, or writes a line that is too long."""
     assert process.stdout is not None
     with said, contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, ValueError):  # ValueError: too long
         while line := await process.stdout.readline():
@@ -93,7 +93,7 @@ async def _tell(process: asyncio.subprocess.Process, told: MemoryObjectReceiveSt
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a server and its process group. What is left of its output is read: otherwise asyncio does not see its end."""
+    """End a server and its process group. The rest of its output is read: otherwise asyncio does not notice its exit."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
@@ -115,7 +115,7 @@ async def _drained(stream: asyncio.StreamReader) -> None:
 
 @contextlib.asynccontextmanager
 async def over_http(url: str, token: str) -> AsyncGenerator[tuple[Any, Any]]:
-    """Give what the server at `url` says and what it is told; `token` empty: none is sent."""
+    """Yield the input and output streams of the server at `url`; `token` empty: none is sent."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     waits = httpx2.Timeout(CONNECT_S, read=None)
     async with (

@@ -1,8 +1,8 @@
 """One worker process, as the pod sees it: starts it, has it do what rollouts' programs are to do, ends it.
 
-Guarantees: a step ends with its value or with `ProgramFailed`. A step that takes too long is stopped; its process is ended
-only if its code blocks, so that it does not even stop. A rollout whose process has ended because of another one is told so by
-`ProcessLost`. A process that was ended leaves no process and no folder behind.
+Guarantees: a step ends with its value or with `ProgramFailed`. A step that takes too long is stopped; its process is ended only
+if its code blocks, so that it does not even stop. A rollout whose process was ended because of another one gets `ProcessLost`.
+A process that was ended leaves no process and no folder behind.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BEGINNINGS = ("start", "restore", "run", "rows")
 
 
 class ProgramFailed(Exception):
-    """A rollout's program raised, hung, died or returned something that is no reply."""
+    """A rollout's program raised, hung, died or returned something that is not a reply."""
 
 
 class ProcessLost(ProgramFailed):
@@ -86,7 +86,7 @@ class ProgramProcess:
         return self._reading is not None
 
     async def ensure(self) -> None:
-        """Start the process unless it runs. All that wait for a start share what comes of it. Raises `ProgramUnusable`."""
+        """Start the process unless it is running. All waiters for a start share its outcome. Raises `ProgramUnusable`."""
         if self.alive:
             return
         if self._starting is None or self._starting.done():
@@ -144,7 +144,8 @@ class ProgramProcess:
         return done
 
     async def stop(self, rollout: str, why: str) -> None:
-        """Stop what a rollout's program is doing. A process that does not answer is ended, and `why` given to the others."""
+        """Stop the current step of a rollout's program. A process that does not answer is ended, and `why` given to the
+        others."""
         if not self.alive:
             return
         number = next(self._numbers)
@@ -213,7 +214,7 @@ class ProgramProcess:
 
 
 def setup_of(environment: EnvironmentConfig) -> ProgramSetup:
-    """Return what a worker needs of its environment's configuration."""
+    """Return the part of its environment's configuration that a worker needs."""
     setup = ProgramSetup(environment.kind, code_of(environment), environment.options, timeout_s=environment.timeout_s)
     if isinstance(environment, AgentEnvironment | McpEnvironment):
         setup.command = environment.command
@@ -242,7 +243,7 @@ def _spawn(environment: EnvironmentConfig, descriptor: int, scratch: Path) -> su
 
 
 def _why_not(interpreter: str, error: Exception) -> str:
-    """Return why a worker did not start, as far as its interpreter tells."""
+    """Return why a worker did not start, as far as its interpreter shows it."""
     if not interpreter:
         return f"{error!r}; see its output above"
     try:
@@ -255,7 +256,7 @@ def _why_not(interpreter: str, error: Exception) -> str:
 
 
 def _clear(process: subprocess.Popen[bytes] | None, scratch: Scratch | None) -> None:
-    """Wait for a guard that was told to end, and for what it ends; then delete its worker's folder."""
+    """Wait for a guard that was told to exit, and for the processes it kills; then delete its worker's folder."""
     if process is not None:
         try:
             process.wait(REAP_LIMIT_S)

@@ -1,8 +1,8 @@
-"""Tools of an environment: what the policy may call. A class's own are described by their signatures and docstrings.
+"""The tools of an environment that the policy may call. A class's own are described by their signatures and docstrings.
 
-Guarantees: whatever a model writes as a call is answered with a text of bounded length, its fault if there is one; only a tool's
-own exceptions of the kind `Exception` are told to the model, and end nothing. However many calls a turn has, they take bounded
-time and space together.
+Guarantees: whatever a model writes as a call is answered with a text of bounded length, its fault if there is one; only a
+tool's own exceptions of type `Exception` are returned to the model, and end nothing. However many calls a turn has, they take
+bounded time and space together.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pydantic import BaseModel, ValidationError, create_model
 
 ERROR_CHARACTERS = 500
 ANSWER_CHARACTERS = 200_000
-"""Most characters of what a tool says that the model is told: more than most models' contexts hold."""
+"""Maximum number of characters of a tool's output that the model gets: more than fits into most models' contexts."""
 TURN_CHARACTERS = 2 * ANSWER_CHARACTERS
 """Most characters of what all tools of a turn say: even escaped as JSON, they fit into a record."""
 TURN_CALLS = 100
 """Most calls of a turn that are made."""
 TURN_SHARE = 0.5
-"""Part of `timeout_s` after which no further call of a turn is begun: the rest is for the one that is under way."""
+"""Share of `timeout_s` after which no further call of a turn is started: the rest is for the running one."""
 
 CODE = "python"
 """Name of the built-in tool that runs code, which classes and configurations may list."""
@@ -44,7 +44,7 @@ class Callee(Protocol):
         ...
 
     async def call(self, arguments: object) -> str:
-        """Return what it says to whatever a model wrote as arguments."""
+        """Return its reply to any arguments that a model wrote."""
         ...
 
 
@@ -86,7 +86,7 @@ class Tool:
         }
 
     async def call(self, arguments: object) -> str:
-        """Return what the tool says, or what is wrong with its arguments."""
+        """Return the tool's output, or the fault of its arguments."""
         try:
             given = self._arguments.model_validate(arguments)
         except ValidationError as error:

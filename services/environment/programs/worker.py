@@ -1,4 +1,4 @@
-"""A worker process: runs the programs of many rollouts until its pod is gone.
+"""A worker process: runs the programs of many rollouts until its pod exits.
 
 Waits for: a frame from the pod. Unblocked by: the pod, or the end of the stream.
 Guarantees: whatever a program raises is its rollout's failure, reported with the line; an async program never keeps others from
@@ -81,7 +81,7 @@ class ProgramWorker:
         self._steps: dict[str, set[asyncio.Task[None]]] = {}  # under way, by rollout
 
     def begin(self, step: ProgramStep, writer: asyncio.StreamWriter) -> None:
-        """Begin a step. `stop` and `close` first end what the rollout is doing."""
+        """Start a step. `stop` and `close` first end the rollout's current one."""
         if step.do in ("stop", "close"):
             for task in self._steps.get(step.rollout, ()):
                 task.cancel()
@@ -97,7 +97,7 @@ class ProgramWorker:
             del self._steps[step.rollout]
 
     async def _answer(self, step: ProgramStep, writer: asyncio.StreamWriter) -> None:
-        """Do a step and send what came of it."""
+        """Perform a step and send its result."""
         started = time.monotonic()
         try:
             done = StepDone(step.id, await self._do(step))

@@ -1,7 +1,7 @@
-"""What a conversation adds to the tokens of a segment. Pure.
+"""Computes what a conversation adds to the tokens of a segment. Pure.
 
 Guarantees: the text returned is what the chat template puts after the recorded reply, no more and no less; if the template now
-renders anything before it, or the reply itself, as something else than what the policy read and sampled, there is none.
+renders anything before it, or the reply itself, differently from what the policy read and sampled, there is none.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class TooLong(BadMessages):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the policy is to be asked."""
+    """The request to the policy."""
 
     tokens: list[int]
     """All tokens to sample after."""
@@ -167,7 +167,8 @@ class Recorder:
     def record(
         self, call: Call, generated: Generated, stop: Sequence[str] = (), waited_s: float = 0.0, sampled_s: float = 0.0
     ) -> dict[str, Any]:
-        """Append what the policy sampled for a call and return it as the assistant's message, which ends before a `stop` string.
+        """Append the policy's sampled tokens for a call and return them as the assistant's message, which ends before a `stop`
+        string.
 
         If its tool calls are malformed, the message has an `error`, to answer the model with. If another call has extended the
         segment since `plan`, this one opens another. Raises `GenerationFailed` if there are no tokens.

@@ -21,7 +21,7 @@ def spans_of(turn: Turn) -> list[Span]:
 
 
 def segment_of(turns: Sequence[Turn]) -> Segment:
-    """Return the segment of these turns. What was read between two turns counts to the version that sampled after it."""
+    """Return the segment of these turns. Tokens read between two turns count towards the version that sampled after them."""
     tokens: list[np.ndarray] = []
     logprobs: list[np.ndarray] = []
     spans: list[Span] = []

@@ -19,7 +19,7 @@ class ToolCall(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the model said besides its calls, and the calls."""
+    """The model's text besides its calls, and the calls."""
 
     content: str
     calls: list[ToolCall]

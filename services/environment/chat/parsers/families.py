@@ -32,7 +32,7 @@ MARKS = (
 
 
 def family_of(template: str, named: str = "") -> str:
-    """Return the notation that `named` is, or that the template tells its model to use; hermes if it tells nothing.
+    """Return the notation named `named`, or the one that the template asks for; hermes if it asks for none.
 
     Raises `ConfigError` for an unknown name.
     """

@@ -104,7 +104,7 @@ def _rubrics(rubric: Any) -> Iterator[Any]:
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that notes what it could not reach; the library makes a 0 of whatever it raises."""
+    """Return a reward function that records unreachable services; the library turns any exception into 0."""
 
     @functools.wraps(function)
     async def watched(*given: Any, **named: Any) -> Any:

@@ -100,7 +100,7 @@ class TasksetEnvironment:
 
 
 def _configuration(setup: ProgramSetup) -> Any:
-    """Return the environment's configuration, with what is not said by options as it has to be here. Raises `Unusable`."""
+    """Return the environment's configuration, with the required values where options do not set them. Raises `Unusable`."""
     vf: Any = importlib.import_module("verifiers.v1")
     given = {**setup.options, "taskset": {**_table(setup.options, "taskset"), "id": setup.environment}}
     try:
