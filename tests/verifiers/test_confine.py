@@ -1,4 +1,4 @@
-"""A verifier's process after it gave up what it does not need, tried from inside. Real kernel, real process."""
+"""A verifier's process after it has dropped its privileges, tested from inside. Real kernel, real process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(not KNOWN, reason="no list of its system calls")
-def test_what_is_given_up_is_refused(tmp_path: Path) -> None:
+def test_dropped_privileges_are_denied(tmp_path: Path) -> None:
     scratch, outside = tmp_path / "scratch", tmp_path / "outside"
     scratch.mkdir()
     outside.mkdir()
@@ -84,13 +84,13 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
     secrets = ("GRPO_API_TOKEN", "GRPO_REDIS_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
     for name in secrets:
         monkeypatch.setenv(name, "hunter2")
-    monkeypatch.setenv(PLAIN, "1")  # so that what is seen is what exec() was given
+    monkeypatch.setenv(PLAIN, "1")  # so that the environment is the one passed to exec()
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     process = _spawn(0, str(tmp_path), False, ())
     try:
         deadline = time.monotonic() + 60
         while not (environment := Path(f"/proc/{process.pid}/environ").read_bytes()):
-            assert time.monotonic() < deadline, "the kernel shows its environment a moment after exec() has returned"
+            assert time.monotonic() < deadline, "the kernel shows the environment shortly after exec() has returned"
     finally:
         process.kill()
         process.wait()
@@ -98,7 +98,7 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert b"TOKENIZERS_PARALLELISM" in environment
 
 
-def test_the_scratch_folder_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scratch_folder_is_deleted_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     source = FileSource(kind="jsonl", path="prompts.jsonl")
     exact = verifier("exact")

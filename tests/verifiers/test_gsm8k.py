@@ -1,4 +1,4 @@
-"""The verifier `math` on all of GSM8K, through the pool as in a run: every gold answer right, every neighbour wrong."""
+"""The verifier `math` on all of GSM8K, through the pool as in a run: gold answers are right, off-by-one answers wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _completions(solution: str, gold: str) -> list[str]:
     ]
 
 
-async def test_all_gold_answers_are_right_and_their_neighbours_wrong(capsys: pytest.CaptureFixture[str]):
+async def test_gold_answers_are_right_and_off_by_one_answers_wrong(capsys: pytest.CaptureFixture[str]):
     solutions = _solutions()
     assert len(solutions) == 8792
     pool = VerifierPool([("math", verifier("math"))], workers=2, sources=[FileSource(kind="jsonl", path="gsm8k.jsonl")])

@@ -1,4 +1,4 @@
-"""Functions of one's own as verifiers: what they may ask for and return, and what they cannot do to a run. Real processes."""
+"""Custom functions as verifiers: their arguments and results, and that they cannot harm a run. Real processes."""
 
 from __future__ import annotations
 
@@ -166,9 +166,7 @@ async def scores(own: Path, function: str, *overrides: str, completions: tuple[s
         ("ranked_later", ['scope="group"'], [0.0, 1.0]),
     ],
 )
-async def test_a_function_gets_what_it_asks_for_by_name(
-    own: Path, function: str, overrides: list[str], expected: list[float]
-) -> None:
+async def test_a_function_gets_arguments_by_name(own: Path, function: str, overrides: list[str], expected: list[float]) -> None:
     assert (await scores(own, function, *overrides)).scores["python"] == expected
 
 
@@ -180,28 +178,28 @@ async def test_a_mapping_gives_parts_of_the_score_and_a_note(own: Path) -> None:
     ]
 
 
-async def test_a_class_is_made_once_whatever_the_number_of_sources(own: Path) -> None:
+async def test_a_class_is_instantiated_once_for_all_sources(own: Path) -> None:
     two = 'data.sources=[{kind="jsonl", path="d"}, {kind="jsonl", path="e", name="other"}]'
     config = load(own / "run.toml", [two, 'verifiers.0.function="my_rewards.py:Loaded"'], environ={})
     made = Scoring(config, config.data.sources, 1)
     await made.start()
     try:
         for source in ("main", "other"):
-            assert (await made.score(Job(source, ["a"], ""))).scores == {"python": [1.0]}, "it divides by how many were made"
+            assert (await made.score(Job(source, ["a"], ""))).scores == {"python": [1.0]}, "it divides by the number of instances"
     finally:
         await made.close()
 
 
-async def test_the_name_of_a_file_hides_no_module(own: Path) -> None:
+async def test_a_files_name_does_not_shadow_a_module(own: Path) -> None:
     (own / "json.py").write_text("import json\n\ndef score(completion):\n    return json.loads(completion)\n")
     async with scoring(own, "length", 'function="json.py:score"') as made:
         assert (await made.score(job("7"))).scores == {"python": [7.0]}
 
 
-async def test_asynchronous_calls_of_a_group_run_together(own: Path) -> None:
+async def test_async_calls_of_a_group_run_concurrently(own: Path) -> None:
     async with scoring(own, "later", "timeout_s=3.5") as made:  # half a second each
         found = await made.score(job(*"abcdefgh"))
-    assert found.scores["python"] == [1.0] * 8, "one after the other they would exceed timeout_s = 3.5"
+    assert found.scores["python"] == [1.0] * 8, "sequentially they would exceed timeout_s = 3.5"
 
 
 @pytest.mark.parametrize(
@@ -226,9 +224,7 @@ async def test_asynchronous_calls_of_a_group_run_together(own: Path) -> None:
         ("keyless", "a mapping without the key 'score'"),
     ],
 )
-async def test_whatever_a_function_does_the_ticket_has_a_reason_and_the_pool_lives(
-    own: Path, completion: str, reason: str
-) -> None:
+async def test_a_faulty_function_fails_its_ticket_with_a_reason(own: Path, completion: str, reason: str) -> None:
     limit = 0.5 if completion in ("hang", "stuck") else 100
     async with scoring(own, "act", f"timeout_s={limit}") as made:
         with pytest.raises(VerifierFailure, match=reason) as caught:
@@ -238,13 +234,13 @@ async def test_whatever_a_function_does_the_ticket_has_a_reason_and_the_pool_liv
         assert (await made.score(job("ok", "ok"))).scores == {"python": [1.0, 1.0]}
 
 
-async def test_what_a_function_prints_goes_nowhere(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_printed_output_is_discarded(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with scoring(own, "act") as made:
         assert (await made.score(job("print", "object"))).scores == {"python": [1.0, 1.0]}
     assert capfd.readouterr() == ("", "")
 
 
-async def test_a_call_that_never_returns_is_cancelled_and_the_worker_stays(own: Path) -> None:
+async def test_a_call_that_never_returns_is_cancelled(own: Path) -> None:
     async with scoring(own, "never", "timeout_s=0.2") as made:
         pids = made.pools[0].pids
         with pytest.raises(VerifierFailure, match=r"TimeoutError: a call took longer than timeout_s = 0\.2"):
@@ -256,21 +252,21 @@ async def test_a_call_that_never_returns_is_cancelled_and_the_worker_stays(own: 
     ("range_", "completion", "message"),
     [("[0, 4]", "12345", r"score 5 is outside its range \[0, 4\]"), ("[2, 9]", "1", r"score 1 is outside its range \[2, 9\]")],
 )
-async def test_a_score_outside_the_range_is_a_failure_and_no_zero(own: Path, range_: str, completion: str, message: str) -> None:
+async def test_a_score_outside_the_range_is_a_failure(own: Path, range_: str, completion: str, message: str) -> None:
     async with scoring(own, "length", f"range={range_}") as made:
         with pytest.raises(VerifierFailure, match=message):
             await made.score(job("123", completion))
         assert (await made.score(job("123", "12"))).scores == {"python": [3.0, 2.0]}
 
 
-async def test_a_group_gets_one_score_for_each_completion(own: Path) -> None:
+async def test_a_group_needs_one_score_per_completion(own: Path) -> None:
     async with scoring(own, "short", 'scope="group"') as made:
         with pytest.raises(VerifierFailure, match="returned 1 results for 2 completions"):
             await made.score(job("a", "b"))
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-async def test_only_a_verifier_with_network_reaches_anything(own: Path, allowed: bool) -> None:
+async def test_only_a_verifier_with_network_has_connections(own: Path, allowed: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with scoring(own, "call", f"network={str(allowed).lower()}") as made:
             port = str(listener.getsockname()[1])
@@ -297,14 +293,14 @@ async def test_a_secret_reaches_only_the_verifier_that_names_it(own: Path, monke
         ("sys", "is not a function or class but module"),
     ],
 )
-async def test_a_function_that_cannot_be_used_is_told_at_start(own: Path, function: str, message: str) -> None:
+async def test_an_unusable_function_is_reported_at_start(own: Path, function: str, message: str) -> None:
     with pytest.raises(VerifierFailure) as caught:
         await scores(own, function)
     assert message in str(caught.value)
     assert str(caught.value).startswith("verifier 'python' cannot be used: ")
 
 
-async def test_the_answer_of_a_generated_task_is_its_entry_s(own: Path) -> None:
+async def test_the_answer_of_a_generated_task_is_its_entrys(own: Path) -> None:
     (own / "gym.toml").write_text(CONFIG.replace('kind = "jsonl"\npath = "d"', 'kind = "reasoning_gym"\ntask = "gcd"'))
     config = load(own / "gym.toml", ['verifiers.0.function="my_rewards.py:ranked"', 'verifiers.0.scope="group"'], environ={})
     fields = Job("main", ["x"], encode_entry({"question": "?", "answer": "4"}), ROW).fields(config.data.sources[0])

@@ -44,7 +44,7 @@ async def running(
 async def until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not true():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition was not met"
         await asyncio.sleep(0.01)
 
 
@@ -66,7 +66,7 @@ async def test_a_group_gets_the_scores_of_all_verifiers():
         assert pool.counts.failures == 0
 
 
-async def test_a_source_s_own_verifiers_score_its_groups_and_no_others():
+async def test_a_sources_own_verifiers_score_only_its_groups():
     from reasoning_gym.factory import create_dataset
 
     tasks = [
@@ -92,12 +92,12 @@ async def test_a_source_s_own_verifiers_score_its_groups_and_no_others():
             assert scores == {"reasoning_gym": [1.0, 0.0], "regex": [0.0, 0.0]}
 
 
-async def test_text_that_no_byte_string_holds_is_scored():
+async def test_text_with_surrogates_is_scored():
     async with running(verifier("exact")) as pool:
         assert await scored(pool, ["\ud800", "ok"], "ok", "main") == {"exact": [0.0, 1.0]}
 
 
-async def test_a_call_past_its_limit_is_a_failure_and_the_worker_is_replaced():
+async def test_a_call_past_its_limit_fails_and_replaces_the_worker():
     async with running(verifier("exact"), CATASTROPHE) as pool:
         (first,) = pool.pids
         started = time.monotonic()
@@ -111,7 +111,7 @@ async def test_a_call_past_its_limit_is_a_failure_and_the_worker_is_replaced():
         assert pool.counts.restarts == 1
 
 
-async def test_the_limit_is_one_completion_s_not_the_group_s():
+async def test_the_limit_is_per_completion_not_per_group():
     # 2^18 steps take some 10 to 20 ms; 300 of them take longer than one call may.
     async with running(CATASTROPHE) as pool:
         started = time.monotonic()
@@ -139,25 +139,25 @@ async def test_hostile_groups_do_not_starve_the_others():
         "-" * 300_000,
     ],
 )
-async def test_hostile_mathematics_ends(completion: str):
-    async with running(verifier("math", timeout_s=2.0)) as pool:  # a new worker imports within it
+async def test_hostile_mathematics_terminates(completion: str):
+    async with running(verifier("math", timeout_s=2.0)) as pool:  # enough for a new worker's imports
         for gold in ("72", r"\frac{\sqrt{2}}{2}"):
             (outcome,) = await asyncio.gather(scored(pool, [completion], gold, "main"), return_exceptions=True)
             assert outcome == {"math": [0.0]} or (isinstance(outcome, VerifierFailure) and "time limit" in outcome.reason)
         assert await scored(pool, [r"\boxed{72}"], "72", "main") == {"math": [1.0]}
 
 
-async def test_a_killed_worker_is_a_failure_and_the_pool_goes_on():
+async def test_a_killed_worker_is_a_failure_and_is_replaced():
     async with running(verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
         group = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))
-        await asyncio.sleep(0.2)  # no harm if the worker has not begun: it dies all the same
+        await asyncio.sleep(0.2)  # harmless if the worker has not started: it is killed either way
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(VerifierFailure, match="the worker died, SIGKILL"):
             await group
         assert await scored(pool, ["aa"], "", "main") == {"regex": [1.0]}
 
 
-async def test_a_worker_killed_while_idle_costs_no_group():
+async def test_a_worker_killed_while_idle_fails_no_group():
     async with running(verifier("exact")) as pool:
         (pid,) = pool.pids
         os.kill(pid, signal.SIGKILL)
@@ -177,7 +177,7 @@ async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch):
         assert await scored(pool, ["a"], "a", "main") == {"exact": [1.0]}
 
 
-async def test_a_verifier_that_raises_is_a_failure_and_the_worker_stays():
+async def test_a_verifier_that_raises_keeps_its_worker():
     async with running(verifier("math")) as pool:
         pids = pool.pids
         with pytest.raises(VerifierFailure, match="verifier 'math' failed: ValueError: gold answer ''"):
@@ -196,7 +196,7 @@ async def test_a_cancelled_group_leaves_no_answer_behind():
         assert await scored(pool, ["aa"], "", "main") == {"regex": [1.0]}
 
 
-async def test_settings_that_cannot_work_are_told_at_start():
+async def test_invalid_settings_are_reported_at_start():
     pool = VerifierPool(named([verifier("reasoning_gym")]), 2, [SOURCE])
     with pytest.raises(VerifierFailure, match=r'needs a source of kind "reasoning_gym", but "main" is "jsonl"'):
         await pool.start()
@@ -240,9 +240,7 @@ asyncio.run(main())
 """
 
 
-async def test_workers_end_when_their_parent_is_killed_and_what_they_leave_is_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_workers_exit_when_their_parent_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     command = (sys.executable, "-c", PARENT)
@@ -257,10 +255,10 @@ async def test_workers_end_when_their_parent_is_killed_and_what_they_leave_is_sw
     for folder in left:
         (folder / "note").write_text("mine")
         os.utime(folder, (old, old))
-    assert scratch.sweep() == 0, "their owner lives"
+    assert scratch.sweep() == 0, "their owner is alive"
     parent.kill()
     await parent.wait()
-    await until(lambda: not any(lives(pid) for pid in pids))  # the busy one, too, when its time is up
+    await until(lambda: not any(lives(pid) for pid in pids))  # including the busy one, after its time limit
     own = scratch.Scratch()
     os.utime(own.path, (old, old))
     young = tmp_path / f"{scratch.PREFIX}young"

@@ -1,4 +1,4 @@
-"""What a pool makes of the frames that a verifier worker sends."""
+"""How a pool handles malformed frames of a verifier worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.verifiers.sandbox.frames import LENGTH, BadFrame, Hello, read_fram
     "body", [b"\x92\xa0" + b"\x91" * 20_000 + b"\xc0", b"\x93\xa0\x80" + b"\x91" * 20_000 + b"\xc0", b"\x92\xa0", b"\xc1"],
     ids=["deep", "deep and surplus", "cut", "no value"],
 )  # fmt: skip
-async def test_frames_that_cannot_be_read_are_bad_frames(body: bytes) -> None:
+async def test_malformed_frames_are_rejected(body: bytes) -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(LENGTH.pack(len(body)) + body)
     async with asyncio.timeout(10):

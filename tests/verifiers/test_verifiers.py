@@ -72,7 +72,7 @@ def math() -> Any:
         ("72", "#### Step 1\nThere are 48.\n#### Step 2\nTogether 72"),
     ],
 )
-def test_math_right(math: Any, gold: str, completion: str):
+def test_math_accepts_equivalent_answers(math: Any, gold: str, completion: str):
     assert math.score(completion, gold) == 1.0
 
 
@@ -108,11 +108,11 @@ def test_math_right(math: Any, gold: str, completion: str):
         (r"\text{blue}", r"\boxed{red}"),
     ],
 )
-def test_math_wrong(math: Any, gold: str, completion: str):
+def test_math_rejects_wrong_answers(math: Any, gold: str, completion: str):
     assert math.score(completion, gold) == 0.0
 
 
-def test_math_refuses_a_gold_answer_it_cannot_read(math: Any):
+def test_math_rejects_an_unreadable_gold_answer(math: Any):
     with pytest.raises(ValueError, match="use the verifier `exact`"):
         math.score("72", "")
 
@@ -144,14 +144,14 @@ def test_quantity_reads_every_fraction(value: Fraction):
 
 
 @given(st.text(max_size=300))
-def test_quantity_reads_or_refuses_any_text(text: str):
+def test_quantity_reads_or_rejects_any_text(text: str):
     found = [quantity.read(text), quantity.last_in(text), quantity.first_in(text)]
     assert all(one is None or isinstance(one.value, Fraction) for one in found)
     marked = marked_answer(text)
     assert marked is None or marked in text
 
 
-def test_exact():
+def test_exact_compares_stripped_text():
     whole = _verifier("exact")
     assert [whole.score(text, "blue") for text in (" blue\n", "Blue", "light blue", "")] == [1.0, 0.0, 0.0, 0.0]
     tagged = _verifier("exact", extract=r"<answer>(.*?)</answer>")
@@ -165,12 +165,12 @@ def test_regex_escapes_the_answer():
     assert verifier.score("<think>1+1</think> 2x5", "2.5") == 0.0
 
 
-def test_a_task_s_scorer_needs_prompts_of_a_task():
+def test_a_tasks_scorer_needs_prompts_of_a_task():
     with pytest.raises(ValueError, match=r"needs a source of kind \"reasoning_gym\", but \"main\" is \"jsonl\""):
         _verifier("reasoning_gym", FILE)
 
 
-def test_reasoning_gym_uses_the_task_s_own_scorer():
+def test_reasoning_gym_uses_the_tasks_own_scorer():
     from reasoning_gym.factory import create_dataset
 
     source = ReasoningGymSource(kind="reasoning_gym", task="basic_arithmetic", size=4, seed=7)
@@ -185,7 +185,7 @@ def test_reasoning_gym_uses_the_task_s_own_scorer():
 
 
 @pytest.mark.parametrize("task", ["rearc", "countdown", "sudoku", "word_ladder", "knights_knaves", "game_of_life"])
-def test_entries_survive_the_wire(task: str):
+def test_entries_round_trip(task: str):
     from reasoning_gym.factory import create_dataset
 
     tasks = create_dataset(task, size=1, seed=3)
@@ -207,18 +207,18 @@ _values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), _values))
-def test_any_entry_survives_the_wire(entry: dict[str, object]):
+def test_any_entry_round_trips(entry: dict[str, object]):
     decoded = decode_entry(encode_entry(entry))
     assert decoded == entry
-    assert repr(decoded) == repr(entry)  # == takes True for 1
+    assert repr(decoded) == repr(entry)  # == considers True equal to 1
 
 
-def test_an_entry_is_an_object():
+def test_an_entry_must_be_an_object():
     with pytest.raises(ValueError, match="not a reasoning-gym entry"):
         decode_entry(json.dumps([1]))
 
 
-def test_names_and_weights():
+def test_names_are_unique_and_weights_combine_scores():
     verifiers = [
         verifier("math", weight=1.0),
         verifier("regex", pattern="a", weight=0.25),

@@ -1,4 +1,4 @@
-"""Pools of services as a configuration names them, and groups to score."""
+"""Pools with a configured service, and groups to score."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A reward service and a judge in a process of its own, which misbehaves as it is told: `python -m … PORT`.
+"""A reward service and judge in a separate process that misbehaves on request: `python -m … PORT`.
 
-It takes one behaviour after the other from a list, and answers as it should when the list is empty.
+It takes its behaviours from a list, one per request, and answers correctly once the list is empty.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def carry_out(behaviour: str, detail: str, path: str, body: Any, request: 
             return Response("", 307, {"Location": detail})
         case "zip":
             return Response(b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
-        case "unless":  # the token is the right one
+        case "unless":  # the token is correct
             return _said(path, "", body) if request.headers["Authorization"] == f"Bearer {detail}" else Response("who?", 401)
         case "hang":
             await asyncio.sleep(LONG_S)
@@ -97,7 +97,7 @@ async def carry_out(behaviour: str, detail: str, path: str, body: Any, request: 
 
 
 def _said(path: str, text: str, body: Any) -> Response:
-    """Score each completion by its length, or at `digits` by whether it has a small digit, or say `text` as a judge."""
+    """Score completions by length, or at `digits` by whether they have a small digit, or reply with `text` as a judge."""
     if "chat" in path:
         return Response(_json({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}))
     if path == "digits":
@@ -106,7 +106,7 @@ def _said(path: str, text: str, body: Any) -> Response:
 
 
 async def _endless() -> AsyncIterator[bytes]:
-    for _ in range(1000):  # uvicorn goes on in silence when its client has left
+    for _ in range(1000):  # uvicorn continues silently after the client has disconnected
         yield b" " * 65536
         await asyncio.sleep(0)
 
@@ -118,7 +118,7 @@ def _json(value: Any) -> bytes:
 
 
 class FlakyServer:
-    """The service's process, as a test sees it. Its port stays the same when it is started again."""
+    """The service's process, controlled by a test. Its port stays the same after a restart."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -127,7 +127,7 @@ class FlakyServer:
         self._http = httpx.Client(base_url=self.url, timeout=60)
 
     def start(self) -> None:
-        """Start it, again if it ran, and wait until it serves."""
+        """Start or restart it, and wait until it serves."""
         self.kill()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.verifiers.remote.flaky_server", str(self.port)], stderr=subprocess.DEVNULL
@@ -138,12 +138,12 @@ class FlakyServer:
                 self._http.get("/seen")
                 return
             except httpx.TransportError:
-                assert self.process.poll() is None, "the server ended"
+                assert self.process.poll() is None, "the server exited"
                 assert time.monotonic() < deadline, "the server does not serve"
                 time.sleep(0.05)
 
     def kill(self) -> None:
-        """Kill it, if it has not died, and reap it."""
+        """Kill it if it is still running, and reap it."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -153,7 +153,7 @@ class FlakyServer:
         return self.process is not None and self.process.poll() is not None
 
     def behave(self, *behaviours: str) -> None:
-        """Set how the next requests are answered, and forget the past."""
+        """Set the responses to the next requests, and reset the records."""
         self._http.post("/behave", json=behaviours).raise_for_status()
 
     @property
@@ -163,7 +163,7 @@ class FlakyServer:
 
     @property
     def most(self) -> int:
-        """Most requests at a time since `behave`."""
+        """Most concurrent requests since `behave`."""
         return self._http.get("/seen").json()["most"]
 
     def __enter__(self) -> Self:

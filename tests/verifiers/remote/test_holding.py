@@ -1,4 +1,4 @@
-"""A generator whose reward service is away: its tickets are held, and nothing is lost, failed or scored with zero."""
+"""A generator whose reward service is down holds its tickets: nothing is lost, failed or scored zero."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS = 6
 
 
 class Held:
-    """A pod that works on tickets, and what is to be seen of it."""
+    """A pod that works on tickets, with views of its state."""
 
     def __init__(self, service: Service, engine: ScriptedEngine, scoring: Scoring) -> None:
         self.service, self.engine, self.scoring = service, engine, scoring
@@ -79,15 +79,13 @@ async def pod(folder: Path, server: RedisServer, rewards: FlakyServer, *override
 
 
 def counted(metrics: GeneratorMetrics) -> dict[str, float]:
-    """What may not happen while tickets are held."""
+    """Counters that must not change while tickets are held."""
     return {reason: counter._value.get() for reason, counter in metrics.failures.items()} | {
         "lost": metrics.lost._value.get(), "given_up": metrics.given_up._value.get(),
     }  # fmt: skip
 
 
-async def test_tickets_are_held_while_the_service_is_away_and_scored_when_it_is_back(
-    tmp_path: Path, server: RedisServer, service: FlakyServer
-) -> None:
+async def test_tickets_are_held_while_the_service_is_down(tmp_path: Path, server: RedisServer, service: FlakyServer) -> None:
     service.kill()
     async with pod(tmp_path, server, service) as held:
         running = asyncio.create_task(held.service.run(held.loop.work))
@@ -96,7 +94,7 @@ async def test_tickets_are_held_while_the_service_is_away_and_scored_when_it_is_
         await wait_until(lambda: _told(held))
         before = await held.audit()
         leases = 2 * held.service.config.generator.lease_s
-        await asyncio.sleep(leases)  # nothing happens, which is the point
+        await asyncio.sleep(leases)  # nothing must happen
         assert await held.audit() == before
         assert before["headers"] == 0
         assert set(counted(held.metrics).values()) == {0.0}
@@ -116,12 +114,12 @@ async def test_tickets_are_held_while_the_service_is_away_and_scored_when_it_is_
 
 
 async def _told(held: Held, start: str = "waiting for verifier") -> bool:
-    """Whether the fleet is told what is waited for."""
+    """Whether the fleet status shows what the pod waits for."""
     (member,) = await held.service.store.fleet.members(60)
     return member.waiting.startswith(start) and bool(member.waiting) == bool(start)
 
 
-async def test_a_drain_hands_back_what_is_held_with_all_its_tokens(
+async def test_a_drain_hands_back_held_tickets_with_their_tokens(
     tmp_path: Path, server: RedisServer, service: FlakyServer
 ) -> None:
     service.kill()
@@ -150,7 +148,7 @@ async def test_a_drain_hands_back_what_is_held_with_all_its_tokens(
 
 
 @pytest.mark.parametrize("mode", ["drain", "abort"])
-async def test_a_pause_holds_while_the_service_is_away(
+async def test_a_pause_works_while_the_service_is_down(
     tmp_path: Path, server: RedisServer, service: FlakyServer, mode: PauseMode
 ) -> None:
     service.kill()
@@ -161,10 +159,10 @@ async def test_a_pause_holds_while_the_service_is_away(
         await wait_until(lambda: held.scoring.waiting)
         await held.service.store.run.pause("generator", "a test", mode)
         await wait_until(lambda: held.service.view.paused)
-        if mode == "abort":  # what is held is handed back at once
+        if mode == "abort":  # held tickets are handed back at once
             await wait_until(lambda: held.service.status.paused == mode)
             assert not held.loop.rollouts
-        else:  # what is held is finished first
+        else:  # held tickets are finished first
             assert held.loop.rollouts
             assert held.service.status.paused == ""
         await asyncio.to_thread(service.start)
@@ -177,7 +175,7 @@ async def test_a_pause_holds_while_the_service_is_away(
         assert set(counted(held.metrics).values()) == {0.0}
 
 
-async def test_a_service_that_stays_away_costs_its_tickets_with_the_reason(
+async def test_a_service_that_stays_down_fails_tickets_with_the_reason(
     tmp_path: Path, server: RedisServer, service: FlakyServer
 ) -> None:
     service.kill()
@@ -196,9 +194,7 @@ async def _buried(held: Held, count: int) -> bool:
     return len(await buried(held.service.store)) == count
 
 
-async def test_an_answer_that_is_no_score_is_tried_again_without_sampling_again(
-    tmp_path: Path, server: RedisServer, service: FlakyServer
-) -> None:
+async def test_an_invalid_score_is_retried_without_resampling(tmp_path: Path, server: RedisServer, service: FlakyServer) -> None:
     service.behave("raw:{}", "status:400")
     async with pod(tmp_path, server, service, "generator.max_attempts=3") as held:
         running = asyncio.create_task(held.service.run(held.loop.work))

@@ -1,4 +1,4 @@
-"""The verifier `http` and a service that misbehaves: each group gets its scores, or a failure with a reason, and never a zero."""
+"""The verifier `http` with a misbehaving service: each group gets scores or a failure with a reason, never a zero."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCORES = [1 / 2, 1 / 4]
 SECRET = "s3cr3t'token"
 
 
-async def test_a_group_is_one_request_with_all_that_is_known_of_its_prompt(service: FlakyServer) -> None:
+async def test_a_group_is_one_request_with_all_fields_of_its_prompt(service: FlakyServer) -> None:
     async with asking("http", f"{service.url}/score", name="mine") as pool:
         verdicts = await pool.score(group(*TEXTS))
     assert verdicts["mine"].scores == SCORES
@@ -40,7 +40,7 @@ async def test_a_group_is_one_request_with_all_that_is_known_of_its_prompt(servi
     }
 
 
-async def test_numbers_beside_the_score_are_parts_and_all_of_it_is_kept(service: FlakyServer) -> None:
+async def test_extra_numbers_are_parts_and_all_fields_are_kept(service: FlakyServer) -> None:
     service.behave('raw:{"scores": [{"score": 2, "format": 1, "why": "short"}, {"score": -1.5, "format": 0}], "seconds": 3}')
     async with asking("http", service.url) as pool:
         verdict = (await pool.score(group(*TEXTS)))["http"]
@@ -52,14 +52,14 @@ async def test_numbers_beside_the_score_are_parts_and_all_of_it_is_kept(service:
 @pytest.mark.parametrize(
     "first", [("status:500:oops",), ("status:503", "status:408"), ("close",), ("hang",), ("retry:x", "retry:0")]
 )
-async def test_a_service_that_fails_is_asked_again(service: FlakyServer, first: tuple[str, ...]) -> None:
+async def test_a_failing_service_is_retried(service: FlakyServer, first: tuple[str, ...]) -> None:
     service.behave(*first)
     async with asking("http", service.url, timeout_s=4.0 if "hang" in first else 20.0) as pool:
         assert (await pool.score(group(*TEXTS)))["http"].scores == SCORES
     assert len(service.requests) == len(first) + 1
 
 
-async def test_a_service_that_is_overloaded_is_left_alone_for_as_long_as_it_asks(service: FlakyServer) -> None:
+async def test_retry_after_is_respected(service: FlakyServer) -> None:
     service.behave("retry:1")
     async with asking("http", service.url) as pool:
         first = asyncio.create_task(pool.score(group(*TEXTS)))
@@ -95,9 +95,7 @@ async def test_a_service_that_is_overloaded_is_left_alone_for_as_long_as_it_asks
         ("zip", r"answered with a compressed body"),
     ],
 )
-async def test_an_answer_that_is_no_scores_fails_the_group_with_its_reason(
-    service: FlakyServer, behaviour: str, reason: str
-) -> None:
+async def test_an_invalid_response_fails_the_group_with_the_reason(service: FlakyServer, behaviour: str, reason: str) -> None:
     service.behave(behaviour)
     async with asking("http", service.url, range=[-10, 10]) as pool:
         with pytest.raises(VerifierFailure, match=f"^verifier 'http'.*{reason}") as caught:
@@ -108,7 +106,7 @@ async def test_an_answer_that_is_no_scores_fails_the_group_with_its_reason(
     assert len(service.requests) == 2
 
 
-async def test_what_is_not_http_is_a_service_that_fails() -> None:
+async def test_a_response_that_is_not_http_is_a_failure() -> None:
     async def garble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"}]}")
         writer.write(b"\x00\xff nonsense\r\n\r\n")
@@ -123,7 +121,7 @@ async def test_what_is_not_http_is_a_service_that_fails() -> None:
         assert caught.value.final
 
 
-async def test_a_group_is_given_up_when_the_service_has_answered_nothing_for_long_enough(service: FlakyServer) -> None:
+async def test_a_group_fails_after_give_up_s_without_an_answer(service: FlakyServer) -> None:
     service.behave(*["status:500:broken"] * 100)
     started = time.monotonic()
     async with asking("http", service.url, give_up_s=1.0) as pool:
@@ -132,10 +130,10 @@ async def test_a_group_is_given_up_when_the_service_has_answered_nothing_for_lon
         assert caught.value.final
         assert 1.0 <= time.monotonic() - started < 10.0
         assert len(service.requests) >= 3
-        assert pool.waiting == "", "nobody asks it"
+        assert pool.waiting == "", "no request is waiting"
 
 
-async def test_a_group_outlasts_a_service_that_dies_and_is_started_again(service: FlakyServer) -> None:
+async def test_a_group_survives_a_restart_of_the_service(service: FlakyServer) -> None:
     service.behave("die")
     async with asking("http", f"{service.url}/score?key={SECRET}") as pool:
         scoring = asyncio.create_task(pool.score(group(*TEXTS)))
@@ -147,7 +145,7 @@ async def test_a_group_outlasts_a_service_that_dies_and_is_started_again(service
         assert pool.waiting == ""
 
 
-async def test_requests_under_way_are_limited(service: FlakyServer) -> None:
+async def test_concurrent_requests_are_limited(service: FlakyServer) -> None:
     service.behave(*["slow:0.1"] * 8)
     async with asking("http", service.url, max_requests=2) as pool:
         await asyncio.gather(*(pool.score(group(*TEXTS)) for _ in range(8)))
@@ -155,7 +153,7 @@ async def test_requests_under_way_are_limited(service: FlakyServer) -> None:
     assert service.most == 2
 
 
-async def test_a_cancelled_group_asks_no_more(service: FlakyServer) -> None:
+async def test_a_cancelled_group_sends_no_more_requests(service: FlakyServer) -> None:
     service.behave(*["status:500"] * 1000)
     async with asking("http", service.url) as pool:
         scoring = asyncio.create_task(pool.score(group(*TEXTS)))
@@ -169,7 +167,7 @@ async def test_a_cancelled_group_asks_no_more(service: FlakyServer) -> None:
     assert len(service.requests) == 1
 
 
-async def test_the_token_is_read_again_when_it_is_refused(service: FlakyServer, tmp_path: Path) -> None:
+async def test_a_rejected_token_is_reloaded(service: FlakyServer, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{SECRET}\n")
     service.behave(f"unless:{SECRET}", "unless:new", "unless:new", "unless:other")
@@ -182,7 +180,7 @@ async def test_the_token_is_read_again_when_it_is_refused(service: FlakyServer, 
     assert [request["authorization"] for request in service.requests] == [f"Bearer {SECRET}"] * 2 + ["Bearer new"] * 2
 
 
-async def test_no_text_repeats_the_token(service: FlakyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_token_is_redacted_everywhere(service: FlakyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", SECRET)
     service.behave("echo:400", *["echo:500"] * 4)
     async with asking("http", service.url, token_env="REWARD_TOKEN") as pool:
@@ -203,30 +201,30 @@ async def test_no_text_repeats_the_token(service: FlakyServer, monkeypatch: pyte
         ({"token_file": "/proc/self/cmdline"}, "token_file = .*characters that a header cannot contain"),
     ],
 )
-async def test_a_token_that_is_missing_is_found_at_start(settings: dict[str, str], reason: str) -> None:
+async def test_a_missing_token_is_detected_at_start(settings: dict[str, str], reason: str) -> None:
     with pytest.raises(VerifierFailure, match=f"^verifier 'http': {reason}"):
         async with asking("http", "http://127.0.0.1:1", **settings):
             pass
 
 
-async def test_an_address_that_cannot_be_used_is_found_at_start() -> None:
+async def test_an_unusable_url_is_detected_at_start() -> None:
     with pytest.raises(VerifierFailure, match=r"^verifier 'http': url is not valid"):
         async with asking("http", "http://host:port/"):
             pass
 
 
-def test_addresses_may_not_contain_passwords(tmp_path: Path) -> None:
+def test_urls_must_not_contain_passwords(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"verifiers\.0\.url contains a user name or password: remove them") as caught:
         small_config(tmp_path, None, f'verifiers=[{{kind="http", url="http://user:{SECRET}@host/score"}}]')
     assert SECRET not in str(caught.value)
 
 
-def test_only_one_place_of_the_token_is_named(tmp_path: Path) -> None:
+def test_only_one_location_of_the_token_may_be_set(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="token_env is also set"):
         small_config(tmp_path, None, 'verifiers=[{kind="http", url="http://host", token_env="A", token_file="b"}]')
 
 
-async def test_texts_that_are_not_unicode_are_sent(service: FlakyServer) -> None:
+async def test_texts_with_surrogates_are_sent(service: FlakyServer) -> None:
     async with asking("http", service.url) as pool:
         assert (await pool.score(group("\ud800", "né")))["http"].scores == [1 / 2, 1 / 3]
 
@@ -240,13 +238,13 @@ async def test_a_damaged_row_fails_the_group(service: FlakyServer) -> None:
     assert service.requests == []
 
 
-async def test_sources_of_others_are_left_out(service: FlakyServer) -> None:
+async def test_other_sources_are_not_scored(service: FlakyServer) -> None:
     async with asking("http", service.url, sources=["other"]) as pool:
         assert await pool.score(group(*TEXTS)) == {}
     assert service.requests == []
 
 
-def test_what_a_request_waited_before_the_last_answer_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_before_the_last_answer_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("services.verifiers.remote.connection.time.monotonic", lambda: now[0])
     silence = Silence()
@@ -262,7 +260,7 @@ def test_what_a_request_waited_before_the_last_answer_is_no_silence(monkeypatch:
     assert (silence.length_s, silence.failures) == (0.0, 0)
 
 
-def test_the_documentation_has_the_interface() -> None:
+def test_the_interface_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     blocks = [part.partition("```")[0] for part in page.partition("## A service")[2].partition("\n## ")[0].split("```json\n")[1:]]
     assert interface() in [msgspec.json.decode(block) for block in blocks]

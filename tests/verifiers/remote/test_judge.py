@@ -1,4 +1,4 @@
-"""The verifier `judge`: what a model is asked, how its verdicts are read, and what counts when it says something else."""
+"""The verifier `judge`: its requests, how verdicts are parsed, and how unparsable replies are handled."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SCHEMA = {"type": "object", "properties": {"score": {"type": "number"}}, "requir
 
 
 async def judged(service: FlakyServer, job: Job, *says: str, **settings: Any) -> Verdict:
-    """Return the verdict on a group by a model that says `says`."""
+    """Return the verdict on a group by a model with the replies `says`."""
     service.behave(*(say if say.startswith(("cut:", "raw:")) else f"say:{say}" for say in says))
     given = {"model": "tiny", "prompt": PROMPT, "max_requests": 1, **settings}  # one by one, in order
     async with asking("judge", f"{service.url}/v1", **given) as pool:
         return (await pool.score(job))["judge"]
 
 
-async def test_each_completion_is_put_to_the_model(service: FlakyServer) -> None:
+async def test_each_completion_is_sent_to_the_model(service: FlakyServer) -> None:
     told = {"system": "Judge.", "request": {"temperature": 0, "max_tokens": 9}}
     verdict = await judged(service, group("four", "five"), "Score: 1", "I think... **Score:** -0.25 of 1", **told)
     assert verdict.scores == [1.0, -0.25]
@@ -51,7 +51,7 @@ async def test_the_last_match_counts(service: FlakyServer) -> None:
     assert verdict.scores == [0.5]
 
 
-async def test_votes_have_seeds_of_their_own_and_their_mean_is_the_score(service: FlakyServer) -> None:
+async def test_votes_have_separate_seeds_and_are_averaged(service: FlakyServer) -> None:
     says = ("score 1", "score 0", "I cannot tell", "score 2")
     verdict = await judged(service, group("four"), *says, votes=4, request={"seed": 7})
     assert verdict.scores == [1.0]
@@ -86,7 +86,7 @@ async def test_a_vote_outside_the_range_does_not_count(service: FlakyServer) -> 
         (["x"], {"prompt": "{{ ''.__class__.__mro__ }}"}, r"prompt cannot be rendered: SecurityError"),
     ],
 )
-async def test_a_verdict_that_cannot_be_read_is_a_failure(
+async def test_an_unparsable_verdict_is_a_failure(
     service: FlakyServer, says: list[str], settings: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(VerifierFailure, match=f"^verifier 'judge' failed: .*{reason}") as caught:
@@ -105,7 +105,7 @@ async def test_a_whole_group_is_judged_at_once(service: FlakyServer) -> None:
     assert verdict.notes[1] == ""
 
 
-async def test_a_schema_confines_the_reply(service: FlakyServer) -> None:
+async def test_a_schema_constrains_the_reply(service: FlakyServer) -> None:
     assert (await judged(service, group("four"), '{"score": 1, "why": "yes"}', json_schema=SCHEMA)).scores == [1.0]
     (request,) = service.requests
     assert request["body"]["response_format"] == {
@@ -136,7 +136,7 @@ async def test_notes_are_bounded(service: FlakyServer) -> None:
         ),
     ],
 )
-async def test_a_template_that_cannot_work_is_found_at_start(settings: dict[str, str], reason: str) -> None:
+async def test_an_invalid_template_is_detected_at_start(settings: dict[str, str], reason: str) -> None:
     with pytest.raises(VerifierFailure, match=f"^verifier 'judge': .*{reason}"):
         async with asking("judge", "http://127.0.0.1:1/v1", model="tiny", **settings):
             pass
@@ -151,11 +151,11 @@ async def test_a_template_that_cannot_work_is_found_at_start(settings: dict[str,
         ('verdict="score"', "has no group"),
     ],
 )
-def test_settings_that_cannot_work_are_rejected(tmp_path: Path, settings: str, reason: str) -> None:
+def test_invalid_settings_are_rejected(tmp_path: Path, settings: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         small_config(tmp_path, None, f'verifiers=[{{kind="judge", url="http://j/v1", model="m", prompt="p", {settings}}}]')
 
 
-def test_the_address_ends_with_the_path(tmp_path: Path) -> None:
+def test_the_url_must_end_with_the_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has a part after the path: end it with the path, such as …/v1"):
         small_config(tmp_path, None, 'verifiers=[{kind="judge", url="http://j/v1?a=b", model="m", prompt="p"}]')
