@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing  # pyright: ignore[reportMissingImports]
 
-from benchmarks.trl_run import Example, Said, same_rates, teller
+from benchmarks.trl_example import Example, Said, same_rates, teller
 from benchmarks.trl_vllm import engine_arguments
 from services.runtime.process_tools import die_with_parent, free_port
 
