@@ -1,4 +1,4 @@
-"""What a generator spends its time on is a metric, equal to the pod's account."""
+"""The generator's activity metric matches the pod's account."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ async def test_every_second_is_counted_once(
         await pod.engine.close()
 
 
-def test_its_activities_are_those_of_the_account() -> None:
+def test_activities_match_those_of_the_account() -> None:
     assert set(ACTIVITIES) < set(activity.ACTIVITIES)

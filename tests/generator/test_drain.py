@@ -1,4 +1,4 @@
-"""What a generator's pod does before it ends: it drains and waits for the exit, and waits for nothing where there is no work."""
+"""The pre-stop hook of a generator pod drains it and waits for its exit, or returns at once if there is no work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def program(folder: Path, module: str, *words: str) -> tuple[list[str], dict[str
 
 @contextmanager
 def pod(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A pod of the scripted engine, as the chart starts it."""
+    """A pod with the scripted engine, started as by the chart."""
     argv, environ = program(folder, "services.generator", "--stay")
     with subprocess.Popen(argv, env=environ, start_new_session=True) as process:
         try:
@@ -51,7 +51,7 @@ def pod(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def hook(folder: Path) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run the hook to its end; also return how long it took."""
+    """Run the hook to completion; return the result and its duration."""
     argv, environ = program(folder, "services.generator.drain")
     began = time.monotonic()
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=DRAIN_S + BEYOND_S + 30, check=False)
@@ -67,7 +67,7 @@ async def answers(config: RunConfig) -> bool:
     return True
 
 
-async def test_a_pod_that_works_has_exited_when_the_hook_ends(config: RunConfig, store: Store, tmp_path: Path) -> None:
+async def test_a_working_pod_has_exited_when_the_hook_returns(config: RunConfig, store: Store, tmp_path: Path) -> None:
     await store.run.create("config", "data", 4, 8)
     with pod(tmp_path) as process:
 
@@ -77,12 +77,12 @@ async def test_a_pod_that_works_has_exited_when_the_hook_ends(config: RunConfig,
         await wait_until(works)
         done, took_s = await asyncio.to_thread(hook, tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-        assert took_s < DRAIN_S, "it ended with the pod, not with its time"
+        assert took_s < DRAIN_S, "it ended with the pod, not at its time limit"
         assert await asyncio.to_thread(process.wait, 60) == 0
     assert not await store.fleet.members(60)
 
 
-async def test_a_pod_whose_run_is_over_is_not_waited_for(config: RunConfig, store: Store, tmp_path: Path) -> None:
+async def test_a_pod_of_a_finished_run_is_not_awaited(config: RunConfig, store: Store, tmp_path: Path) -> None:
     await store.run.create("config", "data", 4, 8)
     await store.run.finish("trained 4 of 4 steps")
     with pod(tmp_path) as process:
@@ -95,7 +95,7 @@ async def test_a_pod_whose_run_is_over_is_not_waited_for(config: RunConfig, stor
         assert await asyncio.to_thread(process.wait, 60) in (0, EXIT_UNLOADED)
 
 
-async def test_a_pod_that_loads_is_not_asked_to_drain(config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loading_pod_is_not_asked_to_drain(config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def post(_: httpx.Client, path: str, **__: object) -> httpx.Response:
@@ -114,7 +114,7 @@ async def test_a_pod_that_loads_is_not_asked_to_drain(config: RunConfig, store: 
     assert asked == ["/v1/drain"]
 
 
-async def test_a_pod_that_does_not_answer_is_not_waited_for(config: RunConfig, tmp_path: Path) -> None:
+async def test_an_unresponsive_pod_is_not_awaited(config: RunConfig, tmp_path: Path) -> None:
     done, took_s = await asyncio.to_thread(hook, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert took_s < DRAIN_S

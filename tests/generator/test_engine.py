@@ -1,4 +1,4 @@
-"""`VllmEngine` on a real vLLM: tokens, logprobs, seeds, continuation, interruption, and the end of its processes."""
+"""`VllmEngine` on a real vLLM: tokens, logprobs, seeds, continuation, interruption, and shutdown."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     await engine.close()
     assert time.monotonic() - started < 12
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # others end meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # others may exit meanwhile
             assert child.status() == psutil.STATUS_ZOMBIE or "EngineCore" not in " ".join(child.cmdline())
 
 
 def prompt(number: int, length: int = 12) -> list[int]:
-    """Some prompt, another one for every number."""
+    """A different prompt for every number."""
     return [3 + (number * 31 + i * i) % 900 for i in range(length)]
 
 
 async def until(engine: VllmEngine, request_id: str, tokens: int) -> Generated:
-    """Wait until a running completion has so many tokens."""
+    """Wait until a running completion has `tokens` tokens."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = engine.snapshot([request_id]).get(request_id)
@@ -81,7 +81,7 @@ async def until(engine: VllmEngine, request_id: str, tokens: int) -> Generated:
     raise AssertionError(f"{request_id} did not reach {tokens} tokens")
 
 
-async def test_behaviour_logprobs_are_those_of_the_model_at_the_sampling_temperature(served: Served) -> None:
+async def test_behaviour_logprobs_match_the_model_at_the_temperature(served: Served) -> None:
     for temperature in (1.0, 0.7):
         sampling = SamplingParameters(64, temperature)
         made = await asyncio.gather(*[served.engine.generate(f"t{i}", prompt(i), i, sampling) for i in range(8)])
@@ -93,7 +93,7 @@ async def test_behaviour_logprobs_are_those_of_the_model_at_the_sampling_tempera
             assert completion.spans == [Span(-1, 0, len(completion.tokens))]
 
 
-async def test_vllm_s_own_metrics_are_served_with_the_pod_s_labels(served: Served) -> None:
+async def test_vllms_own_metrics_are_served_with_the_pods_labels(served: Served) -> None:
     registry = CollectorRegistry()
     registry.register(VllmMetrics())
 
@@ -113,13 +113,13 @@ async def test_vllm_s_own_metrics_are_served_with_the_pod_s_labels(served: Serve
     assert charted == documented <= names
 
 
-async def test_logprobs_under_top_k_are_those_of_the_truncated_distribution(served: Served) -> None:
+async def test_top_k_logprobs_are_of_the_truncated_distribution(served: Served) -> None:
     made = await served.engine.generate("k", prompt(1), 1, SamplingParameters(32, top_k=1))
     np.testing.assert_allclose(made.logprobs, 0.0, atol=1e-6)
     assert_greedy(served.model, prompt(1), made.tokens)
 
 
-async def test_completions_of_different_sampling_parameters_run_side_by_side(served: Served) -> None:
+async def test_sampling_parameters_are_per_completion(served: Served) -> None:
     greedy, nucleus, plain = await asyncio.gather(
         served.engine.generate("greedy", prompt(1), 1, SamplingParameters(32, temperature=0.0)),
         served.engine.generate("nucleus", prompt(1), 1, SamplingParameters(24, temperature=0.6, top_p=0.9)),
@@ -132,7 +132,7 @@ async def test_completions_of_different_sampling_parameters_run_side_by_side(ser
     assert (nucleus.logprobs >= reference_logprobs(served.model, prompt(1), nucleus.tokens, 0.6) - 1e-4).all()
 
 
-async def test_the_same_seed_gives_the_same_tokens_in_any_company(served: Served) -> None:
+async def test_the_same_seed_gives_the_same_tokens_in_any_batch(served: Served) -> None:
     alone = await served.engine.generate("alone", prompt(3), 1234, SamplingParameters(48))
     crowd = await asyncio.gather(
         *[
@@ -180,7 +180,7 @@ async def test_a_prefix_of_another_version_keeps_its_span(served: Served) -> Non
     assert whole.logprobs[:3].tolist() == [-1.0, -2.0, -3.0]
 
 
-async def test_a_finished_or_full_prefix_is_returned_as_it_is(served: Served) -> None:
+async def test_a_finished_or_full_prefix_is_returned_unchanged(served: Served) -> None:
     tokens, logprobs, spans = np.array([9, EOS], dtype=np.int32), np.zeros(2, dtype=np.float32), [Span(0, 0, 2)]
     finished = Generated(tokens, logprobs, spans, "stop")
     assert await served.engine.generate("done", prompt(2), 2, SamplingParameters(8), finished) is finished
@@ -190,7 +190,7 @@ async def test_a_finished_or_full_prefix_is_returned_as_it_is(served: Served) ->
     assert full == Generated(tokens, logprobs, spans, "length")
 
 
-async def test_a_snapshot_is_the_beginning_of_the_result(served: Served) -> None:
+async def test_a_snapshot_is_a_prefix_of_the_result(served: Served) -> None:
     running = asyncio.create_task(served.engine.generate("s", prompt(4), 4, SamplingParameters(150)))
     partial = await until(served.engine, "s", 20)
     gauges = served.engine.gauges()
@@ -231,12 +231,12 @@ async def test_a_cancelled_completion_is_dropped(served: Served) -> None:
     assert (await served.engine.generate("x", prompt(4), 4, SamplingParameters(4))).finish == "length"
 
 
-async def test_nothing_is_sampled_while_paused_and_the_tokens_stay_the_same(served: Served) -> None:
+async def test_a_pause_stops_sampling_and_does_not_change_tokens(served: Served) -> None:
     expected = await served.engine.generate("p", prompt(6), 6, SamplingParameters(120))
     running = asyncio.create_task(served.engine.generate("p", prompt(6), 6, SamplingParameters(120)))
     await until(served.engine, "p", 10)
     await served.engine.pause()
-    await asyncio.sleep(0.3)  # tokens sampled before the pause may still be on their way from the engine core
+    await asyncio.sleep(0.3)  # tokens sampled before the pause may still arrive from the engine core
     before = served.engine.snapshot()["p"]
     late = asyncio.create_task(served.engine.generate("late", prompt(8), 8, SamplingParameters(4)))
     await asyncio.sleep(0.3)
@@ -320,9 +320,9 @@ async def test_the_engine_ends_when_its_owner_is_killed(served: Served, tmp_path
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     command = [sys.executable, str(script), served.engine._config.model.path, core]
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}  # as `grpo run` sets it
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}  # as set by `grpo run`
     if core == "forked":
-        environ[PLAIN] = "1"  # what the tests fork instead of starting it has other threads
+        environ[PLAIN] = "1"  # a process forked by the tests would have other threads
     owner = await asyncio.create_subprocess_exec(*command, env=environ, stdout=subprocess.PIPE)
     assert owner.stdout is not None
     async with asyncio.timeout(120):
@@ -338,11 +338,11 @@ async def test_the_engine_ends_when_its_owner_is_killed(served: Served, tmp_path
     assert not alive
 
 
-async def test_stop_tokens_are_those_of_tokenizer_and_generation_config(served: Served) -> None:
+async def test_stop_tokens_come_from_tokenizer_and_generation_config(served: Served) -> None:
     assert stop_tokens(served.engine._config.model.path) == [EOS]
 
 
-async def test_wrong_options_are_configuration_errors(tmp_path: Path) -> None:
+async def test_invalid_options_are_configuration_errors(tmp_path: Path) -> None:
     config = make_config(tmp_path, generator={"engine_options": {"max_num_seq": 3}})
     with pytest.raises(ConfigError, match=r"engine_options\.max_num_seq .* did you mean 'max_num_seqs'"):
         engine_arguments(config, gpu=False)
@@ -355,7 +355,7 @@ async def test_wrong_options_are_configuration_errors(tmp_path: Path) -> None:
         make_engine(make_config(tmp_path, generator={"engine": "nowhere:Engine"}))
 
 
-async def test_a_float32_head_is_vllms_too(tmp_path: Path) -> None:
+async def test_a_float32_head_is_passed_to_vllm(tmp_path: Path) -> None:
     from vllm import AsyncEngineArgs
 
     make_model(tmp_path, tied=False)
@@ -373,7 +373,7 @@ async def test_a_float32_head_is_vllms_too(tmp_path: Path) -> None:
         engine_arguments(other, gpu=False)
 
 
-async def test_engine_options_win(tmp_path: Path) -> None:
+async def test_engine_options_take_precedence(tmp_path: Path) -> None:
     config = make_config(tmp_path, generator={"engine_options": {"max_num_seqs": 7, "enforce_eager": False}})
     arguments = engine_arguments(config, gpu=False)
     assert (arguments["max_num_seqs"], arguments["enforce_eager"]) == (7, False)

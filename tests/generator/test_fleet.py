@@ -1,4 +1,4 @@
-"""Generators beside each other: who gets the tickets, and what a pod that goes leaves behind. Real Redis, scripted engines."""
+"""Several generators: how tickets are shared, and what a leaving pod hands over. Real Redis, scripted engines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Pod:
     engine: ScriptedEngine
 
     def begun(self) -> int:
-        """Tickets of which a token was made."""
+        """Tickets with at least one sampled token."""
         running = self.engine.snapshot()
         return sum(
             any(
@@ -52,7 +52,7 @@ class Pod:
 
 @asynccontextmanager
 async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[list[Pod]]:
-    """Pods with published weights, and `tickets` to be had."""
+    """Pods with published weights, and `tickets` to claim."""
     async with AsyncExitStack() as stack:
         services = [
             await stack.enter_async_context(open_service("generator", config, f"generator-{i}"))
@@ -74,7 +74,7 @@ async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[
             loop = RolloutLoop(service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
             add_routes(service, loop)
             service.say(phase="ready", version=0, world=1, trainer_fence=sender)
-            await store.fleet.beat(service.status, 60.0)  # each hears of all with its first heartbeat
+            await store.fleet.beat(service.status, 60.0)  # each learns of all with its first heartbeat
             await service.view.refresh()
             for name, body in (("leases", loop.renew), ("partials", loop.save_partials), ("concurrency", loop.adapt)):
                 service.add_loop(name, body)
@@ -93,15 +93,15 @@ async def headers(store: Store) -> int:
 
 
 async def by_pod(store: Store) -> Counter[str]:
-    """Groups that each pod submitted."""
+    """Number of groups that each pod submitted."""
     fence = await store.run.lead("test", 60)
     assert fence is not None
     items = await store.replay.read_headers(fence, 1000)
     return Counter(item.header.generator for item in items if item.header is not None)
 
 
-async def test_groups_follow_the_speed_of_pods_and_none_lies_idle_in_the_slow_one(tmp_path: Path, server: RedisServer) -> None:
-    """Both could claim all there is; each engine runs two groups at a time, one eight times as fast as the other."""
+async def test_groups_are_shared_by_the_speed_of_pods(tmp_path: Path, server: RedisServer) -> None:
+    """Both could claim everything; each engine runs two groups at a time, one eight times as fast as the other."""
     common = ("generator.max_num_seqs=64", "generator.max_concurrent_groups=0", "generator.engine_options.max_running=8")
     fast = small_config(tmp_path, server, *common, "generator.engine_options.token_s=0.01", "generator.drain_s=0")
     slow = small_config(tmp_path, server, *common, "generator.engine_options.token_s=0.08", "generator.drain_s=0")
@@ -120,7 +120,7 @@ async def test_groups_follow_the_speed_of_pods_and_none_lies_idle_in_the_slow_on
         await wait_until(done, 60)
         groups = await by_pod(store)
         assert groups["generator-0"] > groups["generator-1"] > 0
-        assert unfair < looks / 10, "tickets lay idle in the slow pod while the fast one had none"
+        assert unfair < looks / 10, "tickets were idle in the slow pod while the fast one had none"
         assert (await store.run.audit())["tickets"] == 0
         value = lame.service.registry.get_sample_value
         assert value("grpo_generator_rollouts_limit") == lame.loop.limit.groups
@@ -128,22 +128,22 @@ async def test_groups_follow_the_speed_of_pods_and_none_lies_idle_in_the_slow_on
         assert reasons == {reason: float(reason == lame.loop.limit.reason) for reason in REASONS}
 
 
-async def test_pods_share_the_slots_and_take_what_the_others_leave(tmp_path: Path, server: RedisServer) -> None:
+async def test_pods_share_the_slots_and_take_over_freed_ones(tmp_path: Path, server: RedisServer) -> None:
     options = ("generator.max_concurrent_groups=16", "generator.engine_options.token_s=1.0", "generator.drain_s=0")
     config = small_config(tmp_path, server, *options)
     async with fleet(config, config, tickets=12, slots=12) as (one, other):
         await wait_until(lambda: len(one.loop.rollouts) + len(other.loop.rollouts) == 12)
         assert (len(one.loop.rollouts), len(other.loop.rollouts)) == (6, 6)
-        await one.engine.pause()  # it ends none meanwhile
+        await one.engine.pause()  # so that it finishes none meanwhile
         other.loop.draining.set()
         other.service.notifications.notify("room")
-        await wait_until(lambda: len(one.loop.rollouts) == 12)  # handed back, and beyond its share until that has grown
+        await wait_until(lambda: len(one.loop.rollouts) == 12)  # handed back, and above its share until the share has grown
         assert not other.loop.rollouts
         await one.engine.resume()
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "POST /v1/drain"])
-async def test_a_pod_that_goes_claims_no_more_and_hands_back_what_it_began(tmp_path: Path, server: RedisServer, how: str) -> None:
+async def test_a_leaving_pod_claims_no_more_and_hands_back_its_tickets(tmp_path: Path, server: RedisServer, how: str) -> None:
     options = ("generator.max_concurrent_groups=2", "generator.engine_options.token_s=0.3", "generator.drain_s=0.3")
     config = small_config(tmp_path, server, *options)
     async with fleet(config, tickets=4, slots=4) as (pod,):
@@ -156,7 +156,7 @@ async def test_a_pod_that_goes_claims_no_more_and_hands_back_what_it_began(tmp_p
                 assert (await http.post("/v1/drain")).json() == {"draining": True, "rollouts": 2}
             await wait_until(lambda: pod.service.status.phase == "draining")
             pod.service.say(phase="ready")
-            assert pod.service.status.phase == "draining", "a round that ends meanwhile makes it no member again"
+            assert pod.service.status.phase == "draining", "a round that ends meanwhile must not make it a member again"
             await wait_until(lambda: not pod.loop.rollouts)
 
         async def gone() -> bool:
@@ -172,7 +172,7 @@ async def test_a_pod_that_goes_claims_no_more_and_hands_back_what_it_began(tmp_p
         assert value("grpo_generator_handed_back_total", {"reason": "drain"}) == 2 - audit["headers"]
 
 
-async def test_a_pod_that_goes_sees_the_round_through_that_counts_on_it(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_leaving_pod_finishes_the_round_that_includes_it(tmp_path: Path, server: RedisServer) -> None:
     async with fleet(small_config(tmp_path, server), tickets=1, slots=1) as (pod,):
         store, me = pod.service.store, pod.service.status.member
         trainer = await store.run.attach_trainer()
@@ -190,4 +190,4 @@ async def test_a_pod_that_goes_sees_the_round_through_that_counts_on_it(tmp_path
         await store.fleet.set_round(trainer, current(2, "transfer", "another:boot"))
         await asyncio.wait_for(follower.released(30.0), 20.0)
         await store.fleet.set_round(trainer, current(3, "transfer"))
-        await asyncio.wait_for(follower.released(0.1), 20.0)  # whoever leads the round may be gone
+        await asyncio.wait_for(follower.released(0.1), 20.0)  # the leader of the round may be gone

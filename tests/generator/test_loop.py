@@ -1,4 +1,4 @@
-"""The generator's loop on a real Redis, with the scripted engine: every claimed ticket ends in exactly one place."""
+"""The generator's loop on a real Redis with the scripted engine: every claimed ticket ends in exactly one place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS, SLOTS = 4, 16
 
 
 class CountingVerifier:
-    """Scores by the answer: `break` fails, anything else gives 1 to the first completion."""
+    """Scores by the answer: `break` fails, anything else gives the first completion 1."""
 
     waiting = ""
 
@@ -43,7 +43,7 @@ class CountingVerifier:
 async def generator(
     folder: Path, server: RedisServer, *overrides: str
 ) -> AsyncIterator[tuple[Service, RolloutLoop, ScriptedEngine]]:
-    """A pod whose engine holds version 0 of a run that has published it."""
+    """A pod whose engine holds version 0, which the run has published."""
     config = small_config(folder, server, *overrides)
     async with open_service("generator", config, "generator-0") as service:
         await service.store.run.create("config", "data", STEPS, SLOTS)
@@ -99,7 +99,7 @@ async def test_tickets_become_headers_with_their_payload(tmp_path: Path, server:
         assert (await service.store.run.audit())["tickets"] == 0
 
 
-async def test_nothing_is_claimed_while_paused_or_behind(tmp_path: Path, server: RedisServer) -> None:
+async def test_nothing_is_claimed_while_paused_or_outdated(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server) as (service, loop, engine):
         await service.store.run.pause("generator", "a test")
         await issue(service.store, ticket(0))
@@ -127,7 +127,7 @@ async def _headers(store: Store, count: int) -> bool:
     return (await store.run.audit())["headers"] == count
 
 
-async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path: Path, server: RedisServer) -> None:
+async def test_the_next_pod_continues_what_a_drain_cannot_finish(tmp_path: Path, server: RedisServer) -> None:
     slow = ("generator.engine_options.token_s=0.3", "generator.drain_s=0.1")
     async with generator(tmp_path, server, *slow) as (service, loop, engine):
         fence = await issue(service.store, *(ticket(i) for i in range(4)))
@@ -160,11 +160,11 @@ async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path:
             whole = np.concatenate([scripted_tokens(one.prompt, one.seed + i, 16, 4, 100) for i in range(4)])
             assert payload.tokens.tolist() == whole.tolist()
             total += len(whole)
-        assert engine.gauges().tokens == total, "tokens were made twice"
+        assert engine.gauges().tokens == total, "tokens were sampled twice"
         assert made > 20
 
 
-async def test_a_broken_verifier_is_retried_then_buried_with_its_reason(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_broken_verifier_is_retried_and_then_dead_lettered(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "generator.max_attempts=3") as (service, loop, _):
         await issue(service.store, ticket(0, answer="break"), ticket(1))
         running = asyncio.create_task(service.run(loop.work))
@@ -188,7 +188,9 @@ async def test_a_broken_verifier_is_retried_then_buried_with_its_reason(tmp_path
         (ticket(0, prompt=[]), "empty"),
     ],
 )
-async def test_an_impossible_ticket_is_buried_at_once(tmp_path: Path, server: RedisServer, broken: object, reason: str) -> None:
+async def test_an_impossible_ticket_is_dead_lettered_at_once(
+    tmp_path: Path, server: RedisServer, broken: object, reason: str
+) -> None:
     async with generator(tmp_path, server) as (service, loop, _):
         fence = await issue(service.store, ticket(0) if broken is None else broken, ticket(1))
         running = asyncio.create_task(service.run(loop.work))
@@ -202,10 +204,10 @@ async def test_an_impossible_ticket_is_buried_at_once(tmp_path: Path, server: Re
         assert codec.encode(item.header) == item.body
 
 
-async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_zombie_cannot_submit_a_ticket_taken_over(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "generator.lease_s=60") as (service, loop, engine):
         await issue(service.store, ticket(0))
-        await engine.pause()  # its group is still under way when the other pod takes the ticket over
+        await engine.pause()  # its group is still running when the other pod takes over the ticket
         loop.renew = _never  # type: ignore[method-assign]
         service.loops.clear()
         running = asyncio.create_task(service.run(loop.work))

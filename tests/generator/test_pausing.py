@@ -1,4 +1,4 @@
-"""Pauses of generators: each mode does to requests what it says, nothing is lost, and the pod says when it holds."""
+"""Pauses of generators: each mode handles requests as documented, nothing is lost, and the pod reports when it is paused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW = ("generator.engine_options.token_s=0.15", "sampling.max_tokens=24", "gene
 
 @dataclass
 class Pod:
-    """A whole generator, but for its weight rounds."""
+    """A whole generator, except for its sync rounds."""
 
     service: Service
     loop: RolloutLoop
@@ -40,13 +40,13 @@ class Pod:
 
     @property
     def tokens(self) -> int:
-        """Made so far by what runs."""
+        """Tokens sampled so far by running completions."""
         return sum(len(done.tokens) for done in self.engine.snapshot().values())
 
 
 @asynccontextmanager
 async def pod(folder: Path, server: RedisServer, name: str = "generator-0") -> AsyncIterator[Pod]:
-    """A generator of a run whose published version it holds."""
+    """A generator that holds the run's published version."""
     config = small_config(folder, server, *SLOW)
     async with open_service("generator", config, name) as service:
         await service.store.run.create("config", "data", 4, 16)
@@ -107,7 +107,7 @@ async def test_keep_freezes_requests_where_they_are(tmp_path: Path, server: Redi
         assert (answer["mode"], answer["why"]) == ("keep", "tester: lunch")
         made, held = one.tokens, set(one.loop.rollouts)
         await asyncio.sleep(0.5)
-        assert (one.tokens, set(one.loop.rollouts)) == (made, held), "tokens were made in a pause"
+        assert (one.tokens, set(one.loop.rollouts)) == (made, held), "tokens were sampled during a pause"
         assert one.loop.why_idle() == "paused: tester: lunch"
         assert (await ask(one, "/v1/resume"))["waiting_for"] == []
         await wait_until(lambda: _all(store, 4), 60)
@@ -122,8 +122,8 @@ async def _all(store: Store, count: int) -> bool:
     return await headers(store) == count
 
 
-async def test_a_pod_that_receives_weights_freezes_all_the_same(tmp_path: Path, server: RedisServer) -> None:
-    """A transfer may take minutes; the pod applies what it holds in the pause, and stays frozen under the new weights."""
+async def test_a_pod_that_receives_weights_can_be_paused(tmp_path: Path, server: RedisServer) -> None:
+    """A transfer may take minutes; the pod applies received weights during the pause, and stays frozen with them."""
     async with pod(tmp_path, server) as one:
         store, arrived = one.service.store, asyncio.Event()
 
@@ -158,7 +158,7 @@ async def test_drain_lets_requests_finish_and_claims_no_more(tmp_path: Path, ser
         answer = await ask(one, "/v1/pause", mode="drain")
         assert answer["waiting_for"] == []
         count = await headers(store)
-        assert begun <= count < 12, "what ran was finished, and nothing more was begun"
+        assert begun <= count < 12, "running requests were finished, and no more were started"
         assert (await store.run.audit())["tickets"] == 12 - count
         assert one.engine._go.is_set()
         await store.run.resume("generator")
@@ -176,13 +176,13 @@ async def test_abort_hands_tickets_back_with_their_tokens(tmp_path: Path, server
         assert not one.engine.snapshot()
         found = await store.run.audit()
         assert found["tickets"] + found["headers"] == 4
-        assert found["ledger:handed_back_tokens"] > 0, "the tokens so far went with them"
+        assert found["ledger:handed_back_tokens"] > 0, "their tokens were handed back, too"
         assert found.get("ledger:failed", 0) == 0
         await store.run.resume("generator")
         await wait_until(lambda: _all(store, 4), 60)
 
 
-async def test_a_pause_that_holds_may_change_its_mode(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_pause_may_change_its_mode(tmp_path: Path, server: RedisServer) -> None:
     async with pod(tmp_path, server) as one:
         store = one.service.store
         await issue(store, 4)
@@ -210,8 +210,8 @@ async def test_a_pod_started_during_a_pause_stays_paused(tmp_path: Path, server:
             await wait_until(lambda: _all(store, 4), 60)
 
 
-async def test_a_wait_ends_with_those_who_have_not_followed(store: Store, server: RedisServer, tmp_path: Path) -> None:
-    """A pod that is stuck is named, and holds nobody up for longer than asked for."""
+async def test_a_timed_out_wait_names_pods_that_did_not_follow(store: Store, server: RedisServer, tmp_path: Path) -> None:
+    """A stuck pod is named, and delays the caller no longer than requested."""
     await flow.start(store)
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     async with open_service("generator", config, "generator-7") as service:

@@ -25,7 +25,7 @@ def asked(request_id: str = "0-1.7.0", max_tokens: int = 40, prefix: bytes = b""
     return codec.encode(GenerationRequest(request_id, prompt, 3, max_tokens, prefix))
 
 
-async def test_a_drain_cuts_a_completion_off_and_another_pod_continues_it(tmp_path: Path, server: RedisServer) -> None:
+async def test_another_pod_continues_a_completion_cut_off_by_a_drain(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         add_routes(service, loop)
         engine._token_s = 0.02
@@ -48,7 +48,7 @@ async def test_a_drain_cuts_a_completion_off_and_another_pod_continues_it(tmp_pa
             assert not loop.busy
 
 
-async def test_a_completion_whose_caller_is_gone_is_dropped(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_completion_whose_caller_left_is_dropped(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         add_routes(service, loop)
         engine._token_s = 5.0
@@ -60,7 +60,7 @@ async def test_a_completion_whose_caller_is_gone_is_dropped(tmp_path: Path, serv
         await wait_until(lambda: not loop.busy and not engine.snapshot())
 
 
-async def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path, server: RedisServer) -> None:
+async def test_invalid_requests_are_rejected_with_the_reason(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server) as (service, loop, engine):
         add_routes(service, loop)
         await service.view.refresh()

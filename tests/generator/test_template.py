@@ -1,4 +1,4 @@
-"""What is forked from the template: it has the environment of who starts it and none of its connections, and ends with it."""
+"""Processes forked from the template have the caller's environment and none of its connections, and end with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 
 def program(tmp_path: Path, end: Path) -> list[str]:
-    """Return a program whose process ends once there is a file `end`."""
+    """Return a program whose process exits once the file `end` exists."""
     (tmp_path / "program.py").write_text(PROGRAM)
     return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "said"), str(end)]
 
@@ -45,13 +45,13 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
 
 
-def test_a_process_has_the_environment_of_its_start_and_no_connection(tmp_path: Path) -> None:
+def test_a_process_has_its_callers_environment_and_no_connection(tmp_path: Path) -> None:
     done = subprocess.run(program(tmp_path, tmp_path), env=environment(), capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "0\n"
     assert (tmp_path / "said").read_text().startswith("set afterwards False ")
 
 
-def test_the_template_ends_with_its_owner(tmp_path: Path) -> None:
+def test_the_template_exits_with_its_owner(tmp_path: Path) -> None:
     end = tmp_path / "end"
     with subprocess.Popen(program(tmp_path, end), env=environment(), stdout=subprocess.DEVNULL) as owner:
         try:

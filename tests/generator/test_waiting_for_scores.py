@@ -1,4 +1,4 @@
-"""Groups that wait for their scores: their seats are free, and their tokens are never sampled twice."""
+"""Groups that wait for scores free their seats, and their tokens are never sampled twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.scripted import scripted_tokens
 
 
 class SlowVerifier:
-    """Scores nothing until it may, and then fails as often as it is told."""
+    """Blocks until allowed to score, then fails a given number of times."""
 
     waiting = ""
 
@@ -42,7 +42,7 @@ def slow(loop: RolloutLoop, failures: int = 0, final: bool = False) -> SlowVerif
 
 
 def length(*indices: int) -> int:
-    """Tokens of all completions of tickets."""
+    """Number of tokens in all completions of tickets."""
     groups = [ticket(i) for i in indices]
     return sum(len(scripted_tokens(one.prompt, one.seed + i, 16, 4, 100)) for one in groups for i in range(4))
 
@@ -51,7 +51,7 @@ async def headers(store: Store) -> int:
     return (await store.run.audit())["headers"]
 
 
-async def test_a_group_leaves_its_seats_to_another_while_it_is_scored(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_group_frees_its_seats_while_it_is_scored(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "generator.max_concurrent_groups=2") as (service, loop, _):
         verifier = slow(loop)
         await issue(service.store, *(ticket(i) for i in range(12)))
@@ -59,8 +59,8 @@ async def test_a_group_leaves_its_seats_to_another_while_it_is_scored(tmp_path: 
         most = service.registry.get_sample_value("grpo_generator_scoring_limit")
         assert most == 8
         await wait_until(lambda: verifier.asked == 8 and loop.generating == 0, 30)
-        await asyncio.sleep(0.7)  # longer than a poll for what others leave
-        assert (verifier.asked, loop.generating) == (8, 0), "no more wait than the bound allows"
+        await asyncio.sleep(0.7)  # longer than the poll for freed tickets
+        assert (verifier.asked, loop.generating) == (8, 0), "at most as many wait as the bound allows"
         assert service.registry.get_sample_value("grpo_generator_scoring") == 8
         assert (await service.store.run.audit())["tickets"] == 12
         verifier.may.set()
@@ -73,7 +73,7 @@ async def test_a_group_leaves_its_seats_to_another_while_it_is_scored(tmp_path: 
         await running
 
 
-async def test_a_service_that_fails_at_some_groups_only_does_not_hold_up_the_others(
+async def test_a_service_failing_for_some_groups_does_not_delay_others(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.generator.loop.PROBE_S", 0.1)
@@ -94,7 +94,7 @@ async def test_a_service_that_fails_at_some_groups_only_does_not_hold_up_the_oth
         await running
 
 
-async def test_a_group_whose_scoring_failed_is_scored_again_with_its_tokens(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_group_whose_scoring_failed_is_rescored(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server) as (service, loop, engine):
         verifier = slow(loop, failures=2)
         verifier.may.set()
@@ -111,7 +111,7 @@ async def test_a_group_whose_scoring_failed_is_scored_again_with_its_tokens(tmp_
         assert engine.gauges().tokens == length(0, 1), "tokens were sampled twice"
 
 
-async def test_a_final_failure_is_a_dead_letter_at_once(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_final_failure_is_dead_lettered_at_once(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server) as (service, loop, _):
         verifier = slow(loop, failures=1, final=True)
         verifier.may.set()
@@ -128,7 +128,7 @@ async def test_a_final_failure_is_a_dead_letter_at_once(tmp_path: Path, server: 
         assert verifier.asked == 1
 
 
-async def test_a_drain_hands_over_finished_groups_with_all_their_tokens(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_drain_hands_over_finished_groups_with_their_tokens(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "generator.drain_s=0.1") as (service, loop, engine):
         verifier = slow(loop)
         await issue(service.store, ticket(0), ticket(1))

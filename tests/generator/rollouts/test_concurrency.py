@@ -1,4 +1,4 @@
-"""How many tickets a pod holds: bounds for any history, and what comes of it on an engine with so much room."""
+"""How many tickets a pod holds: bounds for any history, and the effect on engines of any capacity."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BOUNDS = Bounds(128, 256, GROUP)
 LOOKS = st.lists(
     st.tuples(
         st.integers(0, 300), st.integers(0, 300), st.integers(0, 300), st.floats(0, 1), st.integers(0, 40), st.booleans()
-    ),  # running, on their way, queued, KV usage, held, whether tokens were made
+    ),  # running, coming, queued, KV usage, held, whether tokens were generated
     max_size=200,
 )  # fmt: skip
 
 
 @given(LOOKS, st.integers(1, 64), st.integers(1, 512), st.integers(1, 16), st.integers(1, 64))
-def test_the_limit_stays_in_its_bounds_and_moves_for_a_reason(
+def test_the_limit_stays_in_bounds_and_moves_only_for_a_reason(
     looks: list[tuple[int, int, int, float, int, bool]], most: int, seats: int, group_size: int, start: int
 ) -> None:
     limit, tokens, bounds = Limit(min(start, most)), 0, Bounds(most, seats, group_size)
@@ -35,11 +35,11 @@ def test_the_limit_stays_in_its_bounds_and_moves_for_a_reason(
         assert 1 <= limit.groups <= most
         queue = queued > max(running // SLACK_SHARE, group_size - 1)
         if not made:
-            assert limit == before, "an engine that made nothing tells nothing"
+            assert limit == before, "an idle engine gives no information"
         if limit.groups > before.groups:
             assert not queue
             assert usage < KV_FULL
-            assert held >= before.groups, "there was room already"
+            assert held >= before.groups, "the limit was not reached"
             assert limit.groups - before.groups <= max(1, before.groups // 4)
             assert running + queued + coming < seats * (1 + 1 / SLACK_SHARE) + group_size
         if limit.groups < before.groups:
@@ -49,14 +49,14 @@ def test_the_limit_stays_in_its_bounds_and_moves_for_a_reason(
 
 @dataclass
 class Simulated:
-    """An engine that runs `capacity` completions at a time, in order of arrival, each for a number of looks."""
+    """An engine that runs `capacity` completions at a time, in order of arrival, each for a number of polls."""
 
     capacity: int
     seed: int
     length: tuple[int, int]
     clock: int = 0
-    queue: list[tuple[int, int, int]] = field(default_factory=list)  # group, looks it takes, look at which it came
-    running: list[tuple[int, int]] = field(default_factory=list)  # group, looks left
+    queue: list[tuple[int, int, int]] = field(default_factory=list)  # group, duration in polls, poll of arrival
+    running: list[tuple[int, int]] = field(default_factory=list)  # group, polls left
     tokens: int = 0
     next: int = 0  # group
     busy: list[int] = field(default_factory=list)
@@ -82,15 +82,15 @@ class Simulated:
         self.running = [(group, left - 1) for group, left in self.running if left > 1]
         begun = {group for group, _ in self.running}
         for group in sorted({group for group, *_ in self.queue} - begun, reverse=True)[: max(0, self.held - limit.groups)]:
-            self.queue = [waiting for waiting in self.queue if waiting[0] != group]  # as the loop hands back what lies idle
+            self.queue = [waiting for waiting in self.queue if waiting[0] != group]  # as the loop hands idle tickets back
         return limit
 
 
 @pytest.mark.parametrize("capacity", [4, 8, 12, 32, 128, 256])
 @pytest.mark.parametrize("start", [1, 64])
 @pytest.mark.parametrize("length", [(5, 5), (10, 80), (100, 400)])
-def test_an_engine_is_kept_full_and_hardly_a_ticket_waits_in_it(capacity: int, start: int, length: tuple[int, int]) -> None:
-    """Its bounds let it claim far more than it can run; what it can run it has to find out."""
+def test_an_engine_is_kept_full_with_few_waiting_tickets(capacity: int, start: int, length: tuple[int, int]) -> None:
+    """Its bounds allow far more claims than it can run; the limit must find its capacity."""
     engine, limit, idle = Simulated(capacity, 7, length), Limit(start), []
     for _ in range(2000):
         limit = engine.step(limit)
@@ -98,15 +98,15 @@ def test_an_engine_is_kept_full_and_hardly_a_ticket_waits_in_it(capacity: int, s
     late = slice(500, None)
     busy = sum(engine.busy[late]) / len(engine.busy[late]) / capacity
     waiting = sum(idle[late]) / len(idle[late])
-    assert busy > 0.98, "the engine ran short of work"
-    assert waiting <= GROUP + 1.2 * capacity / SLACK_SHARE, "tickets lay idle in it"
+    assert busy > 0.98, "the engine ran out of work"
+    assert waiting <= GROUP + 1.2 * capacity / SLACK_SHARE, "tickets were idle in it"
 
 
-def test_a_full_kv_cache_lowers_the_limit_and_keeps_it_low_for_a_while() -> None:
+def test_a_full_kv_cache_lowers_the_limit_for_a_while() -> None:
     limit = adjust(Limit(16), Gauges(60, 0, 0, KV_FULL, 1), 16, BOUNDS)
     assert (limit.groups, limit.reason) == (12, "kv")
     again = adjust(limit, Gauges(60, 0, 0, KV_FULL, 2), 16, BOUNDS)
-    assert again.groups == 12, "what was held then is still there"
+    assert again.groups == 12, "the tickets held then are still there"
     for look in range(3, 38):
         limit = adjust(limit, Gauges(40, 0, 0, 0.5, look), 12, BOUNDS)
         assert limit.groups == 12
@@ -115,7 +115,7 @@ def test_a_full_kv_cache_lowers_the_limit_and_keeps_it_low_for_a_while() -> None
     assert 12 < limit.groups <= 12 * KV_ROOM / 0.5
 
 
-def test_a_long_prefill_is_no_queue() -> None:
+def test_a_long_prefill_does_not_count_as_a_queue() -> None:
     limit = Limit(16)
     for look, queued in enumerate((60, 50, 41, 33, 26, 20, 15, 11, 8, 6, 4, 2, 0)):
         limit = adjust(limit, Gauges(64 - queued, queued, queued, 0.1, look + 1), 16, Bounds(16, 64, GROUP))

@@ -1,4 +1,4 @@
-"""What becomes of completions under way when weights change: the scripted engine, and a round's pause by hand."""
+"""In-flight completions during a weight update: the scripted engine, with the sync round's pause done by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = len(scripted_tokens([5, 6], SEED, 64, 4, 100))
 
 
 class Pod:
-    """A generator's engine with what stands before it."""
+    """A generator's engine and the layers around it."""
 
     def __init__(self, folder: Path, server: RedisServer, *overrides: str) -> None:
         self.config = small_config(folder, server, *overrides)
@@ -38,7 +38,7 @@ class Pod:
         return asyncio.create_task(self.in_flight.generate(name, [5, 6], SEED, SAMPLING, prefix))
 
     async def update(self, version: int, frozen: bool = False) -> None:
-        """As a round does it."""
+        """Update the weights as a sync round does."""
         await self.in_flight.quiesce(frozen)
         await self.engine.pause()
         self.engine.version = version
@@ -46,7 +46,7 @@ class Pod:
         self.in_flight.resume()
 
     async def made(self, tokens: int) -> None:
-        """Wait until the completion has so many tokens."""
+        """Wait until the completion has `tokens` tokens."""
 
         async def so_far() -> bool:
             running = self.engine.snapshot().get("r")
@@ -59,7 +59,7 @@ class Pod:
         return self.registry.get_sample_value("grpo_generator_discarded_tokens_total")
 
 
-async def test_kept_completions_go_on_under_the_new_weights(tmp_path: Path, server: RedisServer) -> None:
+async def test_kept_completions_continue_with_the_new_weights(tmp_path: Path, server: RedisServer) -> None:
     pod = Pod(tmp_path, server, "generator.engine_options.token_s=0.03")
     await pod.start()
     running = pod.begin()
@@ -70,15 +70,13 @@ async def test_kept_completions_go_on_under_the_new_weights(tmp_path: Path, serv
     assert pod.discarded == 0
 
 
-async def test_drained_completions_end_under_the_old_weights_and_none_begins_meanwhile(
-    tmp_path: Path, server: RedisServer
-) -> None:
+async def test_drained_completions_finish_with_the_old_weights(tmp_path: Path, server: RedisServer) -> None:
     pod = Pod(tmp_path, server, "generator.engine_options.token_s=0.03", "sync.in_flight=drain")
     await pod.start()
     running = pod.begin()
     await pod.made(8)
     update = asyncio.create_task(pod.update(1))
-    await asyncio.sleep(0)  # the round has begun to wait
+    await asyncio.sleep(0)  # the round has started to wait
     late = pod.begin("late")
     done, after = await running, await late
     await update
@@ -87,7 +85,7 @@ async def test_drained_completions_end_under_the_old_weights_and_none_begins_mea
 
 
 @pytest.mark.parametrize("overrides", [("sync.in_flight=drain", "sync.join_deadline_s=0.4"), ("sync.in_flight=abort",)])
-async def test_what_does_not_end_in_time_begins_anew(tmp_path: Path, server: RedisServer, overrides: tuple[str, ...]) -> None:
+async def test_completions_not_drained_in_time_restart(tmp_path: Path, server: RedisServer, overrides: tuple[str, ...]) -> None:
     pod = Pod(tmp_path, server, "generator.engine_options.token_s=0.03", *overrides)
     await pod.start()
     running = pod.begin()
@@ -99,7 +97,7 @@ async def test_what_does_not_end_in_time_begins_anew(tmp_path: Path, server: Red
     assert (pod.discarded or 0) >= 4
 
 
-async def test_a_frozen_engine_is_not_waited_for(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_frozen_engine_is_not_awaited(tmp_path: Path, server: RedisServer) -> None:
     pod = Pod(tmp_path, server, "generator.engine_options.token_s=0.03", "sync.in_flight=drain")
     await pod.start()
     running = pod.begin()
@@ -108,7 +106,7 @@ async def test_a_frozen_engine_is_not_waited_for(tmp_path: Path, server: RedisSe
     assert (await running).spans == [Span(1, 0, LENGTH)]
 
 
-async def test_an_older_prefix_is_continued_by_keep_alone(tmp_path: Path, server: RedisServer) -> None:
+async def test_only_keep_continues_an_older_prefix(tmp_path: Path, server: RedisServer) -> None:
     for overrides, versions in (((), [0, 1]), (("sync.in_flight=abort",), [1])):
         pod = Pod(tmp_path, server, "generator.engine_options.token_s=0.03", *overrides)
         await pod.start()
@@ -116,13 +114,13 @@ async def test_an_older_prefix_is_continued_by_keep_alone(tmp_path: Path, server
         await pod.made(8)
         await pod.engine.abort()
         prefix = await running
-        assert prefix.finish == "aborted", "a stop that no update asked for is the caller's"
+        assert prefix.finish == "aborted", "an abort without an update is reported to the caller"
         pod.engine.version = 1
         done = await pod.begin(prefix=prefix)
         assert [span.version for span in done.spans] == versions
 
 
-def test_limits_that_contradict_each_other_are_refused(tmp_path: Path, server: RedisServer) -> None:
+def test_obsolete_or_ineffective_sync_keys_are_rejected(tmp_path: Path, server: RedisServer) -> None:
     for overrides, why in (
         (["sync.drain_deadline_s=3"], "sync.drain_deadline_s = 3 was removed, and half of sync.join_deadline_s or"),
         (["sync.folder=/x"], 'no effect with sync.backend = "auto"'),
