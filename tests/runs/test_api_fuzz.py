@@ -1,4 +1,4 @@
-"""Every service responds as its OpenAPI document says, to any request: a short run of `python -m tests.api_fuzz`."""
+"""Every service responds to any request as its OpenAPI document says: a short run of `python -m tests.api_fuzz`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.api_fuzz.world import ENDLESS, endpoints
 SECONDS = 12.0
 
 
-def test_answers_are_as_described_whatever_is_sent(tmp_path: Path) -> None:
+def test_responses_to_any_request_match_the_openapi_document(tmp_path: Path) -> None:
     from tests.api_fuzz.__main__ import fuzzed  # which imports schemathesis: not for every worker
 
     reached = {"200", "401", "403"}
@@ -23,7 +23,7 @@ def test_answers_are_as_described_whatever_is_sent(tmp_path: Path) -> None:
     assert reached <= answers.keys(), "the fuzzer reached nothing"
 
 
-def test_every_endpoint_of_a_run_is_guarded_and_its_answers_are_described(tmp_path: Path, server: RedisServer) -> None:
+def test_every_endpoint_is_protected_and_documented(tmp_path: Path, server: RedisServer) -> None:
     """Without a token: 401 everywhere under /v1. With the read scope: 403 on every endpoint that changes something."""
     portal = Portal()
     try:
@@ -34,7 +34,7 @@ def test_every_endpoint_of_a_run_is_guarded_and_its_answers_are_described(tmp_pa
                 for url, app in found.values():
                     for method, path in _routes(app):
                         _guarded(http, url, method, path)
-                        if path.startswith("/v1/") and path != "/v1/generate":  # between services, and not of the API
+                        if path.startswith("/v1/") and path != "/v1/generate":  # used between services, and not part of the API
                             _described(app.openapi()["paths"][path][method.lower()])
         finally:
             portal.call(served.__aexit__(None, None, None))
@@ -59,7 +59,7 @@ def _routes(app: FastAPI) -> list[tuple[str, str]]:
 
 
 def _described(operation: dict[str, object]) -> None:
-    assert operation["description"], "an endpoint says what it does"
+    assert operation["description"], "an endpoint needs a description"
     responses: dict[str, dict[str, dict[str, object]]] = operation["responses"]  # type: ignore[assignment]
     assert {"200", "401", "503"} <= responses.keys()
     assert "application/json" in responses["200"]["content"]

@@ -1,4 +1,4 @@
-"""Steps of a real run, recorded while it trains, give the same again from their bundles: without Redis, in other processes."""
+"""Steps recorded from a real run in training are reproduced from their bundles, without Redis, in other processes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FIRST, LAST = "first.bundle", "last.bundle"
 
 @dataclass
 class Recorded:
-    """Bundles of steps 1 and 5 of a run of two ranks, with checkpoints after steps 2 and 5; the first brings its weights."""
+    """Bundles of steps 1 and 5 of a run of two ranks, with checkpoints after steps 2 and 5; the first contains its weights."""
 
     folder: Path
 
     def change(self, name: str, out: Path, edit: Callable[[Bundle], Bundle]) -> Path:
-        """Write a bundle that was tampered with, with a valid checksum."""
+        """Write a modified bundle with a valid checksum."""
         file = bundles.read(self.folder / name)
         place = out.parent / "files"
         files = {}
@@ -59,7 +59,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
             run = str(folder / "seen")
             while not (folder / "seen" / "config.toml").exists():
                 assert process.poll() is None
-            with ThreadPoolExecutor(2) as both:  # the run waits for neither
+            with ThreadPoolExecutor(2) as both:  # the run does not wait for either
                 first = both.submit(_record, run, "1", folder / FIRST, "--weights")
                 last = both.submit(_record, run, "5", folder / LAST)
                 assert (first.result(), last.result()) == (0, 0)
@@ -68,7 +68,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 def _record(run: str, step: str, out: Path, *options: str) -> int:
-    """Record a step as soon as it is there; until the run has its server and its first state there is nothing to attach to."""
+    """Record a step as soon as it exists; until the run has a server and a first state, attaching fails."""
     import time
 
     deadline = time.monotonic() + 120
@@ -86,25 +86,25 @@ def _replay(capsys: pytest.CaptureFixture[str], path: Path, stage: str, *options
 
 @pytest.mark.parametrize("name", [FIRST, LAST])
 @pytest.mark.parametrize("stage", ["score", "settle", "pack", "train"])
-def test_every_stage_gives_the_same_again(name: str, stage: str, recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_stage_is_reproduced(name: str, stage: str, recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = _replay(capsys, recorded.folder / name, stage)
     assert (code, found.get("different"), found.get("first")) == (0, 0, None), found
     assert found["compared"] > 20
 
 
-def test_a_bundle_says_what_it_begins_with(recorded: Recorded) -> None:
+def test_a_bundle_describes_its_starting_point(recorded: Recorded) -> None:
     first, last = (bundles.read(recorded.folder / name).bundle for name in (FIRST, LAST))
     assert (first.origin.step, len(first.steps), last.origin.step, len(last.steps)) == (-1, 2, 2, 3)
     assert {"torch", "deepspeed", "python"} <= first.versions.keys()
     assert "model/model.safetensors" in first.files
     assert not last.files
     assert not first.weights
-    assert last.weights, "the checkpoint of step 5 tells them"
+    assert last.weights, "the checkpoint of step 5 contains them"
     assert all(group.answer is not None for group in first.groups.values())
 
 
-def test_a_bundle_with_weights_needs_nothing_else(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other one names what it lacks, once model or checkpoint are gone."""
+def test_a_bundle_with_weights_is_self_contained(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other one names what is missing once model or checkpoint are gone."""
     moved = tmp_path / "model"
     shutil.move(recorded.folder / "model", moved)
     try:
@@ -159,10 +159,10 @@ def test_the_first_difference_is_named(recorded: Recorded, tmp_path: Path, capsy
     assert found["first"]["where"].startswith("advantage of step 1, rank 1, row ")
     code, found = _replay(capsys, path, "loss")
     assert code == 1
-    assert found["first"]["where"].endswith("of step 1"), "step 0, which was left alone, gives what it gave"
+    assert found["first"]["where"].endswith("of step 1"), "step 0, which was not modified, must be reproduced"
 
 
-def test_nothing_that_a_bundle_names_is_executed(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_named_by_a_bundle_is_not_executed(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mark, code_file = tmp_path / "ran", tmp_path / "evil.py"
     code_file.write_text(f"open({str(mark)!r}, 'w')\n\ndef score(completion): return 1.0\n\ndef loss(*_): return None\n")
 

@@ -24,7 +24,7 @@ from tests.support.whole_runs import finish, start, steps_done, wait_for, write_
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NAME = "kept"
-KEPT = ("checkpoint.every_steps=2", "checkpoint.keep=2", "filters.exclude_pass_rate=0")  # so that prompts never run out
+KEPT = ("checkpoint.every_steps=2", "checkpoint.keep=2", "filters.exclude_pass_rate=0")  # so that prompts do not run out
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def process(folder: Path) -> subprocess.Popen[str]:
-    """Write the file of a run that continues until it is stopped, with a checkpoint after every other step."""
+    """Start a run that continues until it is stopped, with a checkpoint after every other step."""
     process = start(write_run(folder, NAME, "run.steps=1000", *KEPT))
     wait_for(lambda: steps_done(folder, NAME) >= 2, process)
     return process
@@ -48,7 +48,7 @@ def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def ask(folder: Path, path: str, token: str = "", post: bool = False) -> Any:
-    """Return the trainer's response, from its address in the fleet."""
+    """Return the trainer's response, using its address in the fleet."""
     pods: list[Any] = []
     deadline = time.monotonic() + 60
     while not pods and time.monotonic() < deadline:  # a heartbeat may be late
@@ -66,8 +66,8 @@ def record(folder: Path) -> dict[str, float]:
     return last
 
 
-def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None:
-    """Use one run for all cases, because starting takes longer than the cases."""
+def test_checkpoints_of_a_whole_run(folder: Path, process: subprocess.Popen[str]) -> None:
+    """Uses one run for all cases, as starting takes longer than the cases."""
     root = folder / NAME / "checkpoints"
     written = CheckpointFolder(root)
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None
 
     seen = steps_done(folder, NAME)
     wait_for(lambda: steps_done(folder, NAME) > seen, process)
-    process.send_signal(signal.SIGTERM)  # in the middle of a step, which takes nearly all of the time
+    process.send_signal(signal.SIGTERM)  # most likely in the middle of a step
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
     state = json.loads(grpo("status", str(folder / NAME), "--json").stdout)["state"]
@@ -142,7 +142,7 @@ def _goes_on_with_two_ranks(folder: Path, step: int) -> None:
 
 
 def _forks(folder: Path) -> None:
-    """Another run goes on from a checkpoint with groups of another size and another loss, and the first one stays as it is."""
+    """Fork a run from a checkpoint with another group size and loss; the original stays unchanged."""
     before = sorted(path.name for path in (folder / NAME / "checkpoints").iterdir())
     step = CheckpointFolder(folder / NAME / "checkpoints").complete()[0].step
     settings = ("run.name=forked", f"run.steps={step + 4}", "sampling.group_size=2", "loss.policy=dapo", "trainer.ranks=1")
@@ -157,12 +157,12 @@ def _forks(folder: Path) -> None:
     assert "(from its checkpoint)" in output
     assert f"restored from checkpoint {step}" in output
     assert "0 tickets lost, 0 duplicated, 0 dropped" in output
-    assert steps_done(folder, "forked") == step + 4, "the curve begins where the old one's did"
+    assert steps_done(folder, "forked") == step + 4, "the curve starts where that of the original did"
     assert sorted(path.name for path in (folder / NAME / "checkpoints").iterdir()) == before
 
 
 def _seal(root: Path) -> str:
-    """Make a folder read-only, even for root. Return why that is not possible, or empty."""
+    """Make a folder read-only, even for root. Return why this is not possible, or an empty string."""
     for options in (["--bind", root, root], ["-o", "remount,bind,ro", root]):
         done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
         if done.returncode:

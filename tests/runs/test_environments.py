@@ -1,4 +1,4 @@
-"""Whole runs whose rollouts take several turns: killing what runs them changes nothing."""
+"""Whole runs with multi-turn rollouts: killing the pods that run them changes nothing."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def write(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def evaluated(folder: Path, name: str) -> dict[float, dict[str, float]]:
-    """What the rounds of a run found, by version."""
+    """Results of a run's evaluation rounds, by version."""
     lines = (folder / name / "evaluations.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {record["eval/version"]: {k: v for k, v in record.items() if k.startswith("eval/held_out/")} for record in records}
 
 
-def test_killing_environments_and_generators_in_mid_run_changes_nothing(folder: Path) -> None:
+def test_killing_environments_and_generators_changes_nothing(folder: Path) -> None:
     finish(start(write(folder, "turns")))
     check_whole(folder, "turns", STEPS)
     calm = evaluated(folder, "turns")
-    assert {0, STEPS} <= calm.keys() <= {0, 2, 4, STEPS}, "a round that a newer version overtakes is not begun"
+    assert {0, STEPS} <= calm.keys() <= {0, 2, 4, STEPS}, "a round overtaken by a newer version is skipped"
     process = start(write(folder, "killed-turns", SLOW))
     wait_for(lambda: steps_done(folder, "killed-turns") >= 1, process)
     kill(folder, "killed-turns", "environment-0", process)
@@ -47,4 +47,4 @@ def test_killing_environments_and_generators_in_mid_run_changes_nothing(folder: 
     found = evaluated(folder, "killed-turns")
     both = found.keys() & calm.keys()
     assert STEPS in both
-    assert [found[version] for version in both] == [calm[version] for version in both], "a policy version is worth what it was"
+    assert [found[version] for version in both] == [calm[version] for version in both], "the results of a version must not change"

@@ -34,7 +34,7 @@ PROMPTS, SAMPLES = 10, 2
 
 
 class Rows:
-    """Write the prompts of two evaluation sources."""
+    """Prompts of two evaluation sources."""
 
     spans = (SourceSpan("easy", 1.0, 0, 4), SourceSpan("hard", 1.0, 4, PROMPTS - 4))
 
@@ -72,7 +72,7 @@ class Noted(TraceRecorder):
 
 
 class Lead:
-    """A leader that only evaluates."""
+    """A leader that only runs evaluations."""
 
     def __init__(self, world: World) -> None:
         self.world, self.store = world, world.store
@@ -121,7 +121,7 @@ class Lead:
         return self._call(self.store.run.audit()).get(f"ledger:{name}", 0)
 
     def shown(self, metric: str, **labels: str) -> float | None:
-        """Return a metric of its rounds."""
+        """Return a metric of the rounds."""
         return self.registry.get_sample_value(f"grpo_evaluation_{metric}", labels)
 
     def check_no_key_left(self) -> None:
@@ -159,7 +159,7 @@ def volunteers(world: World) -> list[str]:
 
 
 def paused_volunteer(world: World) -> str:
-    """Wait for a volunteer, and have it end no completion; its name."""
+    """Wait for a volunteer, and pause it so that no completion ends; return its name."""
 
     async def pause() -> str:
         await wait_until(lambda: any(world.lanes[name].rollouts for name in volunteers(world)))
@@ -170,7 +170,7 @@ def paused_volunteer(world: World) -> str:
     return world.portal.call(pause())
 
 
-def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on(tmp_path: Path, server: RedisServer) -> None:
+def test_rounds_use_one_version_while_training_continues(tmp_path: Path, server: RedisServer) -> None:
     with leading(tmp_path, server, "generator.engine_options.token_s=0.01", "sync.join_deadline_s=10") as (world, lead):
         engines = members(world, "a", "b", "c")
         world.train(0)
@@ -194,7 +194,7 @@ def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on
         spans = [span for span in lead.tracing.spans if span[0] == "evaluate"]
         complete = [span[2]["version"] for span in spans if span[2]["outcome"] == "complete"]
         assert (complete, {span[1] for span in spans}) == (sorted(reports), {"a trace"})
-        assert slowest < world.config.sync.join_deadline_s, "a sync round waited for a generator that evaluates"
+        assert slowest < world.config.sync.join_deadline_s, "a sync round waited for an evaluating generator"
         lead.check_no_key_left()
 
         sampled = [note for engine in engines.values() for note in engine.sampled if ":" in note[0]]
@@ -202,7 +202,7 @@ def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on
         for version, record in reports.items():
             completions = Counter(name for name, versions in sampled if versions == {version})
             assert len(completions) == PROMPTS
-            assert min(completions.values()) == SAMPLES, "more only where a lease ran out on a machine that stood still"
+            assert min(completions.values()) == SAMPLES, "more only if a lease expired while the machine was stalled"
             assert (record["eval/easy/prompts"], record["eval/hard/prompts"], record["eval/all/prompts"]) == (4, 6, PROMPTS)
             assert (record["eval/all/pass@1"], record["eval/all/pass@2"]) == (0.5, 1.0)
 
@@ -217,14 +217,14 @@ def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on
         assert world.versions() == {"a": 6, "b": 6, "c": 6}
 
 
-def test_what_a_killed_volunteer_leaves_is_done_by_another(tmp_path: Path, server: RedisServer) -> None:
+def test_another_volunteer_takes_over_from_a_killed_one(tmp_path: Path, server: RedisServer) -> None:
     slow = ("generator.engine_options.token_s=0.02", "generator.max_concurrent_groups=1", "evaluation.max_generators=2")
     with leading(tmp_path, server, *slow) as (world, lead):
         members(world, "a", "b", "c")
         world.train(0)
         world.portal.call(wait_until(lambda: len(volunteers(world)) == 2))
         victim, _ = volunteers(world)
-        world.portal.call(world.engines[victim].pause())  # what it has begun it does not end
+        world.portal.call(world.engines[victim].pause())  # so that it finishes nothing it has started
         lead.wait_for_results(1)
         world.portal.call(wait_until(lambda: world.lanes[victim].rollouts))
         world.kill(victim)
@@ -234,7 +234,7 @@ def test_what_a_killed_volunteer_leaves_is_done_by_another(tmp_path: Path, serve
         lead.check_no_key_left()
 
 
-def test_a_round_whose_volunteers_are_gone_is_not_reported_and_training_goes_on(tmp_path: Path, server: RedisServer) -> None:
+def test_a_round_without_volunteers_is_not_reported(tmp_path: Path, server: RedisServer) -> None:
     with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
         members(world, "a", "b")
         world.train(0)
@@ -251,7 +251,7 @@ def test_a_round_whose_volunteers_are_gone_is_not_reported_and_training_goes_on(
         world.train(2)
 
 
-def test_a_round_that_nobody_may_join_is_abandoned_with_the_reason(tmp_path: Path, server: RedisServer) -> None:
+def test_a_round_that_none_may_join_is_abandoned_with_the_reason(tmp_path: Path, server: RedisServer) -> None:
     with leading(tmp_path, server, "evaluation.min_training_generators=2") as (world, lead):
         members(world, "a", "b")
         world.train(0)
@@ -261,16 +261,16 @@ def test_a_round_that_nobody_may_join_is_abandoned_with_the_reason(tmp_path: Pat
         for version in range(2, 7):
             world.train(version)
         lead.wait_for(6)
-        assert 6 in lead.reports(), "after the last version nobody is needed for training"
+        assert 6 in lead.reports(), "after the last version no generator is needed for training"
 
 
-def test_training_waits_for_the_only_generator_where_the_user_says_so(tmp_path: Path, server: RedisServer) -> None:
+def test_training_waits_for_the_only_generator_if_configured(tmp_path: Path, server: RedisServer) -> None:
     alone = ("generator.count=1", "evaluation.min_training_generators=0", "generator.engine_options.token_s=0.1")
     with leading(tmp_path, server, *alone) as (world, lead):
         engines = members(world, "a")
         lead.wait_for_results(0)
         world.train(0)
-        assert volunteers(world) == ["a"], "it stays on the version before the trainer hears that it holds it"
+        assert volunteers(world) == ["a"], "it is reserved for the version before the trainer learns that it holds it"
         world.train(1)
         lead.wait_for(0)
         assert set(lead.reports()) == {0}, "the weights were replaced before the round was complete"
@@ -278,7 +278,7 @@ def test_training_waits_for_the_only_generator_where_the_user_says_so(tmp_path: 
         assert world.versions() == {"a": 1}
 
 
-def test_a_completion_of_two_versions_is_refused_by_its_generator(tmp_path: Path, server: RedisServer) -> None:
+def test_a_completion_of_two_versions_is_rejected(tmp_path: Path, server: RedisServer) -> None:
     with leading(tmp_path, server, "generator.max_attempts=1", "generator.engine_options.token_s=0.02") as (world, lead):
         engines = members(world, "a", "b")
         world.train(0)
@@ -289,14 +289,14 @@ def test_a_completion_of_two_versions_is_refused_by_its_generator(tmp_path: Path
             await wait_until(lambda: engines[name].gauges().tokens > 0)
             engines[name].version = 1  # as if new weights had been loaded unnoticed
 
-        world.portal.call(load())  # in the loop of the engine, which makes no token meanwhile
+        world.portal.call(load())  # in the engine's loop, which samples no token meanwhile
         lead.wait_for(0)
         assert "sampled by policy versions" in world.portal.call(world.store.evaluation.state(60)).abandoned
         assert lead.reports() == {}
         lead.check_no_key_left()
 
 
-def test_a_volunteer_that_drains_hands_its_tickets_back_at_once(tmp_path: Path, server: RedisServer) -> None:
+def test_a_draining_volunteer_hands_back_its_tickets_at_once(tmp_path: Path, server: RedisServer) -> None:
     long_leases = ("generator.engine_options.token_s=0.02", "generator.lease_s=60.0", "evaluation.max_generators=1")
     with leading(tmp_path, server, *long_leases) as (world, lead):
         members(world, "a", "b", "c")
@@ -323,7 +323,7 @@ def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, ser
         assert [record["eval/version"] for _, record in world.portal.call(world.store.evaluation.records())] == [0.0]
 
 
-def test_rounds_that_came_due_while_another_was_open_are_skipped_and_counted(tmp_path: Path, server: RedisServer) -> None:
+def test_rounds_due_while_another_is_open_are_skipped(tmp_path: Path, server: RedisServer) -> None:
     with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
         members(world, "a", "b")
         world.train(0)
@@ -351,7 +351,7 @@ def test_a_stopped_run_abandons_its_round(tmp_path: Path, server: RedisServer) -
         world.portal.call(wait_until(lambda: not volunteers(world)))
 
 
-def test_the_prompts_of_a_round_are_the_first_so_many_with_the_same_seeds_each_time(tmp_path: Path, server: RedisServer) -> None:
+def test_every_round_has_the_same_prompts_and_seeds(tmp_path: Path, server: RedisServer) -> None:
     with leading(tmp_path, server, "evaluation.prompts=3") as (_, lead):
         first, second = lead.evaluation.tickets(0), lead.evaluation.tickets(2)
         assert [one.id for one in first] == ["easy:0", "easy:1", "easy:2", "hard:0", "hard:1", "hard:2"]
@@ -384,7 +384,7 @@ def _state(published: int, stopping: str = "") -> RunState:
         (_round(volunteers=1), _state(6), 0, 11.0, "the last version has been published for 10 s, and"),
     ],
 )
-def test_a_round_is_given_up_when_it_cannot_be_completed(
+def test_a_round_is_abandoned_once_it_cannot_be_completed(
     found: EvaluationRound, state: RunState, held: int, last_s: float, why: str
 ) -> None:
     pods = [PodStatus("generator", f"g{i}", "boot", "", 0, "", "ready", 2, 1, {}) for i in range(held)]

@@ -14,7 +14,7 @@ from services.store.functions.footprint import footprints
 from tests.faults.kinds import AT_THE_END, AT_THE_START, CALLS, ELSEWHERE, KINDS, Shape, chosen, sequence
 from tests.faults.mutants import MUTANTS, ROOT, copy_code
 
-QUICK = (  # kills of pods that are slow to start are tests/runs/test_run.py's
+QUICK = (  # tests/runs/test_run.py kills the pods that are slow to start
     "kill-dataprep,kill-redis,stop-generator,stop-trainer,cut-generator,lose-dataprep,lose-trainer,drop-trainer"
 )
 
@@ -24,7 +24,7 @@ def drive(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_the_same_seed_gives_the_same_faults_and_each_kind_its_share() -> None:
+def test_faults_follow_the_seed_with_equal_shares_of_kinds() -> None:
     shape = Shape(generators=3, ranks=1)
     faults = list(sequence(7, 3 * len(KINDS), KINDS, shape))
     assert faults == list(sequence(7, 3 * len(KINDS), KINDS, shape))
@@ -33,15 +33,15 @@ def test_the_same_seed_gives_the_same_faults_and_each_kind_its_share() -> None:
     assert Counter(fault.kind for fault in faults) == dict.fromkeys(KINDS, 3)
 
 
-def test_kinds_are_chosen_by_name_or_by_what_is_done() -> None:
+def test_kinds_are_chosen_by_name_or_by_action() -> None:
     shape = Shape(generators=2, ranks=2)
-    assert "twin-trainer" not in chosen("", shape), "a second trainer is one process, this run has two ranks"
+    assert "twin-trainer" not in chosen("", shape), "a second trainer would be one process, but this run has two ranks"
     assert chosen("pause,kill-redis", shape) == ("kill-redis", "pause-redis")
     with pytest.raises(ValueError, match=r"'burn' is no kind of fault here; there are: kill-generator"):
         chosen("kill,burn", shape)
 
 
-def test_the_reply_to_every_function_is_lost_here_or_in_the_repeats() -> None:
+def test_every_functions_reply_is_lost_in_some_test() -> None:
     called = {call for calls in CALLS.values() for call in calls}
     assert called | ELSEWHERE.keys() == footprints().keys()
     assert not called & ELSEWHERE.keys()
@@ -49,7 +49,7 @@ def test_the_reply_to_every_function_is_lost_here_or_in_the_repeats() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_each_guard_that_can_be_removed_is_still_there(mutant: str, tmp_path: Path) -> None:
+def test_every_mutant_still_applies(mutant: str, tmp_path: Path) -> None:
     copy_code(tmp_path, mutant)
     path = MUTANTS[mutant][0]
     assert (tmp_path / path).read_text() != (ROOT / path).read_text()
@@ -72,8 +72,8 @@ def test_eight_faults_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_commit_that_is_not_idempotent_is_found(tmp_path: Path) -> None:
-    """The first fault of this seed loses the reply of a commit, which the trainer's client then sends again."""
+def test_a_non_idempotent_commit_is_detected(tmp_path: Path) -> None:
+    """The first fault of this seed loses the reply to a commit, which the trainer's client then resends."""
     done = drive(
         tmp_path / "faults", "--faults", "1", "--seed", "3", "--kinds", "lose-trainer", "--mutant", "commit", "--generators", "1"
     )

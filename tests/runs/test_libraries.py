@@ -1,4 +1,4 @@
-"""A whole run with openai-agents, the clients of OpenAI and Anthropic, and an MCP server from PyPI, none of which knows of it."""
+"""A whole run with unmodified openai-agents, clients of OpenAI and Anthropic, and an MCP server from PyPI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AGENTS = ("agents", "waiting", "claude")
 STEPS = 3
 
 
-def test_clients_and_servers_of_others_train(folder: Path) -> None:
+def test_third_party_clients_and_servers_train(folder: Path) -> None:
     sources = ", ".join(
         f'{{kind = "jsonl", path = "{folder / "data.jsonl"}", name = "{name}", environment = "{name}"}}'
         for name in (*AGENTS, "clock")

@@ -1,4 +1,4 @@
-"""A blocked loop makes its pod's liveness probe fail within the loop's limit, and no other.
+"""A blocked loop fails its pod's liveness probe within the loop's limit, and no other loop does.
 
 The trainer's loop is its main thread, which tests/runs/test_run_evaluation.py blocks in the middle of a step of a whole run.
 """
@@ -76,7 +76,7 @@ async def a_tracker(folder: Path, server: RedisServer) -> AsyncIterator[Blocked]
 
 
 @pytest.mark.parametrize("kind", [a_generator, a_dataprep, a_tracker])
-async def test_a_blocked_loop_is_seen_and_named(
+async def test_a_blocked_loop_is_detected_and_named(
     kind: Any, tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kind(tmp_path, server) as (service, name, method), httpx.AsyncClient(timeout=60) as http:
@@ -104,7 +104,7 @@ async def test_a_blocked_loop_is_seen_and_named(
         finally:
             monkeypatch.undo()
             release.set()
-        assert [one for one, health in loops.items() if not health["alive"]] == [name], "that loop, and nothing else"
+        assert [one for one, health in loops.items() if not health["alive"]] == [name], "only that loop must be reported"
         assert loops[name]["silent_s"] > loops[name]["limit_s"] == LIMIT_S
 
 
@@ -126,7 +126,7 @@ asyncio.run(main())
 """
 
 
-def test_a_stopped_process_answers_no_probe_until_it_goes_on(tmp_path: Path, server: RedisServer) -> None:
+def test_a_stopped_process_answers_no_probe_until_continued(tmp_path: Path, server: RedisServer) -> None:
     """SIGSTOP also stops the endpoints: a probe with a timeout fails, as with a blocked interpreter."""
     small_config(tmp_path, server)
     process = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path / "run.toml")], stdout=subprocess.PIPE, text=True)

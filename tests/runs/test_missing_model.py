@@ -1,4 +1,4 @@
-"""A run whose model is not there: every service ends with exit code 2 and one line that says what to correct."""
+"""A run with a missing model: every service exits with code 2 and one line that says what to correct."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ async def test_each_service_names_the_key_the_value_and_the_remedy(
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", f"model.path={path}")
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     environ = {**os.environ, "GRPO_CONFIG": str(tmp_path / "resolved.toml"), "HF_HUB_OFFLINE": "1"}
-    environ["MASTER_PORT"] = str(free_port(""))  # DeepSpeed leaves the one of ranks in this process there
+    environ["MASTER_PORT"] = str(free_port(""))  # DeepSpeed sets this process's port here
     argv = [sys.executable, "-m", program, "--name", "pod-0"]
     done = await asyncio.to_thread(subprocess.run, argv, env=environ, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 2, done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith('{"event"')]  # but for the log
+    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith('{"event"')]  # without the log
     assert len(said) == 1, said
     assert said[0].startswith(f"error: model.path = {path!r} ")
     for words in PATHS[path]:

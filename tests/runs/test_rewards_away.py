@@ -1,4 +1,4 @@
-"""A whole run whose rewards come from a service that misbehaves, is killed and is started again: nothing changes."""
+"""A whole run whose reward service misbehaves, is killed and restarted: nothing changes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def generators(folder: Path) -> list[dict[str, Any]]:
     return [pod for pod in json.loads(status(folder, "--json"))["pods"] if pod["kind"] == "generator"]
 
 
-def test_a_service_that_is_killed_and_started_again_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:
-    """It gives the scores that the undisturbed run's own verifier gives, so the weights must be the same."""
+def test_restarting_the_reward_service_changes_nothing(folder: Path, undisturbed: str) -> None:
+    """It returns the same scores as the undisturbed run's own verifier, so the weights must be equal."""
     with FlakyServer() as service:
         service.behave("status:500", "hang", "close", "raw:{}", "retry:1", "endless", "status:503")
         verifier = f'{{kind="http", url="{service.url}/digits", range=[0, 1], timeout_s=1.0}}'
@@ -55,8 +55,8 @@ def test_a_service_that_is_killed_and_started_again_in_mid_run_changes_nothing(f
         before = pids_of(folder, NAME, "generator-0")
         kill(folder, NAME, "generator-0", process)
         wait_for(lambda: bool({*pids_of(folder, NAME, "generator-0")} - {*before}), process)
-        wait_for(lambda: any(pod["waiting"] for pod in generators(folder)), process)  # the other may have all tickets by now
-        assert steps_done(folder, NAME) <= done + 2, "what was scored before is all that can be trained"
+        wait_for(lambda: any(pod["waiting"] for pod in generators(folder)), process)  # the other one may hold all tickets by now
+        assert steps_done(folder, NAME) <= done + 2, "only groups scored before can be trained"
         service.start()
         finish(process)
         assert service.requests

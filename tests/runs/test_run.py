@@ -39,7 +39,7 @@ from tests.support.whole_runs import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_a_run_ends_by_itself_with_everything_accounted_for(folder: Path, undisturbed: str) -> None:
+def test_a_run_finishes_with_every_ticket_accounted_for(folder: Path, undisturbed: str) -> None:
     check_whole(folder, "calm")
     for name in ("config.toml", "summary.json", "report.png", "model/config.json"):
         assert (folder / "calm" / name).stat().st_size > 0
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_exported_without_a_server(
     assert hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest() == undisturbed
 
 
-def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:
+def test_killing_any_kind_of_pod_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:
     process = start(write_run(folder, "killed", SLOW))
     for step, pod in ((1, "dataprep-0"), (2, "generator-0"), (3, "trainer-0")):
         wait_for(lambda step=step: steps_done(folder, "killed") >= step, process)
@@ -73,8 +73,8 @@ def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undis
     assert weights(folder, "killed") == undisturbed
 
 
-def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undisturbed: str) -> None:
-    """Each service is its own Redis user. One of each kind is killed, then a master of some shards, whose replica takes over."""
+def test_payload_shards_on_a_cluster_change_nothing(folder: Path, undisturbed: str) -> None:
+    """Services have their own Redis users. One of each kind is killed, then the master of some shards, which has a replica."""
     (folder / "cluster").mkdir()
     with redis_cluster(folder / "cluster", find_server(), "spread", replicated=1) as cluster:
         path = write_run(folder, "spread", SLOW, "redis.payload_shards=6", f'redis.users_dir="{folder / "cluster" / "users"}"')
@@ -83,7 +83,7 @@ def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undis
         used: set[int] = set()
 
         def reached(step: int) -> bool:
-            """Look for payloads in passing: between a checkpoint and the next groups there may be none."""
+            """Check for payloads now and then: between a checkpoint and the next groups there may be none."""
             used.update(
                 node.port
                 for node in masters
@@ -105,16 +105,16 @@ def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undis
 
 
 async def check_shards(cluster: RedisCluster) -> None:
-    """Check that the shards hold exactly what the index names, and that deleting the run deletes every key."""
+    """Check that the shards hold exactly the payloads in the index, and that deleting the run deletes every key."""
     store = await Store.connect(cluster.url(cluster.third), "spread", cluster.login())
     await store.run.state()
     nodes = (cluster.owner, cluster.replica, cluster.third)
     held = sum(b"/" in key and b":payload:" in key for node in nodes for key in cluster.call(node, "KEYS", "*"))
-    assert held < 8 * STEPS, "of what checkpoints cover dataprep has swept some"
+    assert held < 8 * STEPS, "dataprep has swept some payloads covered by checkpoints"
     await store.payloads.sweep()
     keys = [key.decode() for node in nodes for key in cluster.call(node, "KEYS", "*:payload:*")]
     names = [key.partition(":payload:")[2] for key in keys]
-    assert set(Counter(names).values()) <= {2}, "each in the index and in a shard"
+    assert set(Counter(names).values()) <= {2}, "each must be in the index and in a shard"
     await store.restores.delete_run()
     await store.close()
     assert [cluster.call(node, "KEYS", "*") for node in nodes] == [[], [], []]
@@ -130,9 +130,7 @@ def interrupt(process: subprocess.Popen[str], folder: Path, name: str, steps: in
     return output
 
 
-def test_a_run_interrupted_by_ctrl_c_goes_on_with_the_same_command_and_without_its_redis_from_a_checkpoint(
-    folder: Path, undisturbed: str
-) -> None:
+def test_ctrl_c_and_a_lost_redis_are_resumed_by_the_same_command(folder: Path, undisturbed: str) -> None:
     path = write_run(folder, "interrupted", SLOW)
     interrupt(start(path), folder, "interrupted", 2)
     output = interrupt(start(path), folder, "interrupted", 4)
@@ -144,12 +142,12 @@ def test_a_run_interrupted_by_ctrl_c_goes_on_with_the_same_command_and_without_i
     assert weights(folder, "interrupted") == undisturbed
 
 
-def test_a_run_goes_back_to_a_checkpoint_at_work_and_after_its_end(folder: Path, undisturbed: str) -> None:
+def test_a_run_is_restored_while_running_and_after_its_end(folder: Path, undisturbed: str) -> None:
     path = write_run(
         folder, "back", "checkpoint.keep=9", "checkpoint.save_replay_buffer=true", "generator.engine_options.token_s=0.2"
     )
     process = start(path)
-    wait_for(lambda: steps_done(folder, "back") >= 3, process)  # and long before it has ended
+    wait_for(lambda: steps_done(folder, "back") >= 3, process)  # and long before it ends
     command = [sys.executable, "-m", "services.console", "restore", "1", str(folder / "back")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "run back: restore to step 1 requested\n"), done.stderr

@@ -55,7 +55,7 @@ async def administrator(run: Path) -> AsyncIterator[Store]:
 
 
 async def damage(run: Path) -> None:
-    """Pause the trainer, for good, and damage three payloads of the last prepared step, each in a different way."""
+    """Pause the trainer permanently, and damage three payloads of the last prepared step, each in a different way."""
     async with administrator(run) as store:
         await store.run.pause("trainer", "its data are damaged")
 
@@ -76,8 +76,8 @@ async def damage(run: Path) -> None:
 
 
 async def hang(run: Path, held: Path) -> None:
-    """Resume the trainer. While its first step hangs, its liveness probe fails within the loop's limit, for that loop only."""
-    close = {"Connection": "close"}  # otherwise a server may close an idle connection just as it is used
+    """Resume the trainer. While its first step hangs, liveness fails within the loop's limit, for that loop only."""
+    close = {"Connection": "close"}  # otherwise a server may close an idle connection as it is reused
     async with administrator(run) as store, httpx.AsyncClient(timeout=60, headers=close) as http:
         urls = {pod.name: f"{pod.url}/health/live" for pod in await store.fleet.members(TTL_S)}
 
@@ -99,13 +99,11 @@ async def hang(run: Path, held: Path) -> None:
         await wait_until(lambda: status("trainer-0", 200), 60)
 
 
-def test_a_run_reports_its_rounds_and_trains_as_ever_through_damaged_payloads_and_a_step_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_survives_damaged_payloads_and_a_hanging_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model_folder(tmp_path / "model")
     held, run = tmp_path / "held", tmp_path / "evaluated"
     monkeypatch.setenv(HELD, str(held))
-    # The first loaded generator may evaluate; otherwise version 0 might pass before another one is there to train.
+    # The first loaded generator may evaluate; otherwise version 0 might pass before another one is ready to train.
     options = (
         "evaluation.min_training_generators=0",
         'loss.policy="tests.support.held_loss:dapo"',
@@ -130,7 +128,7 @@ def test_a_run_reports_its_rounds_and_trains_as_ever_through_damaged_payloads_an
     assert f"evaluation of version {STEPS}: held_out pass@1" in output
 
 
-def test_a_generator_killed_in_a_round_costs_no_step_and_mixes_nothing(tmp_path: Path) -> None:
+def test_a_generator_killed_in_a_round_costs_no_step(tmp_path: Path) -> None:
     save_model_folder(tmp_path / "model")
     process = start(write_run(tmp_path, "killed"))
 
@@ -142,4 +140,4 @@ def test_a_generator_killed_in_a_round_costs_no_step_and_mixes_nothing(tmp_path:
     kill(tmp_path, "killed", evaluates()[0], process)
     finish(process)
     check_whole(tmp_path, "killed")
-    assert {STEPS} <= set(reported(tmp_path, "killed")) <= {0, EVERY, STEPS}, "a version may pass while the dead one still counts"
+    assert {STEPS} <= set(reported(tmp_path, "killed")) <= {0, EVERY, STEPS}, "a version may pass while the dead pod still counts"

@@ -1,4 +1,4 @@
-"""A run that grows and shrinks while it trains: real processes, a real trainer; the scripted engine generates the tokens."""
+"""Scaling a run up and down while it trains: real processes and a real trainer; the scripted engine generates the tokens."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(run: Path, opened: dict[str, int]) -> dict[str, PodStatus]:
-    """Return generators by name. Record in `opened`, for each newly loaded process, the version of the last round so far."""
+    """Return generators by name. Record the version of the last round so far in `opened` for each newly loaded process."""
 
     async def ask() -> dict[str, PodStatus]:
         async with attach(str(run)) as attached:
             pods = await attached.store.fleet.members(attached.ttl_s)
-            last, _ = await attached.store.fleet.round()  # after the pods: a round opened later includes those seen here
+            last, _ = await attached.store.fleet.round()  # read after the pods: a later round includes those seen here
         for pod in pods:
             if pod.kind == "generator" and pod.world:
                 opened.setdefault(pod.member, last.version if last else -1)
@@ -48,11 +48,11 @@ def look(run: Path, opened: dict[str, int]) -> dict[str, PodStatus]:
 def said(run: Path, event: str) -> list[dict[str, Any]]:
     """Return the log lines of the generators' processes with an event, ordered by name and time."""
     logs = (path.read_text() for path in sorted((run / "logs").glob("generator-*.log")))
-    lines = (line for text in logs for line in text[: text.rfind("\n") + 1].splitlines())  # the last may be there in part
+    lines = (line for text in logs for line in text[: text.rfind("\n") + 1].splitlines())  # the last one may be incomplete
     return [json.loads(line) for line in lines if f'"{event}"' in line]
 
 
-def test_a_run_grows_and_shrinks_and_ends_in_the_same_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scaling_up_and_down_ends_in_the_same_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = (f"run.steps={STEPS}", "generator.count=1", "generator.drain_s=0.5", f"sync.join_deadline_s={DEADLINE_S}")
     run, opened = folder / "scaled", dict[str, int]()
     process = start(write_run(folder, "scaled", *common, "generator.engine_options.token_s=0.1"))
@@ -76,7 +76,7 @@ def test_a_run_grows_and_shrinks_and_ends_in_the_same_weights(folder: Path, caps
     assert weights(folder, "scaled") == weights(folder, "calm")
     check_whole(folder, "scaled", STEPS)
     restarts = summary(folder, "scaled")["restarts"]
-    assert set(restarts.values()) == {0}, "a drain is no death"  # type: ignore[attr-defined]
+    assert set(restarts.values()) == {0}, "a drain does not count as a crash"  # type: ignore[attr-defined]
     assert re.findall(r"- (generator-\d) drained and exited", output) in (
         ["generator-2", "generator-3"],
         ["generator-3", "generator-2"],
@@ -88,7 +88,7 @@ def test_a_run_grows_and_shrinks_and_ends_in_the_same_weights(folder: Path, caps
     assert len(synced) == len(opened) == 5
     for line in synced:
         assert line["version"] - opened[line["member"]] <= 1, (
-            f"{line['member']} was left out of a round that was opened after it was loaded"
+            f"{line['member']} was left out of a round opened after it had loaded"
         )
     joined_s = [line["since_ready_s"] for line in said(run, "first group submitted")]
     print(f"step seconds {steps_s}, joiners' first groups after {joined_s} s")

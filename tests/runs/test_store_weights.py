@@ -1,4 +1,4 @@
-"""A run whose weights travel by a store of versions: the same weights as over gloo, whatever is killed on the way."""
+"""A run that syncs weights through a version store ends in the same weights as over gloo, despite kills."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_by_a_store_survives_kills_and_ends_in_the_same_weights(folder: Path) -> None:
+def test_a_store_survives_kills_and_gives_the_same_weights(folder: Path) -> None:
     process = start(write_run(folder, "stored", SLOW, "sync.backend=store"))
     for done, victim in ((2, "generator-0"), (4, "trainer-0")):
         wait_for(lambda done=done: steps_done(folder, "stored") >= done, process)

@@ -1,4 +1,4 @@
-"""A short storm of kills over environments (tests/storm): nothing is lost, doubled, run or sampled twice, or left behind."""
+"""A short storm of kills of environments (tests/storm): nothing is lost, duplicated, run or sampled twice, or left behind."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tests.storm.kills import storm
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-async def test_a_storm_of_kills_leaves_everything_in_place(tmp_path: Path) -> None:
+async def test_a_storm_of_kills_does_no_harm(tmp_path: Path) -> None:
     found = await storm(tmp_path / "storm", kills=20, seed=2, of_each={"environment": 5, "generator": 5})
     assert found.kills.total() >= 20
     assert found.turns > 50
     assert (found.harm, found.faults) == (dict.fromkeys(found.harm, 0), [])
 
 
-async def test_a_storm_over_sandboxes_leaves_none(tmp_path: Path) -> None:
-    """Environment pods and the sandbox service are killed, and any sandboxes and connections that there are then."""
+async def test_a_storm_of_kills_leaves_no_sandbox(tmp_path: Path) -> None:
+    """Environment pods and the sandbox service are killed, and any sandboxes and connections at that time."""
     least = {"environment": 2, "sandbox": 2}
     found = await storm(tmp_path / "storm", kills=16, seed=3, generators=1, sandboxes=True, of_each=least)
     assert found.turns > 30

@@ -35,7 +35,7 @@ def entries(request: pytest.FixtureRequest) -> int:
 
 
 def odd_value(rng: random.Random, depth: int = 0) -> object:
-    """Return any value that msgpack can encode."""
+    """Return a random value that msgpack can encode."""
     plain = [
         None, True, -1, 2**63 - 1, -(2**63), float("nan"), float("inf"), -0.0, "", "\x00", "𝔘nicode", b"", rng.randbytes(9),
         1e308, rng.randrange(-5, 5), rng.random(), "0-0", ["i", [2**40], b""], ["f", [-1], b"\x00" * 4],
@@ -65,8 +65,8 @@ def mutated(rng: random.Random, message: object) -> bytes:
             return rng.randbytes(rng.randrange(200))
 
 
-async def test_headers(store: Store, tmp_path: Path, entries: int) -> None:
-    """Send them through the dataprep leader's settling."""
+async def test_arbitrary_headers_are_settled(store: Store, tmp_path: Path, entries: int) -> None:
+    """Send them through settling by the dataprep leader."""
     config, rng = small_config(tmp_path), random.Random(1)
     team = await flow.start(store, slots=entries + BATCH)
     for first in range(0, entries, BATCH):
@@ -85,7 +85,7 @@ async def test_headers(store: Store, tmp_path: Path, entries: int) -> None:
         assert len(items) == BATCH
         assert await store.replay.settle(team.leader, [settle(item, 0, config) for item in items]) == BATCH
         counted = await store.run.audit()
-        assert (counted["headers"], counted["outstanding"]) == (0, 0), "something was neither settled nor buried"
+        assert (counted["headers"], counted["outstanding"]) == (0, 0), "something was neither settled nor dead-lettered"
         assert (
             counted["buffered"]
             + counted.get("ledger:failed", 0)
@@ -96,7 +96,7 @@ async def test_headers(store: Store, tmp_path: Path, entries: int) -> None:
     assert counted["ledger:failed"] > entries / 2
 
 
-async def test_tickets(tmp_path: Path, server: RedisServer, entries: int) -> None:
+async def test_arbitrary_tickets_never_end_the_loop(tmp_path: Path, server: RedisServer, entries: int) -> None:
     """Send them through a generator's claims."""
     rng = random.Random(2)
     async with pod(tmp_path, server) as one:
@@ -117,19 +117,19 @@ async def test_tickets(tmp_path: Path, server: RedisServer, entries: int) -> Non
         assert found.get("ledger:unknown_tickets", 0) + found["headers"] == count
 
 
-async def test_payloads(store: Store, entries: int) -> None:
+async def test_arbitrary_payloads_are_damaged_or_trained(store: Store, entries: int) -> None:
     """Send them through a trainer rank: each is either reported as damaged or has the planned rows."""
     rng, good = random.Random(4), codec.encode(payload())
     fine = 0
     for first in range(0, entries, BATCH):
         names = [f"0-{i}.1" for i in range(first, first + BATCH)]
         async with store.client.pipeline() as pipe:
-            for name in names:  # damaged in Redis, or by a generator
+            for name in names:  # damaged in Redis or by a generator
                 data = mutated(rng, payload())
                 pipe.set(store.keys.payload(name), codec.seal(data) if rng.random() < 0.7 else data or good)
             await pipe.execute()
         left = names
-        while left:  # it would never end if other names were reported
+        while left:  # this would not terminate if other names were reported
             plan = RankPlan([[Sample(name, 0, 1.0, 2, tokens=4)] for name in left])
             try:
                 rows = batches.build(plan, await store.steps.payloads(left), vocabulary=100, row_tokens=8)
@@ -141,7 +141,7 @@ async def test_payloads(store: Store, entries: int) -> None:
                 )
                 fine += len(rows)
                 break
-    assert 0 < fine < entries / 2, "some are changed where it does not matter"
+    assert 0 < fine < entries / 2, "some changes do not matter"
 
 
 def payload() -> Payload:
@@ -150,8 +150,8 @@ def payload() -> Payload:
     return Payload(np.array([1, 2], np.int32), np.array([2], np.int32), tokens, np.zeros(2, np.float32), spans)
 
 
-def test_payloads_and_partials(entries: int) -> None:
-    """Any bytes are either read as the expected type or refused; an unusable partial counts as none."""
+def test_arbitrary_messages_decode_or_are_rejected(entries: int) -> None:
+    """Any bytes either decode as the expected type or are rejected; an unusable partial counts as none."""
     rng, good, given = random.Random(3), payload(), ticket(0)
     for _ in range(entries):
         data = mutated(rng, good)
@@ -163,7 +163,7 @@ def test_payloads_and_partials(entries: int) -> None:
         assert len(unpack_partial(data, given, 16)) == given.group_size
 
 
-async def test_an_entry_has_its_limit(store: Store) -> None:
+async def test_an_oversized_entry_is_rejected(store: Store) -> None:
     team = await flow.start(store)
     await flow.issue(store, team, 1)
     (claim,) = await flow.claim(store, "g", 1)

@@ -18,7 +18,7 @@ from tests.sync_faults.network import permitted
 ONCE = ("kill", "stop-short", "stop-long", "cut-trainer-long", "cut-redis-short", "cut-all-long")
 
 
-def test_every_kind_meets_every_phase() -> None:
+def test_every_kind_is_combined_with_every_phase() -> None:
     for kinds in (KINDS, possible(False), ONCE):
         whole = len(kinds) * len(PHASES)
         faults = list(sequence(7, whole, kinds, ["a", "b"]))
@@ -28,7 +28,7 @@ def test_every_kind_meets_every_phase() -> None:
         assert set(Counter(fault.kind for fault in faults[:first]).values()) == {first // len(kinds)}
 
 
-def test_kinds_are_chosen_by_name_or_by_what_is_done() -> None:
+def test_kinds_are_chosen_by_name_or_by_action() -> None:
     assert chosen("kill,stop", networks=False) == ("kill", "stop-short", "stop-long")
     assert not any(kind.startswith(("cut-trainer", "cut-all")) for kind in possible(networks=False))
     with pytest.raises(ValueError, match=r"'cut-trainer' is no kind of fault here; there are: kill"):
@@ -36,7 +36,7 @@ def test_kinds_are_chosen_by_name_or_by_what_is_done() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_member_hit_in_a_round_leaves_the_others_theirs(tmp_path: Path) -> None:
+def test_a_fault_of_one_member_does_not_affect_the_others(tmp_path: Path) -> None:
     kinds = [kind for kind in ONCE if kind in possible(permitted())]
     command = [sys.executable, "-m", "tests.sync_faults", "--rounds", str(len(kinds)), "--kinds", ",".join(kinds), "--seed", "5"]
     command += ["--members", "3", "--join-s", "4", "--transfer-s", "3", "--folder", str(tmp_path), "--json"]
@@ -44,4 +44,4 @@ def test_a_member_hit_in_a_round_leaves_the_others_theirs(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert (found["faults"], found["not_struck"], found["violations"]) == (len(kinds), 0, [])
-    assert found["compared"] >= 3 * found["rounds"], "members told what they hold after every round"
+    assert found["compared"] >= 3 * found["rounds"], "members reported their weights after every round"

@@ -1,4 +1,4 @@
-"""TLS to Redis and on the endpoints: untrusted peers are refused."""
+"""TLS to Redis and on the endpoints: untrusted peers are rejected."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def encrypted(certificates: Certificates, tmp_path: Path) -> Iterator[str]:
     process.stdout.close()
 
 
-async def test_redis_over_tls(encrypted: str, certificates: Certificates, renewed: Certificates, tmp_path: Path) -> None:
+async def test_redis_works_over_tls_with_renewed_certificates(
+    encrypted: str, certificates: Certificates, renewed: Certificates, tmp_path: Path
+) -> None:
     mounted = put(certificates, tmp_path)
     store = await Store.connect(encrypted, "tls", Login("secret", ca_file=str(mounted.authority)))
     try:
@@ -79,7 +81,7 @@ async def test_redis_over_tls(encrypted: str, certificates: Certificates, renewe
         pairs = [str(word) for pair in files.items() for word in pair]
         assert await store.client.execute_command("CONFIG", "SET", *pairs) in (b"OK", "OK", True)
         await store.client.client_kill_filter(_type="normal", skipme=False)
-        assert await store.run.state(), "a connection that is made anew trusts whom the file names now"
+        assert await store.run.state(), "a new connection trusts the authority now in the file"
         await store.restores.delete_run()
     finally:
         await store.close()
@@ -89,7 +91,9 @@ async def test_redis_over_tls(encrypted: str, certificates: Certificates, renewe
         await Store.connect(encrypted, "tls", Login("secret", ca_file="/dev/null"))
 
 
-def test_endpoints_over_tls(certificates: Certificates, renewed: Certificates, tmp_path: Path, server: RedisServer) -> None:
+def test_endpoints_work_over_tls_with_renewed_certificates(
+    certificates: Certificates, renewed: Certificates, tmp_path: Path, server: RedisServer
+) -> None:
     config = small_config(tmp_path, server, "run.name=tls")
     mounted = put(certificates, tmp_path)
     files = {"certificate_file": str(mounted.certificate), "key_file": str(mounted.key)}
@@ -126,7 +130,7 @@ def test_endpoints_over_tls(certificates: Certificates, renewed: Certificates, t
 
 
 def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> None:
-    """A certificate is renewed at the second attempt; the first did not match its key, which is logged once."""
+    """Renew a certificate at the second attempt; the first does not match its key, which is logged once."""
 
     def reached(trusted: Certificates) -> bool:
         with Client(url, "", str(trusted.authority)) as client:
@@ -145,10 +149,10 @@ def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> 
         put(after, folder)
         assert [reached(after), reached(before), reached(after)] == [True, False, True]
         assert [entry["event"] for entry in logs[1:]] == ["certificate renewed"]
-        assert kept.ready().ready, "the connection from before goes on"
+        assert kept.ready().ready, "the existing connection keeps working"
 
 
-async def test_a_certificate_without_its_key_is_an_error_with_its_remedy(
+async def test_a_certificate_without_its_key_is_an_error(
     certificates: Certificates, tmp_path: Path, server: RedisServer, store: Store
 ) -> None:
     with pytest.raises(ConfigError, match=r"api\.certificate_file .* set both"):

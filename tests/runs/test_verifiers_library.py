@@ -1,4 +1,4 @@
-"""A whole run with environments of the library verifiers, from PyPI: each version in a virtual environment of its own."""
+"""A whole run with environments of the library verifiers from PyPI, each version in its own virtual environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 NAMES = {"classic_single": "0.3.1", "classic_tools": "0.3.1", "v1_single": "0.4.0"}
-"""Environments, and the version of the library that each is made for."""
+"""Environments, and the library version that each is written for."""
 
 
 def test_environments_of_the_library_train(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,4 +1,4 @@
-"""The wheel has what the checkout has, and works in an environment that has never seen a checkout."""
+"""The wheel contains every file of the package, and works in an environment without a checkout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build it from a copy: setuptools writes into the folder."""
+    """Build it from a copy, as setuptools writes into the folder."""
     source = tmp_path_factory.mktemp("source")
     for name in run("git", "ls-files", *BUILT_FROM, cwd=ROOT).splitlines():
         if (ROOT / name).is_file():
@@ -43,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install it next to this environment's libraries, and return the programs' folder. This checkout is on no path there."""
+    """Install it with access to this environment's libraries, but not to the checkout; return the folder of its programs."""
     place = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place)
     python = place / "bin" / "python"
@@ -54,7 +54,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_it_has_every_file_of_the_package_and_says_what_it_is(wheel: Path) -> None:
+def test_the_wheel_has_every_file_and_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         names = set(packed.namelist())
         [about] = [name for name in names if name.endswith("METADATA")]
@@ -66,7 +66,7 @@ def test_it_has_every_file_of_the_package_and_says_what_it_is(wheel: Path) -> No
 
 
 @pytest.mark.slow
-def test_its_command_works_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+def test_the_command_works_without_a_checkout(installed: Path, tmp_path: Path) -> None:
     where = run(installed / "python", "-c", "import services; print(services.__path__[0])", cwd=tmp_path)
     assert where.startswith(str(installed.parent))
     assert run(installed / "grpo", "--version", cwd=tmp_path).startswith("grpo 0.1.0")
