@@ -1,4 +1,4 @@
-"""The REST endpoints every service has, over a real socket and a real Redis."""
+"""The REST endpoints that every service has, over a real socket and a real Redis."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Stor
     assert state.paused == {"trainer": "REST"}
 
 
-async def test_the_number_of_generators_is_a_request_that_reaches_redis(http: httpx.AsyncClient, store: Store) -> None:
+async def test_scaling_generators_is_a_request_stored_in_redis(http: httpx.AsyncClient, store: Store) -> None:
     assert is_problem(await http.post("/v1/fleet/generators", json={"replicas": 3}), 401)
     answer = await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 3})
     assert (answer.status_code, answer.json()) == (200, {"replicas": 3, "why": "REST", "waiting_for": ["3 more generators"]})
@@ -100,7 +100,7 @@ async def test_the_state_shows_run_and_pod(http: httpx.AsyncClient, store: Store
     assert (body["state"]["slots"], body["state"]["committed_step"]) == (8, -1)
 
 
-async def test_liveness_is_that_of_the_loops(http: httpx.AsyncClient, service: Service) -> None:
+async def test_liveness_follows_the_loops(http: httpx.AsyncClient, service: Service) -> None:
     async def body(_: Loop) -> None: ...
 
     loop = service.add_loop("leases", body, limit_s=5.0)
@@ -114,7 +114,7 @@ async def test_liveness_is_that_of_the_loops(http: httpx.AsyncClient, service: S
     assert {name: health["alive"] for name, health in answer.json()["loops"].items()} == {"leases": False, "notifications": True}
 
 
-async def test_readiness_says_why_not(http: httpx.AsyncClient, service: Service) -> None:
+async def test_readiness_reports_the_reason(http: httpx.AsyncClient, service: Service) -> None:
     assert (await http.get("/health/ready")).json() == {"ready": True, "phase": "ready", "why_not": ""}
     service.ready = lambda: "holds policy version 2, published is 3"
     answer = await http.get("/health/ready")
@@ -130,7 +130,7 @@ async def test_errors_have_one_shape(http: httpx.AsyncClient) -> None:
     assert "why" in long.json()["detail"]
 
 
-async def test_bodies_are_limited(http: httpx.AsyncClient) -> None:
+async def test_request_bodies_are_limited(http: httpx.AsyncClient) -> None:
     async def endless() -> AsyncIterator[bytes]:
         yield b"{}"
 
@@ -143,7 +143,7 @@ async def test_metrics_are_prometheus_text(http: httpx.AsyncClient) -> None:
     assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/plain")
 
 
-async def test_a_taken_port_is_an_error_with_its_remedy(service: Service, http: httpx.AsyncClient) -> None:
+async def test_a_port_in_use_is_an_error_with_a_remedy(service: Service, http: httpx.AsyncClient) -> None:
     taken = service.config.api.model_copy(update={"port": http.base_url.port})
     other = Service("generator", service.config.model_copy(update={"api": taken}), service.store, service.status)
     with pytest.raises(ConfigError, match=rf"api.port = {http.base_url.port}: .* choose another port, or 0"):
@@ -151,7 +151,7 @@ async def test_a_taken_port_is_an_error_with_its_remedy(service: Service, http: 
             pass
 
 
-def test_no_token_is_an_error_not_an_open_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_token_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRPO_API_TOKEN", raising=False)
     config = small_config(tmp_path)
     open_door = config.model_copy(update={"api": config.api.model_copy(update={"token_file": ""})})
@@ -168,9 +168,7 @@ async def _until_ready(store: Store) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
-    store: Store, server: RedisServer, tmp_path: Path
-) -> None:
+async def test_a_service_is_in_the_fleet_until_the_run_ends(store: Store, server: RedisServer, tmp_path: Path) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     await store.run.create("config", "data", 4, 8)
     async with open_service("generator", config, "generator-0") as service:
@@ -186,7 +184,7 @@ async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
     assert await store.fleet.members(5.0) == []
 
 
-async def test_a_pod_that_is_told_to_stop_waits_for_no_run(service: Service) -> None:
+async def test_a_stopped_pod_does_not_wait_for_a_run(service: Service) -> None:
     assert not await service.created(limit_s=0.01)
     waiting = asyncio.create_task(service.created())
     await asyncio.sleep(0)

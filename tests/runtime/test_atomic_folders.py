@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all, and damage is found."""
+"""Folders appear atomically, and damage is detected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _make(final: Path, content: bytes = b"weights") -> FolderManifest:
     return manifest
 
 
-def test_a_folder_appears_whole(tmp_path: Path) -> None:
+def test_a_folder_appears_atomically(tmp_path: Path) -> None:
     final = tmp_path / "new" / "folder"
     manifest = _make(final)
     assert atomic_folders.read_manifest(final) == manifest
@@ -28,7 +28,7 @@ def test_a_folder_appears_whole(tmp_path: Path) -> None:
     assert [path.name for path in final.parent.iterdir()] == ["folder"]
 
 
-def test_an_unfinished_folder_is_none_and_is_cleared(tmp_path: Path) -> None:
+def test_an_unfinished_folder_is_ignored_and_cleared(tmp_path: Path) -> None:
     partial = atomic_folders.begin(tmp_path / "folder")
     atomic_folders.write(partial / "rest", b"left by a crash")
     assert not (tmp_path / "folder").exists()
@@ -61,13 +61,13 @@ def test_a_damaged_or_missing_manifest_is_named(tmp_path: Path) -> None:
         atomic_folders.read_manifest(tmp_path / "absent")
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_location_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(FolderError, match="cannot be written: Not a directory; free space or make it writable"):
         atomic_folders.begin(tmp_path / "file" / "folder")
 
 
-def test_ranks_share_the_reading(tmp_path: Path) -> None:
+def test_ranks_share_the_hashing(tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / f"{number}").write_bytes(bytes([number]))
     shares = [atomic_folders.digests(tmp_path, share, 3) for share in range(3)]
@@ -75,7 +75,7 @@ def test_ranks_share_the_reading(tmp_path: Path) -> None:
     assert max(len(share) for share in shares) == 3
 
 
-def test_a_pointer_changes_in_one_step(tmp_path: Path) -> None:
+def test_a_pointer_is_replaced_atomically(tmp_path: Path) -> None:
     atomic_folders.replace(tmp_path / "latest", b"one")
     atomic_folders.replace(tmp_path / "latest", b"two")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]

@@ -1,4 +1,4 @@
-"""Why a process ended, from logs as real ones were: vLLM's, DeepSpeed's and ours."""
+"""The cause of a process's exit, from realistic logs of vLLM, DeepSpeed and our services."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ TypeError: 'NoneType' object is not callable
 """
 
 
-def test_an_error_that_points_above_gives_way_to_the_one_above() -> None:
+def test_an_error_that_refers_to_an_earlier_one_is_skipped() -> None:
     assert cause(ENGINE) == "ValueError: No available memory for the cache blocks."
 
 
-def test_what_a_service_reports_counts_more_than_what_follows() -> None:
+def test_a_services_own_error_precedes_later_tracebacks() -> None:
     log = "error: path of source 'main' is not a file\nTraceback (most recent call last):\n  File x\nOSError: [Errno 9] closed\n"
     assert cause(log) == "path of source 'main' is not a file"
 
 
-def test_tracebacks_of_warnings_are_no_cause() -> None:
+def test_tracebacks_of_warnings_are_not_causes() -> None:
     text = "Traceback (most recent call last):\n  File x\nTimeoutError: slow"
     recovered = json.dumps({"event": "loop failed, restarting it", "level": "warning", "exception": text})
     assert cause(f"{recovered}\n") == ""
@@ -41,7 +41,7 @@ def test_tracebacks_of_warnings_are_no_cause() -> None:
     assert cause("\x00\xff{not JSON\n{]\n") == ""
 
 
-def test_of_pydantics_errors_what_is_wrong_is_kept() -> None:
+def test_pydantic_errors_are_reduced_to_the_problem() -> None:
     said = (
         "vLLM rejects the configuration of the model or the generator: 1 validation error for VllmConfig\n"
         "  Value error, max_model_len (4096) is greater than 2048. [type=value_error, input_value=ArgsKwargs((), {})]\n"
@@ -52,12 +52,12 @@ def test_of_pydantics_errors_what_is_wrong_is_kept() -> None:
     assert cause(f"error: {said}\n") == expected
 
 
-def test_a_message_is_one_line_of_bounded_length() -> None:
+def test_a_message_is_one_bounded_line() -> None:
     assert one_line("CUDA out of memory.\n  Tried to\tallocate") == "CUDA out of memory. Tried to allocate"
     assert len(one_line("x" * 9999)) == LONGEST
 
 
-def test_of_several_ranks_the_one_that_says_what_failed_is_told() -> None:
+def test_the_most_telling_rank_is_reported() -> None:
     assert (
         most_telling(["RuntimeError: Connection closed by peer", "torch.OutOfMemoryError: 2 GiB"])
         == "torch.OutOfMemoryError: 2 GiB"

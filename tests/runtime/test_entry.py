@@ -1,6 +1,6 @@
-"""SIGTERM to a process that has begun nothing yet: it ends there and then, and says so; a service that is open decides itself.
+"""SIGTERM ends a process at once while it is still starting, with a message; a running service handles it itself.
 
-One that has done its work keeps its exit code. A Redis that comes late is waited for.
+A service that has done its work keeps its exit code. A Redis that starts late is awaited.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load(*_):
     subprocess.Popen(["sleep", "300"])
     print("loading", flush=True)
     while True:
-        time.sleep(0.1)  # a signal may reach another thread, and does not end the main thread's sleep then
+        time.sleep(0.1)  # a signal may reach another thread, which does not interrupt the main thread's sleep
 """
 GENERATOR = "from services.generator import __main__ as generator, pod\nfrom tests.support.scripted import ScriptedEngine\n"
 PROGRAMS = {
@@ -41,7 +41,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_ends_at_once_while_it_loads(program: str, server: RedisServer, store: Store, tmp_path: Path) -> None:
+def test_sigterm_ends_a_loading_process_at_once(program: str, server: RedisServer, store: Store, tmp_path: Path) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     save_tokenizer_folder(Path(config.model.path))
     (tmp_path / "resolved.toml").write_text(to_toml(config))
@@ -54,7 +54,7 @@ def test_it_ends_at_once_while_it_loads(program: str, server: RedisServer, store
             assert any(line == b"loading\n" for line in process.stdout)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == EXIT_UNLOADED
-            assert process.stdout.read() == b"", "what it had started has ended too"
+            assert process.stdout.read() == b"", "its child processes have exited, too"
             assert process.stderr is not None
             assert b"ended by SIGTERM while starting" in process.stderr.read().splitlines()[-1]
         finally:
@@ -68,22 +68,22 @@ from services.runtime import entry
 async def work(_):
     pass
 atexit.register(print, "over")
-atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # as a cluster does once the drain is over
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # as a cluster does after the drain
 entry.end_process(entry.main("web", work))
 """
 
 
-def test_a_signal_after_the_work_is_done_does_not_change_the_exit_code(tmp_path: Path) -> None:
+def test_a_signal_after_the_work_keeps_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "resolved.toml").write_text(to_toml(small_config(tmp_path, None)))
     environ = {**os.environ, "GRPO_CONFIG": str(tmp_path / "resolved.toml")}
     done = subprocess.run(
         [sys.executable, "-c", FINALIZING], env=environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "over", "what is registered for the end has run, and what it printed is there"
+    assert done.stdout.splitlines()[-1] == "over", "exit handlers have run, and their output is there"
 
 
-async def test_a_redis_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redis_that_starts_late_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "redis").mkdir()
     late = RedisServer(tmp_path / "redis")
     monkeypatch.setenv("GRPO_REDIS_PASSWORD", late.password)
@@ -91,7 +91,7 @@ async def test_a_redis_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch
     monkeypatch.setenv("GRPO_START_S", "60")
     connecting = asyncio.create_task(connect("web", config))
     done, _ = await asyncio.wait([connecting], timeout=1.5)
-    assert not done, "nobody listens there yet"
+    assert not done, "nothing listens there yet"
     try:
         await asyncio.to_thread(late.start)
         await (await asyncio.wait_for(connecting, 30)).close()
@@ -99,7 +99,7 @@ async def test_a_redis_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch
         late.kill()
 
 
-async def test_a_redis_that_does_not_come_ends_the_wait_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_redis_times_out_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path, None, "redis.url=redis://127.0.0.1:1/0")
     for seconds in ("", "1.5"):
         monkeypatch.setenv("GRPO_START_S", seconds)
@@ -110,7 +110,7 @@ async def test_a_redis_that_does_not_come_ends_the_wait_with_its_address(tmp_pat
         await connect("web", config)
 
 
-async def test_a_service_has_the_say_while_it_is_open(server: RedisServer, store: Store, tmp_path: Path) -> None:
+async def test_a_running_service_handles_sigterm_itself(server: RedisServer, store: Store, tmp_path: Path) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     before = signal.getsignal(signal.SIGTERM)
     with leaving_at_once():
@@ -122,7 +122,7 @@ async def test_a_service_has_the_say_while_it_is_open(server: RedisServer, store
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-async def test_a_generator_that_was_told_to_end_before_loads_nothing(
+async def test_a_generator_terminated_early_loads_nothing(
     server: RedisServer, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")

@@ -1,4 +1,4 @@
-"""No garbage is collected while a process imports."""
+"""Garbage collection is paused during imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from services.runtime import garbage_collection
 
 
-def test_collections_go_on_after_an_import_that_fails() -> None:
+def test_collection_resumes_after_a_failed_import() -> None:
     enabled: list[bool] = []
 
     @garbage_collection.paused()
@@ -22,7 +22,7 @@ def test_collections_go_on_after_an_import_that_fails() -> None:
     assert [*enabled, gc.isenabled()] == [False, True]
 
 
-def test_a_pause_within_a_pause_ends_nothing() -> None:
+def test_a_nested_pause_does_not_end_the_outer_one() -> None:
     with garbage_collection.paused():
         with garbage_collection.paused():
             pass

@@ -1,4 +1,4 @@
-"""One stream of JSON lines: ours, uvicorn's, vLLM's from each of its processes, those of packages with handlers of their own."""
+"""One stream of JSON lines: ours, uvicorn's, vLLM's from all its processes, and those of packages with their own handlers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 def lines_of(code: str, **environ: str) -> list[dict[str, Any]]:
-    """What a process that runs `code` after the preamble writes, every line of which must be JSON."""
+    """Events logged by a process that runs `code` after the preamble; every line must be JSON."""
     done = subprocess.run(
         [sys.executable, "-c", PREAMBLE + code], capture_output=True, text=True, check=True, env={**os.environ, **environ}
     )
@@ -31,7 +31,7 @@ def lines_of(code: str, **environ: str) -> list[dict[str, Any]]:
     return events
 
 
-def test_ours_the_standard_librarys_and_warnings() -> None:
+def test_our_logs_standard_logs_and_warnings_are_json() -> None:
     events = lines_of(
         """
 import warnings
@@ -54,7 +54,7 @@ log.info("strange", value=object())
     assert "object" in events[4]["value"]
 
 
-def test_what_is_bound_is_on_every_line_also_of_others_and_of_tasks_and_threads() -> None:
+def test_bound_context_is_on_every_line_in_tasks_and_threads() -> None:
     events = lines_of("""
 import asyncio, threading
 from services.runtime.portal import Portal
@@ -86,7 +86,7 @@ portal.close()
     assert [(event["event"], event.get("step")) for event in events[3:]] == [("portal", 7), ("thread", 7), ("after", None)]
 
 
-def test_uvicorns_lines_are_ours() -> None:
+def test_uvicorns_logs_are_json() -> None:
     events = lines_of("""
 import asyncio, uvicorn
 from fastapi import FastAPI
@@ -108,8 +108,8 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # it imports vLLM
-def test_vllms_lines_are_ours_also_in_the_processes_it_starts() -> None:
-    """Those know of us what the environment says; in this one its loggers have no handlers."""
+def test_vllms_logs_are_json_in_all_its_processes() -> None:
+    """Its child processes are configured by the environment; in this one its loggers have no handlers."""
     child = """
 import gc
 gc.disable()  # a quarter of the import's time
@@ -133,7 +133,7 @@ subprocess.run([sys.executable, "-c", {child!r}], check=True)
     ]  # fmt: skip
 
 
-def test_packages_with_handlers_of_their_own_are_adopted() -> None:
+def test_packages_with_their_own_handlers_are_adopted() -> None:
     events = lines_of("""
 import sys
 logger = logging.getLogger("DeepSpeed")

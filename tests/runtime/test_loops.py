@@ -1,4 +1,4 @@
-"""Supervised loops: failure, liveness, what ends a process; and cancellation that arrives."""
+"""Supervised loops: failures, liveness, fatal errors, and reliable cancellation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "LONGEST_PAUSE_S", 0.004)
 
 
-async def test_a_loop_that_fails_is_started_again() -> None:
+async def test_a_failed_loop_is_restarted() -> None:
     lives = []
 
     async def body(loop: Loop) -> None:
@@ -35,7 +35,7 @@ async def test_a_loop_that_fails_is_started_again() -> None:
 
 
 @pytest.mark.parametrize("error", [Fatal("engine dead"), ConfigError("key"), DifferentRun("name taken")])
-async def test_what_a_restart_cannot_mend_ends_the_process(error: Exception) -> None:
+async def test_fatal_errors_end_the_process(error: Exception) -> None:
     async def body(_: Loop) -> None:
         raise error
 
@@ -45,7 +45,7 @@ async def test_what_a_restart_cannot_mend_ends_the_process(error: Exception) -> 
     assert loop.failures == 0
 
 
-async def test_pauses_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restart_delays_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -73,8 +73,8 @@ def test_liveness_is_progress_within_the_limit() -> None:
     assert loop.alive
 
 
-async def test_tasks_that_talk_to_redis_end_when_cancelled(store: Store) -> None:
-    """redis-py sends under `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes as the send is done."""
+async def test_tasks_that_use_redis_can_be_cancelled(store: Store) -> None:
+    """redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives as the send ends."""
 
     async def talk() -> None:
         while True:

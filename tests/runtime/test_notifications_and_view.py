@@ -14,7 +14,7 @@ from services.runtime.notifications import Notifications
 from services.runtime.view import RunView
 from services.store import Store
 
-LIMIT_S = 30.0  # on a busy machine; a wait that nothing ends lasts twice as long
+LIMIT_S = 30.0  # on a busy machine; a wait that is never woken takes twice as long
 
 
 async def _nothing(_: Loop) -> None: ...
@@ -26,12 +26,12 @@ def unwatched(name: str) -> Loop:
 
 @pytest_asyncio.fixture
 async def notifications(store: Store) -> AsyncIterator[Notifications]:
-    """A notifications that is connected."""
+    """Connected notifications."""
     notifications = Notifications()
     wait = asyncio.create_task(notifications.wait("connected-yet", timeout=60.0))
     await asyncio.sleep(0)
     listening = asyncio.create_task(notifications.listen(store))
-    await wait  # a new connection rings everything that is waited for
+    await wait  # a new connection wakes all waiters
     yield notifications
     await end_tasks([listening])
 
@@ -42,20 +42,20 @@ async def waited(notifications: Notifications, *topics: str, timeout: float = 60
     return time.monotonic() - started
 
 
-async def test_a_change_in_redis_wakes_who_waits_for_it(store: Store, notifications: Notifications) -> None:
+async def test_a_change_in_redis_wakes_its_waiters(store: Store, notifications: Notifications) -> None:
     waiting = asyncio.create_task(waited(notifications, "control"))
     await asyncio.sleep(0.01)
     await store.run.create("config", "data", 4, 8)
     assert await waiting < LIMIT_S
 
 
-async def test_a_ring_before_the_wait_is_not_lost(notifications: Notifications) -> None:
+async def test_a_notification_before_the_wait_is_not_lost(notifications: Notifications) -> None:
     notifications.notify("tickets")
     assert await waited(notifications, "tickets", "version") < LIMIT_S
     assert await waited(notifications, "tickets", "version", timeout=0.05) >= 0.04  # it counted once
 
 
-async def test_a_ring_reaches_everybody_who_waits_for_its_topic(notifications: Notifications) -> None:
+async def test_a_notification_reaches_all_waiters_of_its_topic(notifications: Notifications) -> None:
     waiting = [asyncio.create_task(waited(notifications, "control", other)) for other in ("version", "tickets")]
     await asyncio.sleep(0)
     notifications.notify("control")
@@ -101,7 +101,7 @@ async def test_the_view_follows_the_run(store: Store, notifications: Notificatio
     await store.run.resume("generator")
     await store.run.stop("enough")
     await becomes(lambda: not view.paused and view.state is not None and view.state.stopping == "enough")
-    assert not view.ended  # asked to stop is not ended: the trainer still saves
+    assert not view.ended  # a requested stop is not the end: the trainer still saves
     await store.run.finish("trained 4 of 4 steps")
     await becomes(lambda: view.ended)
     await end_tasks([following])

@@ -1,4 +1,4 @@
-"""A free port stays free until the server that it is meant for has started."""
+"""A free port stays reserved until its server has started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.runtime.process_tools import free_port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_a_port_is_given_to_nobody_else_and_its_server_may_have_it(host: str) -> None:
+def test_a_free_port_is_reserved_for_its_server(host: str) -> None:
     ports = {free_port(host) for _ in range(50)}
     assert len(ports) == 50
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A pod of a run that is over: it stays, idle, until it is told to end or the run goes back to a checkpoint."""
+"""A pod of a finished run stays idle until it is terminated or the run is restored to a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config(store: Store, server: RedisServer, tmp_path: Path) -> RunConfig:
     return small_config(tmp_path, server, f"run.name={store.keys.name}", f"api.port={free_port()}")
 
 
-async def test_a_run_that_goes_on_is_not_rested_from(config: RunConfig, store: Store) -> None:
+async def test_a_pod_of_an_unfinished_run_does_not_rest(config: RunConfig, store: Store) -> None:
     given = Arguments(config, "generator-0", stay=True)
     assert not await rest("generator", given)  # there is no run yet
     await store.run.create("config", "data", 4, 8)
@@ -30,7 +30,7 @@ async def test_a_run_that_goes_on_is_not_rested_from(config: RunConfig, store: S
     assert not await rest("generator", Arguments(config, "generator-0"))  # without --stay the process ends
 
 
-async def test_it_is_ready_while_it_is_idle_and_goes_on_with_the_run(
+async def test_an_idle_pod_is_ready_and_resumes_with_the_run(
     config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.runtime.entry.REST_POLL_S", 0.05)
@@ -53,7 +53,7 @@ async def test_it_is_ready_while_it_is_idle_and_goes_on_with_the_run(
     assert await asyncio.wait_for(resting, 60) is False
 
 
-async def test_it_is_reached_by_the_address_that_the_cluster_gave_it(
+async def test_a_pod_announces_the_address_given_by_the_cluster(
     config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anywhere = config.model_copy(update={"api": config.api.model_copy(update={"host": "0.0.0.0"})})

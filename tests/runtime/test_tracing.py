@@ -1,4 +1,4 @@
-"""Traces cost nothing when nobody asks for them, and hold nothing up when they cannot be sent."""
+"""Traces cost nothing when disabled, and block nothing when they cannot be sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.collector import collecting
 from tests.support.harness import small_config, wait_until
 
 
-def test_off_by_default_and_then_nothing_is_imported_or_kept(tmp_path: Path) -> None:
+def test_tracing_is_off_by_default_and_then_costs_nothing(tmp_path: Path) -> None:
     made = open_tracing(small_config(tmp_path), "trainer", "trainer-0")
     assert type(made) is TraceRecorder
     assert made.begin() == ""
@@ -49,7 +49,7 @@ async def test_spans_arrive_as_one_trace(tmp_path: Path) -> None:
     assert (generated.attributes, generated.service, generated.pod) == ({"grpo.tokens": 5}, "grpo-dataprep", "dataprep-0")
 
 
-def test_a_share_of_the_groups_gets_a_trace(tmp_path: Path) -> None:
+def test_only_a_share_of_groups_is_traced(tmp_path: Path) -> None:
     with collecting() as collector:
         config = small_config(tmp_path, None, f"tracing.endpoint={collector.url}", "tracing.share=0.2")
         made = OtlpTracing(config, "dataprep", "dataprep-0")
@@ -58,7 +58,7 @@ def test_a_share_of_the_groups_gets_a_trace(tmp_path: Path) -> None:
     assert 250 < begun[True] < 550
 
 
-def test_a_collector_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_collector_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "QUEUED", 100)
     monkeypatch.setattr(tracing, "CLOSE_S", 0.5)
     with black_hole() as (url, _):
@@ -72,9 +72,9 @@ def test_a_collector_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: py
         assert made.counts["sent"] == 0
 
 
-async def test_spans_that_a_collector_refuses_are_counted_and_the_reason_is_logged_once(tmp_path: Path) -> None:
+async def test_failed_spans_are_counted_and_logged_once(tmp_path: Path) -> None:
     with collecting() as collector, capture_logs() as logs:
-        wrong = collector.url.replace("127.0.0.1", "127.0.0.2")  # nobody listens there
+        wrong = collector.url.replace("127.0.0.1", "127.0.0.2")  # nothing listens there
         made = OtlpTracing(small_config(tmp_path, None, f"tracing.endpoint={wrong}"), "trainer", "trainer-0")
         for count in (1, 2):
             made.record("train", made.begin(), 0.0)
@@ -86,7 +86,7 @@ async def test_spans_that_a_collector_refuses_are_counted_and_the_reason_is_logg
     assert warning["error"]
 
 
-def test_a_missing_package_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path, None, "tracing.endpoint=http://collector:4318/v1/traces")
     check_tracing(config)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
