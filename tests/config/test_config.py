@@ -1,4 +1,4 @@
-"""The configuration: three sources, one meaning; every fault is a line that names the key, the value and the remedy."""
+"""The configuration: three sources, one meaning; every problem is one line that names the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def fault(file: Path, *overrides: str, **environ: str) -> str:
     return str(caught.value)
 
 
-def test_the_smallest_file_is_a_whole_run(file: Path) -> None:
+def test_the_smallest_file_is_a_complete_run(file: Path) -> None:
     config = settings(file)
     assert (config.run.name, config.sampling.group_size, config.slots) == ("run", 8, 2 * 16)
     assert config.max_sequence_tokens == 1024 + 512
 
 
-def test_environment_beats_file_and_command_line_beats_both(file: Path) -> None:
+def test_command_line_overrides_environment_overrides_file(file: Path) -> None:
     file.write_text("[run]\nsteps = 1\nseed = 1\nname = 'a'\n" + SMALLEST)
     config = settings(file, "run.steps=3", GRPO__RUN__STEPS="2", GRPO__RUN__SEED="2")
     assert (config.run.steps, config.run.seed, config.run.name) == (3, 2, "a")
 
 
-def test_values_need_no_quotes_and_have_the_types_of_toml(file: Path) -> None:
+def test_values_need_no_quotes_and_have_toml_types(file: Path) -> None:
     config = settings(
         file, "run.name=my-run", "optimizer.learning_rate=3e-5", "data.shuffle=false", 'sampling.stop=["a", "b"]',
         "verifiers.0.weight=0.5", "generator.engine_options.dtype=float32", GRPO__DATA__SYSTEM_PROMPT="be brief = yes",
@@ -76,7 +76,7 @@ def test_values_need_no_quotes_and_have_the_types_of_toml(file: Path) -> None:
     assert config.data.system_prompt == "be brief = yes"
 
 
-def test_other_environment_variables_have_no_say(file: Path) -> None:
+def test_other_environment_variables_are_ignored(file: Path) -> None:
     assert settings(file, GRPO_CONFIG="x", GRPO_REDIS_PASSWORD="y", PATH="/bin") == settings(file)
 
 
@@ -86,9 +86,7 @@ def test_other_environment_variables_have_no_say(file: Path) -> None:
     [("run.stepz", "steps"), ("optimizer.learning_rates", "learning_rate"), ("verifiers.0.wieght", "weight"),
      ("smapling.seed", "sampling")],
 )  # fmt: skip
-def test_an_unknown_key_is_refused_with_the_nearest_name_wherever_it_stands(
-    file: Path, source: str, key: str, nearest: str
-) -> None:
+def test_unknown_keys_are_rejected_with_the_nearest_name(file: Path, source: str, key: str, nearest: str) -> None:
     if source == "command line":
         message = fault(file, f"{key}=1")
     elif source == "environment":
@@ -105,23 +103,23 @@ def test_an_unknown_key_is_refused_with_the_nearest_name_wherever_it_stands(
     assert f"is not a known key; did you mean {nearest!r}?" in message
 
 
-def test_an_unknown_key_of_a_source_is_compared_with_what_that_source_knows(file: Path) -> None:
+def test_unknown_keys_of_a_source_are_compared_with_its_kind(file: Path) -> None:
     message = fault(file, "data.sources.0.promt_field=q")
     assert "data.sources.0.promt_field = 'q' is not a known key; did you mean 'prompt_field'?" in message
 
 
-def test_the_old_key_of_the_only_source_is_refused_with_what_to_write_instead(file: Path) -> None:
+def test_the_former_key_data_source_is_rejected_with_a_remedy(file: Path) -> None:
     file.write_text(SMALLEST.replace("[[data.sources]]", "[data.source]"))
     for message in (fault(file), fault(file, "data.source.path=x")):
         assert "data.source is now a list, data.sources: write [[data.sources]] for [data.source]" in message
 
 
 @pytest.mark.parametrize("key", REPLACED.keys() - {"data.source"})
-def test_a_key_of_an_older_version_is_refused_with_what_to_do_instead(file: Path, key: str) -> None:
+def test_keys_of_older_versions_are_rejected_with_a_remedy(file: Path, key: str) -> None:
     assert fault(file, f"{key}=1").endswith(f": {key} = 1 {REPLACED[key]}")
 
 
-def test_a_completion_is_solved_by_its_source_s_verifiers_that_can_tell(file: Path) -> None:
+def test_only_verifiers_that_can_decide_have_thresholds(file: Path) -> None:
     verifiers = (
         '[{kind="exact", weight=2}, {kind="math", solved_at=0.5, sources=["b"]}, {kind="regex", pattern="!", weight=-1}, '
         '{kind="length", soft_tokens=8}, {kind="python", function="m:f"}, {kind="python", function="m:f", range=[-2, 3]}]'
@@ -135,12 +133,12 @@ def test_a_completion_is_solved_by_its_source_s_verifiers_that_can_tell(file: Pa
     ("name", "meant"),
     [("GRPO_RUN_STEPS", "GRPO__RUN__STEPS"), ("GRPO_SAMPLING_TEMPRATURE", "GRPO__SAMPLING__TEMPERATURE")],
 )
-def test_a_variable_that_only_looks_like_a_key_is_refused(file: Path, name: str, meant: str) -> None:
+def test_a_variable_that_only_looks_like_a_key_is_rejected(file: Path, name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"environment variable {name} is not read: did you mean {meant}"):
         load(file, environ={name: "1"})
 
 
-def test_variables_of_services_are_no_keys(file: Path) -> None:
+def test_variables_of_services_are_not_keys(file: Path) -> None:
     ours = (
         "GRPO_API_TOKEN",
         "GRPO_API_READ_TOKEN",
@@ -156,7 +154,7 @@ def test_variables_of_services_are_no_keys(file: Path) -> None:
     assert load(file, environ=dict.fromkeys(ours, "x")) == load(file, environ={})
 
 
-def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
+def test_a_name_without_a_near_match_lists_the_valid_ones(file: Path) -> None:
     assert "fleet.xyzzy = 1 is not a known key; valid: scaling, ttl_s" in fault(file, "fleet.xyzzy=1")
 
 
@@ -177,18 +175,18 @@ def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
         ("run=1", "run = 1: "),
     ],
 )
-def test_a_wrong_value_names_key_value_and_what_is_expected(file: Path, override: str, message: str) -> None:
+def test_an_invalid_value_names_key_value_and_expectation(file: Path, override: str, message: str) -> None:
     assert message in fault(file, override)
 
 
-def test_all_faults_are_named_at_once(file: Path) -> None:
+def test_all_problems_are_named_at_once(file: Path) -> None:
     file.write_text("[run]\nsteps = 0\n[fleet]\nttl = 3\n")
     message = fault(file)
     for part in ("run.steps = 0", "fleet.ttl = 3", "section [model]", "section [data]"):
         assert part in message
 
 
-def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     assert "nowhere.toml does not exist" in fault(tmp_path / "nowhere.toml")
     assert "cannot be read" in fault(tmp_path)
     (tmp_path / "bad.toml").write_text("[run\n")
@@ -281,7 +279,7 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_work_together_is_refused_before_anything_starts(file: Path, overrides: list[str], message: str) -> None:
+def test_incompatible_settings_are_rejected(file: Path, overrides: list[str], message: str) -> None:
     assert message in fault(file, *overrides)
 
 
@@ -304,9 +302,7 @@ def test_the_edge_of_every_rule_is_allowed(file: Path, overrides: list[str]) -> 
     assert settings(file, *overrides) != settings(file)
 
 
-def test_the_resolved_configuration_reads_back_equal_whatever_the_environment(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_resolved_configuration_round_trips(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(
         file, "data.sources.0.answer_pattern='####\\s*(.+)'", 'sampling.stop=["\\n", "é"]', "generator.engine_options.a={b=[1,2]}"
     )  # fmt: skip
@@ -316,10 +312,10 @@ def test_the_resolved_configuration_reads_back_equal_whatever_the_environment(
     assert load_resolved(resolved) == config
     assert to_toml(load_resolved(resolved)) == to_toml(config)
     keys = tomllib.loads(resolved.read_text())
-    assert keys.keys() == RunConfig.model_fields.keys(), "nothing is left to a default of another version"
+    assert keys.keys() == RunConfig.model_fields.keys(), "every key is written, so no other version's default applies"
 
 
-def test_a_run_with_an_engine_option_that_was_accepted_stays_readable(file: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_formerly_accepted_option_stays_readable(file: Path, tmp_path: Path) -> None:
     tree = tomllib.loads(to_toml(settings(file)))
     tree["generator"]["engine_options"] = {"max_model_len": 96}
     resolved = tmp_path / "resolved.toml"
@@ -329,7 +325,7 @@ def test_a_run_with_an_engine_option_that_was_accepted_stays_readable(file: Path
         load(resolved, [], environ={})
 
 
-def test_the_digest_is_that_of_the_run_and_not_of_its_addresses(file: Path) -> None:
+def test_the_digest_covers_the_run_but_not_its_addresses(file: Path) -> None:
     config = settings(file)
     assert digest(config) == digest(settings(file, "redis.url=redis://elsewhere:1/0", "api.port=7"))
     assert digest(config) != digest(settings(file, "run.seed=7"))
@@ -339,7 +335,7 @@ def test_the_digest_is_that_of_the_run_and_not_of_its_addresses(file: Path) -> N
     assert len(digest(config)) == 16
 
 
-def test_shards_are_part_of_what_a_run_is_and_without_them_it_is_what_it_was(file: Path) -> None:
+def test_shards_change_the_digest_only_if_set(file: Path) -> None:
     alone, spread = settings(file), settings(file, "redis.payload_shards=3")
     assert len({digest(alone), digest(spread), digest(settings(file, "redis.payload_shards=4"))}) == 3
     assert digest(spread) == digest(settings(file, "redis.payload_shards=3", "redis.url=redis://elsewhere:1/0"))
@@ -370,13 +366,13 @@ def test_every_key_and_section_is_documented() -> None:
             assert helps[name].endswith("."), f"{section.__name__}.{name}"
 
 
-def test_a_loaded_configuration_does_not_change(file: Path) -> None:
+def test_a_loaded_configuration_is_frozen(file: Path) -> None:
     config = settings(file)
     with pytest.raises(ValueError, match="frozen"):
         config.run.steps = 3  # type: ignore[misc]
 
 
-def test_the_protocol_loads_nothing_heavy() -> None:
+def test_store_and_config_import_nothing_heavy() -> None:
     code = (
         "import sys, services.store, services.config;"
         "print(*{'torch', 'vllm', 'deepspeed', 'transformers', 'tokenizers', 'fastapi', 'pyarrow', 'rich'} & sys.modules.keys())"
@@ -384,7 +380,7 @@ def test_the_protocol_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 
-def test_rows_hold_the_longest_segment_of_an_environment_unless_they_are_set(file: Path) -> None:
+def test_row_tokens_default_to_the_longest_segment(file: Path) -> None:
     config = load(file, [*LENGTHS, *TURNS, "model.max_tokens=9000"], environ={})
     assert (config.trainer.row_tokens, config.max_sequence_tokens) == (9000, 1536)
     assert load(file, [*LENGTHS, "model.max_tokens=9000"], environ={}).trainer.row_tokens == 4096

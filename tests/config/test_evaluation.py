@@ -1,4 +1,4 @@
-"""The `evaluation` section: what cannot work is refused with key, value and remedy; which versions are evaluated."""
+"""The `evaluation` section: invalid settings are rejected with key, value and remedy; which versions are evaluated."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def test_a_round_trip_keeps_the_section(tmp_path: Path) -> None:
         (["generator.count=1"], r"min_training_generators = 1 leaves none of generator\.count = 1 .* raise generator\.count"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_invalid_settings_are_rejected_with_a_remedy(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         evaluating(tmp_path, *overrides)
 
 
-def test_the_only_generator_may_evaluate_where_the_user_says_so(tmp_path: Path) -> None:
+def test_the_only_generator_may_evaluate_if_configured(tmp_path: Path) -> None:
     assert evaluating(tmp_path, "generator.count=1", "evaluation.min_training_generators=0").evaluation.every_steps == 10
 
 
-def test_completions_may_be_longer_than_those_of_training(tmp_path: Path) -> None:
+def test_evaluation_completions_may_be_longer(tmp_path: Path) -> None:
     assert evaluating(tmp_path, "evaluation.max_tokens=40").evaluation.max_tokens == 40
 
 

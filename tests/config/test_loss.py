@@ -1,4 +1,4 @@
-"""The loss: what contradicts itself, or would be read by nothing, is refused with the key, the value and the remedy."""
+"""The loss: contradictory or unused settings are rejected with the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def configured(folder: Path, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("key", CLIPS)
 @pytest.mark.parametrize("policy", [*(policy for policy in POLICIES if policy != "dr_grpo"), "mine.losses:own"])
-def test_a_key_that_the_policy_loss_does_not_read_is_refused_and_the_others_are_taken(
-    tmp_path: Path, policy: str, key: str
-) -> None:
+def test_keys_unused_by_the_policy_loss_are_rejected(tmp_path: Path, policy: str, key: str) -> None:
     changes = [f"loss.policy={policy}", f"loss.{key}={CHANGED[key]}"]
     if key in POLICIES.get(policy, CLIPS):
         assert str(getattr(configured(tmp_path, *changes).loss, key)) == CHANGED[key]
@@ -53,7 +51,7 @@ def test_a_key_that_the_policy_loss_does_not_read_is_refused_and_the_others_are_
         (["loss.entropy_coefficient=-1"], "loss.entropy_coefficient = -1: input should be greater than or equal to 0"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_invalid_settings_are_rejected(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         configured(tmp_path, *overrides)
     assert message in str(raised.value)
@@ -68,7 +66,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, overrides: list[str], messa
         ["loss.correction_sequence_mask=[0.5,2]", "loss.correction_variation_mask=0.2", "loss.entropy_coefficient=0.01"],
     ],
 )  # fmt: skip
-def test_what_can_is_taken_and_survives_being_written(tmp_path: Path, overrides: list[str]) -> None:
+def test_valid_settings_round_trip(tmp_path: Path, overrides: list[str]) -> None:
     config = configured(tmp_path, *overrides)
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert load_resolved(tmp_path / "resolved.toml") == config
@@ -85,15 +83,13 @@ def test_what_can_is_taken_and_survives_being_written(tmp_path: Path, overrides:
         (["loss.old=behaviour", "trainer.mini_batches=2"], "behaviour"),
     ],
 )
-def test_by_default_the_ratio_of_an_asynchronous_run_starts_from_the_generators(
-    tmp_path: Path, overrides: list[str], old: str
-) -> None:
+def test_asynchronous_runs_default_to_old_behaviour(tmp_path: Path, overrides: list[str], old: str) -> None:
     config = configured(tmp_path, *overrides)
     assert config.loss.old == old
     assert config.loss.from_behaviour == (old == "behaviour")
 
 
-def test_gspo_starts_from_the_bounds_and_the_mean_of_its_paper(tmp_path: Path) -> None:
+def test_gspo_defaults_to_the_papers_bounds_and_mean(tmp_path: Path) -> None:
     loss = configured(tmp_path, "loss.policy=gspo").loss
     assert (loss.clip_low, loss.clip_high, loss.denominator) == (3e-4, 4e-4, "sequence")
     loss = configured(tmp_path, "loss.policy=gspo", "loss.clip_low=0.1", "loss.denominator=token").loss
@@ -101,13 +97,13 @@ def test_gspo_starts_from_the_bounds_and_the_mean_of_its_paper(tmp_path: Path) -
     assert configured(tmp_path, "loss.policy=dapo").loss.clip_low == 0.2
 
 
-def test_the_limit_of_the_engines_gap_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
+def test_correction_max_gap_may_change_on_resume(tmp_path: Path) -> None:
     one, other = (configured(tmp_path, f"loss.correction_max_gap={limit}") for limit in (0.1, 0.2))
     assert digest(one) == digest(other)
     assert digest(one) != digest(configured(tmp_path, "loss.clip_low=0.1"))
 
 
-def test_the_ratio_starts_from_the_generators_where_it_is_said_and_for_dppo() -> None:
+def test_dppo_and_old_behaviour_use_the_generators_logprobs() -> None:
     assert [Loss(old="behaviour").from_behaviour, Loss(policy="dppo").from_behaviour, Loss().from_behaviour] == [
         True,
         True,

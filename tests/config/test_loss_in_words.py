@@ -1,4 +1,4 @@
-"""A run says at its start what its loss comes to, and what it says is what the formulas give."""
+"""A run describes its effective loss at the start, in agreement with the formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _words(**sections: Any) -> str:
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
-def test_a_ratio_of_one_is_said_and_makes_all_policy_losses_equal(policy: str) -> None:
+def test_a_ratio_of_one_is_stated_and_makes_all_losses_equal(policy: str) -> None:
     words = _words(loss={"policy": policy, "old": "recompute", "denominator": "sequence"})
     assert "The ratio is exactly 1" in words
     assert f'loss.policy = "{policy}" is that of -A log p' in words
@@ -35,7 +35,7 @@ def test_a_ratio_of_one_is_said_and_makes_all_policy_losses_equal(policy: str) -
     torch.testing.assert_close(*gradients)
 
 
-def test_what_the_ratio_is_taken_to_is_said() -> None:
+def test_the_reference_of_the_ratio_is_stated() -> None:
     assert "to the policy that sampled the token" in _words(loss={"policy": "dapo"})
     assert "to the policy that sampled the token" in _words(loss={"policy": "dppo"}, admission={"max_staleness": 0})
     words = _words(loss={"policy": "dapo"}, trainer={"mini_batches": 4})
@@ -48,11 +48,11 @@ def test_what_the_ratio_is_taken_to_is_said() -> None:
 @pytest.mark.parametrize(("policy", "denominator", "said"), [("grpo", "token", True), ("grpo", "sequence", False),
                                                              ("gspo", "token", True), ("gspo", "sequence", False),
                                                              ("dapo", "token", False)])  # fmt: skip
-def test_a_mean_other_than_the_papers_is_said(policy: str, denominator: str, said: bool) -> None:
+def test_a_mean_that_differs_from_the_paper_is_stated(policy: str, denominator: str, said: bool) -> None:
     assert ("whereas the" in _words(loss={"policy": policy, "denominator": denominator})) == said
 
 
-def test_clip_bounds_other_than_the_papers_are_said() -> None:
+def test_clip_bounds_that_differ_from_the_paper_are_stated() -> None:
     assert "whereas the" not in _words(loss={"policy": "gspo"})
     words = _words(loss={"policy": "gspo", "clip_low": 0.2})
     assert "loss.clip_low = 0.2, whereas the GSPO paper has 0.0003." in words
@@ -69,5 +69,5 @@ def test_clip_bounds_other_than_the_papers_are_said() -> None:
         ({"policy": "mine.losses:own", "old": "recompute"}, 1, True),
     ],
 )
-def test_where_clip_bounds_can_act(loss: dict[str, Any], mini_batches: int, active: bool) -> None:
+def test_clip_bounds_act_only_on_changing_ratios(loss: dict[str, Any], mini_batches: int, active: bool) -> None:
     assert clips(make_config(Path("m"), loss=loss), mini_batches) == active

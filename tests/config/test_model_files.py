@@ -1,4 +1,4 @@
-"""A model's folder is refused for what its own files say, before anything is loaded."""
+"""A model's folder is checked by its own files before anything is loaded."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def _config(folder: Path, width: int = 1) -> RunConfig:
     ("vocabulary", "added", "largest"),
     [(TOKENS, None, 7), (TOKENS, [9, 4], 9), ([["a", 0.0], ["b", -1.0]], [], 1), ({}, None, -1)],
 )
-def test_largest_token_id(vocabulary: Any, added: list[int] | None, largest: int, tmp_path: Path) -> None:
+def test_the_largest_token_id_is_found(vocabulary: Any, added: list[int] | None, largest: int, tmp_path: Path) -> None:
     _write(tmp_path, CONFIG, vocabulary, added)
     assert largest_token_id(tmp_path) == largest
 
 
 @pytest.mark.parametrize("config", [CONFIG, {"text_config": CONFIG}])
-def test_a_vocabulary_that_is_too_small_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_vocabulary_that_is_too_small_is_rejected(config: dict[str, Any], tmp_path: Path) -> None:
     check_model(_write(tmp_path, config, TOKENS, [9]))
     with pytest.raises(ConfigError, match=r"model\.path = .* token ids up to 10, but config\.json has vocab_size = 10: use the"):
         check_model(_write(tmp_path, config, TOKENS, [10]))
 
 
 @pytest.mark.parametrize(("width", "fits"), [(1, True), (2, True), (4, True), (3, False), (16, False)])
-def test_sequence_parallelism_needs_heads_to_share_out(width: int, fits: bool, tmp_path: Path) -> None:
+def test_sequence_parallelism_must_divide_the_heads(width: int, fits: bool, tmp_path: Path) -> None:
     _write(tmp_path, CONFIG, TOKENS)
     if fits:
         check_model(_config(tmp_path, width))
@@ -70,7 +70,7 @@ def test_adapters_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     check_model(config)
 
 
-def test_what_is_not_there_is_not_judged(tmp_path: Path) -> None:
+def test_missing_files_are_not_checked(tmp_path: Path) -> None:
     check_model(_config(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
@@ -78,7 +78,7 @@ def test_what_is_not_there_is_not_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "runs/a/model", "~/model", "a b"])
-def test_a_path_that_is_not_there_is_no_hub_name(path: str) -> None:
+def test_a_missing_path_is_not_taken_for_a_hub_name(path: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a folder .* cannot be the name of a model on the hub"):
         check_path(path)
 

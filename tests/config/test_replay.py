@@ -1,4 +1,4 @@
-"""Replay: every combination makes a run that goes on, or is refused with the key, the value and the remedy."""
+"""Replay: every combination either works or is rejected with the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def configured(folder: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(("sampler", "remover"), list(product(SAMPLERS, REMOVERS)))
-def test_every_sampler_goes_with_every_remover(tmp_path: Path, sampler: str, remover: str) -> None:
+def test_every_sampler_works_with_every_remover(tmp_path: Path, sampler: str, remover: str) -> None:
     config = configured(tmp_path, f"replay.sampler={sampler}", f"replay.remover={remover}", "replay.max_uses=2")
     assert (config.replay.sampler, config.replay.remover) == (sampler, remover)
 
@@ -42,7 +42,7 @@ def test_every_sampler_goes_with_every_remover(tmp_path: Path, sampler: str, rem
         (["replay.sampler=random"], "replay.sampler = 'random'"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_invalid_combinations_are_rejected_with_the_reason(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *overrides)
     assert message in str(caught.value)

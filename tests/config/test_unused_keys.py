@@ -1,4 +1,4 @@
-"""Keys that nothing reads in a combination: what is set for nothing is refused with key, value and remedy, a default never."""
+"""Keys without effect in a combination are rejected with key, value and remedy, unless set to their default."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
     ("tracing.share=0.5", [], "without tracing.endpoint: set tracing.endpoint", ["tracing.endpoint='http://h:1'"]),
 ]
-"""A key and its value; with what nothing reads it; what is said of that; with what it is read."""
+"""A key and its value; settings under which it has no effect; the message; settings under which it has an effect."""
 
 
 @pytest.mark.parametrize(("given", "beside", "why", "cure"), UNREAD)
-def test_a_key_that_nothing_reads_is_refused_and_its_remedy_helps(
+def test_a_key_without_effect_is_rejected_with_a_working_remedy(
     tmp_path: Path, given: str, beside: list[str], why: str, cure: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -69,7 +69,7 @@ def test_a_key_that_nothing_reads_is_refused_and_its_remedy_helps(
     assert load_resolved(tmp_path / "resolved.toml") == config
 
 
-def test_without_rounds_every_key_of_evaluation_is_named_at_once(tmp_path: Path) -> None:
+def test_without_evaluation_all_its_keys_are_named_at_once(tmp_path: Path) -> None:
     values = dict.fromkeys(Evaluation.model_fields.keys() - {"every_steps"}, "7")
     values |= {"sources": "[{kind='jsonl', path='h', name='held'}]", "ks": "[2]", "top_p": "0.5"}
     with pytest.raises(ConfigError) as caught:
@@ -79,12 +79,12 @@ def test_without_rounds_every_key_of_evaluation_is_named_at_once(tmp_path: Path)
     assert str(caught.value).count("has no effect with evaluation.every_steps = 0: set evaluation.every_steps, or") == len(values)
 
 
-def test_a_default_that_nothing_reads_is_no_error_even_written_out(tmp_path: Path) -> None:
+def test_a_default_without_effect_is_not_an_error(tmp_path: Path) -> None:
     overrides = (UNIFORM, "admission.overtake_deadline_s=600", "evaluation.samples=1", "sync.folder=")
     assert configured(tmp_path, *overrides) == configured(tmp_path, UNIFORM)
 
 
-def test_the_remedy_can_be_followed_from_the_command_line(tmp_path: Path) -> None:
+def test_the_remedy_works_on_the_command_line(tmp_path: Path) -> None:
     given = ("loss.kl_estimator=k1_weighted", "loss.kl_beta=0")
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *given)
@@ -92,8 +92,8 @@ def test_the_remedy_can_be_followed_from_the_command_line(tmp_path: Path) -> Non
     assert configured(tmp_path, *given, "loss.kl_estimator=k3") == configured(tmp_path, "loss.kl_beta=0")
 
 
-def test_a_run_that_was_begun_with_keys_that_nothing_reads_is_seen_and_taken_up(tmp_path: Path) -> None:
-    """An older version took them."""
+def test_an_old_run_with_unused_keys_can_be_resumed(tmp_path: Path) -> None:
+    """An older version accepted them."""
     config = configured(tmp_path, "loss.kl_beta=0")
     begun = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k1_weighted"})})
     resolved = tmp_path / "resolved.toml"
@@ -106,8 +106,8 @@ def test_a_run_that_was_begun_with_keys_that_nothing_reads_is_seen_and_taken_up(
         load(resolved, ["loss.kl_estimator=k2"], environ={}, before=lambda given: begun)
 
 
-def test_what_is_said_of_endpoints_is_read_where_somebody_else_ends_their_tls(tmp_path: Path) -> None:
-    """By `grpo --api URL`, e.g. at an ingress whose certificate a private authority signed."""
+def test_client_tls_keys_are_allowed_without_certificates(tmp_path: Path) -> None:
+    """`grpo --api URL` reads them, for example behind an ingress with a certificate from a private authority."""
     api = configured(tmp_path, "api.ca_file=ca.pem", "api.server_name=pods").api
     assert (api.ca_file, api.server_name) == ("ca.pem", "pods")
 
@@ -115,5 +115,5 @@ def test_what_is_said_of_endpoints_is_read_where_somebody_else_ends_their_tls(tm
 @pytest.mark.parametrize(
     "path", [*sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/config.toml")), "docker/compose.toml"]
 )
-def test_the_examples_set_nothing_in_vain(path: str) -> None:
+def test_the_examples_set_no_key_without_effect(path: str) -> None:
     assert load(ROOT / path, environ={}).run.name == tomllib.loads((ROOT / path).read_text())["run"]["name"]
