@@ -28,7 +28,7 @@ AXE = """async () => {
 
 
 def why_not() -> str:
-    """Return why there is no browser here; empty: there is one."""
+    """Return why no browser is available, or an empty string."""
     try:
         import playwright.sync_api  # noqa: F401
     except ImportError:
@@ -101,6 +101,6 @@ def settle(page: Any) -> None:
 
 
 def a_sample(http: Any) -> str:
-    """Return the name of a trained completion of the sample log, as the page's address has it."""
+    """Return the name of a trained completion in the sample log, as used in the page's address."""
     rows = http.get("/v1/console/samples", params={"where": "outcome == 'trained'"}).json()["rows"]
     return "~".join(str(rows[0][name]) for name in ("payload", "step", "outcome", "sample")) if rows else ""

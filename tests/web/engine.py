@@ -1,4 +1,4 @@
-"""A scripted engine with readable completions: sums, right more often the newer the weights are."""
+"""A scripted engine with readable completions: sums, more often correct with newer weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from services.config import RunConfig
 from tests.support.scripted import ScriptedEngine
 
-LEARNT = 100  # policy version from which nearly all answers are right
+LEARNT = 100  # policy version from which nearly all answers are correct
 
 
 class SumsEngine(ScriptedEngine):

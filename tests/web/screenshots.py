@@ -18,7 +18,7 @@ from tests.web.browser import NARROW, PAGES, WIDE, a_sample, chromium, go, opene
 from tests.web.world import shown
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "screenshots"
-COLOURS = 256  # in the palette: pages use few colours, and the files get half as large
+COLOURS = 256  # in the palette: pages use few colours, and files become half as large
 TALLEST = 1500  # pixels
 STEPS, TRAINED = 400, 44
 NARROW_PAGES = ["overview", "fleet", "group", "ledger"]  # also shown at 360 pixels

@@ -38,7 +38,7 @@ def row(step: int, incarnation: float = 1.0, reward: float | None = 0.5) -> dict
 
 
 async def frames(http: httpx.AsyncClient, count: int) -> list[dict[str, object]]:
-    """Return the next frames of the stream."""
+    """Return the next frames of the event stream."""
     found = []
     async with http.stream("GET", "/v1/console/live") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -50,7 +50,7 @@ async def frames(http: httpx.AsyncClient, count: int) -> list[dict[str, object]]
     return found
 
 
-async def test_the_page_and_its_files_come_with_a_strict_policy(http: httpx.AsyncClient) -> None:
+async def test_the_page_is_served_with_a_strict_security_policy(http: httpx.AsyncClient) -> None:
     files = [path.relative_to(STATIC) for path in STATIC.rglob("*") if path.is_file()]
     assert len(files) > 20
     for path in ("/", *(f"/{file}" for file in files)):
@@ -67,7 +67,7 @@ async def test_the_page_and_its_files_come_with_a_strict_policy(http: httpx.Asyn
         assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
 
 
-async def test_a_frame_is_the_run_as_it_stands(http: httpx.AsyncClient, store: Store) -> None:
+async def test_a_frame_shows_the_current_state_of_the_run(http: httpx.AsyncClient, store: Store) -> None:
     (before,) = await frames(http, 1)
     assert (before["state"], before["fault"]) == (None, "")
     await start(store)
@@ -79,7 +79,7 @@ async def test_a_frame_is_the_run_as_it_stands(http: httpx.AsyncClient, store: S
     assert second["at"] >= first["at"] + 0.5  # type: ignore[operator]
 
 
-async def test_everybody_who_watches_shares_one_poll(http: httpx.AsyncClient, store: Store) -> None:
+async def test_all_watchers_share_one_poll(http: httpx.AsyncClient, store: Store) -> None:
     await start(store)
 
     async def polls() -> int:
@@ -100,7 +100,7 @@ async def test_everybody_who_watches_shares_one_poll(http: httpx.AsyncClient, st
     await wait_until(resting, 60.0)  # no page is open
 
 
-async def test_there_is_room_for_so_many_pages(http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_watchers_is_limited(http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.web.feed.MAX_WATCHERS", 2)
     assert MAX_WATCHERS > 2
     await start(store)
@@ -130,9 +130,7 @@ async def test_there_is_room_for_so_many_pages(http: httpx.AsyncClient, store: S
     await wait_until(room, 30.0)
 
 
-async def test_series_are_drawn_in_so_many_points_and_follow_a_run_that_was_taken_back(
-    http: httpx.AsyncClient, store: Store
-) -> None:
+async def test_series_are_downsampled_and_follow_a_restore(http: httpx.AsyncClient, store: Store) -> None:
     await start(store)
     for step in range(10):
         await store.monitor.record(row(step, reward=None if step == 9 else float(step)))
@@ -158,7 +156,7 @@ async def test_series_are_drawn_in_so_many_points_and_follow_a_run_that_was_take
     assert page["steps"][0]["metrics"]["reward/train/mean"] == 5.0
 
 
-async def test_who_may_operate_is_asked_of_the_server(http: httpx.AsyncClient, store: Store) -> None:
+async def test_scopes_are_checked_by_the_server(http: httpx.AsyncClient, store: Store) -> None:
     await start(store)
     for headers, scope in (({}, ""), ({"Authorization": "Bearer wrong"}, ""), (TOKEN, "operate")):
         assert (await http.get("/v1/console/scope", headers=headers)).json() == {"scope": scope}
@@ -171,7 +169,7 @@ async def test_who_may_operate_is_asked_of_the_server(http: httpx.AsyncClient, s
     assert state.stopping == "enough"
 
 
-async def test_the_account_comes_judged_and_facts_are_the_runs(http: httpx.AsyncClient, store: Store) -> None:
+async def test_the_audit_and_the_facts_of_the_run_are_served(http: httpx.AsyncClient, store: Store) -> None:
     assert (await http.get("/v1/audit")).status_code == 503
     await start(store)
     assert (await http.get("/v1/audit")).json()["messages"] == []
@@ -181,7 +179,7 @@ async def test_the_account_comes_judged_and_facts_are_the_runs(http: httpx.Async
     assert "trained" in about["outcomes"]
 
 
-async def test_redis_that_does_not_answer_is_said_and_the_last_look_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_redis_is_reported_with_the_last_state(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await start(store)
     watch = Watch(store, 3.0)
     await watch.poll()
@@ -199,7 +197,7 @@ async def test_redis_that_does_not_answer_is_said_and_the_last_look_stays(store:
     assert bad["looked_at"] == good["looked_at"]
 
 
-async def test_the_last_frame_says_that_the_console_ends(store: Store) -> None:
+async def test_the_last_frame_announces_the_end_of_the_console(store: Store) -> None:
     await start(store)
     watch, stopping = Watch(store, 3.0), asyncio.Event()
     following = asyncio.create_task(watch.follow(stopping, Loop("watch", lambda loop: watch.follow(stopping, loop), 30.0)))

@@ -25,14 +25,14 @@ from tests.support.console import LIMIT_S, config_file, environment, grpo, launc
 from tests.support.harness import small_config
 
 
-def test_the_page_is_a_unit_only_where_one_is_asked_for_and_the_run_can_do_without_it(tmp_path: Path) -> None:
+def test_the_page_is_an_optional_unit(tmp_path: Path) -> None:
     assert not any(unit.stays for unit in plan_units(small_config(tmp_path), Path("c")))
     (unit,) = [unit for unit in plan_units(small_config(tmp_path, None, "web.port=8265"), Path("c")) if unit.stays]
     assert (unit.name, unit.essential) == ("web-0", False)
     assert "services.web" in unit.pods[0].argv
 
 
-def test_a_run_serves_its_page_and_asks_it_to_end_afterwards(tmp_path: Path) -> None:
+def test_a_run_serves_its_page_and_stops_it_afterwards(tmp_path: Path) -> None:
     done = grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1", "--web")
     assert done.returncode == 0, done.stderr
     assert re.search(r"web console: http://127\.0\.0\.1:\d+, with the token in .*/token", done.stdout)
@@ -41,7 +41,7 @@ def test_a_run_serves_its_page_and_asks_it_to_end_afterwards(tmp_path: Path) -> 
     assert processes_of(tmp_path / "small") == {}
 
 
-def test_grpo_web_shows_a_run_that_has_ended_and_names_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_grpo_web_shows_a_finished_run_and_names_a_port_in_use(tmp_path: Path) -> None:
     assert grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1").returncode == 0
     run = tmp_path / "small"
     with socket.create_server(("127.0.0.1", 0)) as taken:

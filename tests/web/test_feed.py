@@ -43,7 +43,7 @@ async def test_a_slow_page_misses_frames_and_gets_the_last() -> None:
     assert feed.watchers == 0
 
 
-async def test_a_page_that_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_that_receives_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.web.feed.TAKE_LIMIT_S", 0.05)
     feed, sent = Feed(), list[Any]()
 

@@ -1,4 +1,4 @@
-"""A run of which only the folder is left: its page and the commands that read it."""
+"""A run with only its folder left: its page and the commands that read it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def served(folder: Path) -> AsyncIterator[str]:
     await task
 
 
-async def test_the_page_s_endpoints_answer_from_files(served: str) -> None:
+async def test_the_pages_endpoints_read_from_files(served: str) -> None:
     async with httpx.AsyncClient(base_url=f"{served}/v1", timeout=30) as http:
 
         async def answer(path: str) -> dict[str, object]:
@@ -136,14 +136,14 @@ async def test_the_page_shows_charts_samples_and_ledger(served: str) -> None:
     await asyncio.to_thread(look)
 
 
-async def test_account_configuration_and_the_runs_beside_it_are_answered_from_files(served: str, folder: Path) -> None:
+async def test_account_configuration_and_nearby_runs_come_from_files(served: str, folder: Path) -> None:
     beside(folder)
     async with httpx.AsyncClient(base_url=f"{served}/v1/console", timeout=30) as http:
         assert "The tracker writes it" in (await http.get("/account")).json()["missing"]
         write_account(folder)
         found = (await http.get("/account")).json()
         (folder / account.FILE).unlink()
-        assert (await http.get("/account")).json() == found, "not read again for everyone who looks"
+        assert (await http.get("/account")).json() == found, "it is cached for all pages"
         write_account(folder)
         assert sum(found["spent"].values()) == pytest.approx(1200.0)
         assert found["divided"]
@@ -167,7 +167,7 @@ def test_a_password_in_an_address_is_not_shown() -> None:
 
 
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
-async def test_charts_open_large_are_smoothed_and_lie_over_each_other(served: str, folder: Path) -> None:
+async def test_charts_can_be_enlarged_smoothed_and_overlaid(served: str, folder: Path) -> None:
     beside(folder)
 
     def look() -> None:
@@ -194,7 +194,7 @@ async def test_charts_open_large_are_smoothed_and_lie_over_each_other(served: st
 
 
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
-async def test_account_configuration_and_a_comparison_are_pages(served: str, folder: Path) -> None:
+async def test_account_configuration_and_comparison_are_pages(served: str, folder: Path) -> None:
     write_account(folder)
 
     def look() -> None:
@@ -221,7 +221,7 @@ async def test_account_configuration_and_a_comparison_are_pages(served: str, fol
 
 
 def beside(folder: Path) -> None:
-    """Write another run's metrics into a folder beside that one."""
+    """Write another run's metrics into a folder next to this one."""
     other = folder.parent / "another"
     other.mkdir()
     lines = [json.dumps({"step": step, "reward/train/mean": step / 10}) for step in range(6)]

@@ -60,7 +60,7 @@ async def bring_in(store: Store, folder: Path) -> str:
 
 
 def log_samples(folder: Path, model: Path) -> str:
-    """Write a sample log with hostile texts; the name of one of its completions on the page."""
+    """Write a sample log with hostile texts; return the name of one of its completions on the page."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     rows = [
         made_row(
@@ -74,7 +74,7 @@ def log_samples(folder: Path, model: Path) -> str:
 
 
 def visit(url: str, group: str, letter: str, sample: str) -> None:
-    """Every page shows the text, and none executes it."""
+    """Check that every page shows the text and none executes it."""
     with chromium() as browser, opened(browser, url) as page:
         dialogs: list[Any] = []
         page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
@@ -107,7 +107,7 @@ def visit(url: str, group: str, letter: str, sample: str) -> None:
         assert (page.complaints, dialogs) == ([], [])
 
 
-async def test_hostile_text_is_text(store: Store, server: RedisServer, tmp_path: Path) -> None:
+async def test_hostile_text_is_shown_as_text(store: Store, server: RedisServer, tmp_path: Path) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", "fleet.ttl_s=120")
     group = await bring_in(store, tmp_path / "model")
     letter = (await store.dead_letters.page())[0].id

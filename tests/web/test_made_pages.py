@@ -1,4 +1,4 @@
-"""Pages of a run that is made up: what a small real run does not show, such as long completions and members outside a round."""
+"""Pages of an artificial run, for what a small real run lacks, such as long completions and members outside a round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.web.served import served
 
 pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
 WORDS = [f"w{i}" for i in range(2_100)]
-ASKED = 60  # times that the first prompt was asked
+ASKED = 60  # number of completions of the first prompt
 CHOSEN = "() => [...document.querySelectorAll('.token')].findIndex(one => one.ariaCurrent === 'true')"
 
 
@@ -55,7 +55,7 @@ async def url(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterato
 
 
 async def visit(url: str, look: Callable[[Any], None], size: dict[str, int] = WIDE) -> None:
-    """Open a page in a browser and look at it, on another thread. It must not complain, and must be accessible."""
+    """Open a page in a browser on another thread and inspect it. It must have no errors and be accessible."""
 
     def opening() -> None:
         with chromium() as browser, opened(browser, url, size=size) as page:
@@ -71,7 +71,7 @@ def texts(page: Any, selector: str) -> list[str]:
     return [text.strip() for text in page.eval_on_selector_all(selector, "all => all.map(one => one.innerText)")]
 
 
-async def test_what_is_cut_says_so(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_truncation_is_indicated(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.web.samples.TOKENS", 3)
 
     def look(page: Any) -> None:
@@ -92,7 +92,7 @@ async def test_every_completion_of_the_prompt_can_be_reached(url: str) -> None:
     def look(page: Any) -> None:
         page.click("main button:has-text('Compare') >> nth=4")
         page.wait_for_selector("pre[aria-label='Differences between the two completions']")
-        assert texts(page, "main .banner") == [], "both are compared to their ends"
+        assert texts(page, "main .banner") == [], "both are compared in full"
         page.wait_for_selector(f"{table} tr.current")
         assert len(texts(page, f"{table} tbody tr")) == 50
         pager = "nav[aria-label='Pages of completions of the same prompt']"
@@ -108,7 +108,7 @@ async def test_every_completion_of_the_prompt_can_be_reached(url: str) -> None:
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW])
-async def test_a_token_is_chosen_by_pointer_or_keyboard(url: str, size: dict[str, int]) -> None:
+async def test_a_token_can_be_chosen_by_pointer_or_keyboard(url: str, size: dict[str, int]) -> None:
     def look(page: Any) -> None:
         chosen = "main .chosen[aria-live=polite]"
         page.wait_for_selector(f"{chosen}:has-text('arrow keys')")
@@ -166,7 +166,7 @@ async def test_weight_sync_shows_what_was_sent_and_every_generator(store: Store,
     await visit(f"{url}/#/sync", look)
 
 
-async def test_the_overview_has_pass_at_k_once_there_are_rounds(store: Store, url: str) -> None:
+async def test_the_overview_has_pass_at_k_once_rounds_exist(store: Store, url: str) -> None:
     await store.monitor.record({"step": 0.0, "time_s": 1.0, "run/incarnation": 1.0, "reward/train/mean": 0.5})
 
     def without(page: Any) -> None:
@@ -184,7 +184,7 @@ async def test_the_overview_has_pass_at_k_once_there_are_rounds(store: Store, ur
     await visit(url, look)
 
 
-async def test_a_group_whose_tokens_were_deleted_leads_to_the_sample_log(store: Store, url: str) -> None:
+async def test_a_group_without_tokens_links_to_the_sample_log(store: Store, url: str) -> None:
     await store.client.setbit(store.keys.trained(0), 9, 1)
 
     def look(page: Any) -> None:

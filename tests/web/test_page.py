@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One browser; what tests open in it (`opened`) shares nothing, neither storage nor processes of pages."""
+    """One browser, in which tests open isolated contexts (`opened`) that share neither storage nor page processes."""
     with chromium() as browser:
         yield browser
 
@@ -61,7 +61,7 @@ def unlock(page: Any, token: str) -> None:
 
 
 @pytest.mark.parametrize(("theme", "size"), [("light", WIDE), ("dark", NARROW)])
-def test_every_page_is_whole_accessible_and_fits(run: Shown, browser: Any, theme: str, size: dict[str, int]) -> None:
+def test_every_page_loads_is_accessible_and_fits(run: Shown, browser: Any, theme: str, size: dict[str, int]) -> None:
     with opened(browser, run.url, theme, size, run.read_token) as page:
         settle(page)
         for name, path in places(run).items():
@@ -73,7 +73,7 @@ def test_every_page_is_whole_accessible_and_fits(run: Shown, browser: Any, theme
         assert page.complaints == []
 
 
-def test_without_a_token_nothing_can_be_done_and_a_wrong_one_is_refused(run: Shown, browser: Any) -> None:
+def test_without_a_valid_token_nothing_can_be_changed(run: Shown, browser: Any) -> None:
     with opened(browser, run.url, token=run.read_token) as page:
         for path in ("", "fleet", "deadletters", "checkpoints"):
             go(page, path)
@@ -85,7 +85,7 @@ def test_without_a_token_nothing_can_be_done_and_a_wrong_one_is_refused(run: Sho
         assert page.evaluate("() => Object.values(sessionStorage)") == [run.read_token]
 
 
-def test_a_link_logs_in_and_its_token_leaves_the_address(run: Shown, browser: Any) -> None:
+def test_a_link_logs_in_and_its_token_is_removed_from_the_url(run: Shown, browser: Any) -> None:
     with opened(browser, f"{run.url}/#token={run.token}") as page:
         page.wait_for_selector("header .buttons")
         page.wait_for_selector("main h1:has-text('Overview')")
@@ -98,7 +98,7 @@ def test_a_link_logs_in_and_its_token_leaves_the_address(run: Shown, browser: An
         page.wait_for_selector(".banner:has-text('grpo web')")
 
 
-def test_pause_by_button_pauses_the_run_and_resume_lets_it_go_on(run: Shown, browser: Any) -> None:
+def test_buttons_pause_and_resume_the_run(run: Shown, browser: Any) -> None:
     with opened(browser, run.url, token=run.read_token) as page:
         settle(page)
         unlock(page, run.token)
@@ -118,7 +118,7 @@ def test_pause_by_button_pauses_the_run_and_resume_lets_it_go_on(run: Shown, bro
         run.wait_for(lambda: run.state().committed_step > step, "another step after the pause")
 
 
-def test_a_checkpoint_and_a_dead_letter_put_back_by_buttons(run: Shown, browser: Any) -> None:
+def test_buttons_write_a_checkpoint_and_requeue_a_dead_letter(run: Shown, browser: Any) -> None:
     with opened(browser, run.url, token=run.read_token) as page:
         settle(page)
         unlock(page, run.token)
@@ -136,7 +136,7 @@ def test_a_checkpoint_and_a_dead_letter_put_back_by_buttons(run: Shown, browser:
         page.wait_for_function("left => document.querySelectorAll('main tbody tr').length === left", arg=left - 1)
 
 
-def test_figures_are_live_and_come_back_when_the_server_does(run: Shown, browser: Any) -> None:
+def test_figures_are_live_and_recover_with_the_server(run: Shown, browser: Any) -> None:
     with opened(browser, run.url, token=run.read_token) as page:
         page.wait_for_selector("header .badge:has-text('running')")
         first = page.inner_text("header .progress")
@@ -147,7 +147,7 @@ def test_figures_are_live_and_come_back_when_the_server_does(run: Shown, browser
         page.wait_for_selector(".banner", state="detached")
 
 
-def test_the_keyboard_reaches_everything_and_one_sees_where_it_is(run: Shown, browser: Any) -> None:
+def test_everything_has_visible_keyboard_focus(run: Shown, browser: Any) -> None:
     where = """() => {
         const at = document.activeElement, style = getComputedStyle(at);
         return at === document.body ? null : [at.innerText.split('\\n')[0].trim(), style.outlineStyle, style.outlineWidth];
@@ -168,7 +168,7 @@ def test_the_keyboard_reaches_everything_and_one_sees_where_it_is(run: Shown, br
         assert page.evaluate("() => document.activeElement.innerText") == "Ledger"
 
 
-def test_completions_are_found_by_filter_and_coloured_by_token(run: Shown, browser: Any) -> None:
+def test_completions_can_be_filtered_and_coloured_by_token(run: Shown, browser: Any) -> None:
     with httpx.Client(base_url=run.url, headers=bearer(run.read_token), timeout=60) as http:
         run.wait_for(lambda: a_sample(http), "a logged completion")
     with opened(browser, f"{run.url}/#/samples", token=run.read_token) as page:
@@ -202,7 +202,7 @@ def test_completions_are_found_by_filter_and_coloured_by_token(run: Shown, brows
         assert page.eval_on_selector_all(shown, "all => all.length") == 1
 
 
-def test_the_theme_that_was_chosen_stays(run: Shown, browser: Any) -> None:
+def test_the_chosen_theme_persists(run: Shown, browser: Any) -> None:
     with opened(browser, run.url, "light", token=run.read_token) as page:
         settle(page)
         page.click("header >> text=Dark")
@@ -211,7 +211,7 @@ def test_the_theme_that_was_chosen_stays(run: Shown, browser: Any) -> None:
         assert page.evaluate("() => getComputedStyle(document.documentElement).colorScheme") == "dark"
 
 
-def test_grpo_web_shows_a_run_beside_its_own_page_until_it_is_told_to_end(run: Shown) -> None:
+def test_grpo_web_runs_beside_the_runs_own_page(run: Shown) -> None:
     command = [sys.executable, "-m", "services.console", "web", str(run.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -228,4 +228,4 @@ def test_grpo_web_shows_a_run_beside_its_own_page_until_it_is_told_to_end(run: S
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     pods = run.ask(lambda store: store.fleet.members(60.0))
-    assert [pod.name for pod in pods if pod.kind == "web"] == ["web-0"], "grpo web is no pod of the run"
+    assert [pod.name for pod in pods if pod.kind == "web"] == ["web-0"], "grpo web is not a pod of the run"

@@ -32,7 +32,7 @@ async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterat
         yield client
 
 
-async def test_completions_are_searched_by_page(http: httpx.AsyncClient) -> None:
+async def test_completions_are_searched_and_paged(http: httpx.AsyncClient) -> None:
     found = (await http.get("/samples", params={"where": "reward >= 0.5", "sort": "step", "limit": 3, "offset": 1})).json()
     assert (found["total"], found["of"], found["searched"], found["missed_groups"]) == (20, 42, 42, {"stale": 2})
     assert [row["sample"] for row in found["rows"]] == [2, 3, 2]
@@ -41,7 +41,7 @@ async def test_completions_are_searched_by_page(http: httpx.AsyncClient) -> None
     assert "tokens" not in row
 
 
-async def test_one_completion_comes_token_by_token(http: httpx.AsyncClient) -> None:
+async def test_a_completion_is_returned_token_by_token(http: httpx.AsyncClient) -> None:
     found = (await http.get("/samples/one", params={"payload": "0-10.7", "step": 5, "outcome": "trained", "sample": 0})).json()
     assert found["row"]["scores"] == {"exact": 0.0}
     assert found["row"]["payload"] == "0-10.7"
@@ -50,7 +50,7 @@ async def test_one_completion_comes_token_by_token(http: httpx.AsyncClient) -> N
     assert found["note"] == ""
 
 
-async def test_what_cannot_be_answered_says_why(http: httpx.AsyncClient) -> None:
+async def test_invalid_queries_are_errors_with_a_reason(http: httpx.AsyncClient) -> None:
     answer = await http.get("/samples", params={"where": "rewrad < 1"})
     assert answer.status_code == 422
     assert "no column 'rewrad'" in answer.json()["detail"]

@@ -7,7 +7,7 @@ import math
 from services.web.series import CHARTED, drawn, keep
 
 
-def test_a_run_of_any_length_is_drawn_in_so_many_points() -> None:
+def test_a_run_of_any_length_is_downsampled() -> None:
     for count, points in ((0, 5), (1, 5), (4, 5), (5, 5), (6, 5), (11, 5), (1000, 400), (7, 1)):
         rows = {step: keep({"reward/train/mean": float(step), "staleness/trained/max": float(step)}) for step in range(count)}
         steps, columns = drawn(rows, points)
@@ -22,7 +22,7 @@ def test_a_run_of_any_length_is_drawn_in_so_many_points() -> None:
             assert columns["staleness/trained/max"] == steps
 
 
-def test_what_is_missing_or_no_number_is_a_gap() -> None:
+def test_missing_and_nonfinite_values_are_gaps() -> None:
     rows = {0: keep({"time/step_s": math.nan}), 1: keep({"time/step_s": 2.0}), 2: keep({"time/step_s": math.inf}), 3: keep({})}
     assert drawn(rows, 9)[1]["time/step_s"] == [None, 2.0, None, None]
     assert drawn(rows, 2)[1]["time/step_s"] == [2.0, None]

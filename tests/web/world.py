@@ -68,7 +68,7 @@ class Shown:
         return state
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
-        """Wait until `true()`, while the run is alive."""
+        """Wait until `true()` while the run is alive."""
         deadline = time.monotonic() + LIMIT_S
         while not true():
             assert self.process.poll() is None, self.output.read_text()
@@ -77,7 +77,7 @@ class Shown:
 
     @property
     def kept_step(self) -> int | None:
-        """A trained step whose plan is still kept."""
+        """A trained step whose plan still exists."""
         state = self.state()
         return state.committed_step if state.committed_step > state.checkpointed_step else None
 
@@ -136,7 +136,7 @@ def shown(folder: Path, steps: int = 2000, trained: int = 3, token_s: float = 0.
 
 
 def bury(run: Shown, count: int) -> bool:
-    """Fail tickets in the name of a generator until there are enough dead letters."""
+    """Fail tickets as a generator until there are enough dead letters."""
 
     async def failed(store: Store) -> int:
         buried = 0
@@ -168,5 +168,5 @@ def pids(run: Shown, pod: str) -> list[int]:
 def kill(run: Shown, pod: str) -> None:
     """Kill a pod with SIGKILL."""
     for pid in pids(run, pod):
-        with contextlib.suppress(ProcessLookupError):  # it went with its parent
+        with contextlib.suppress(ProcessLookupError):  # it exited with its parent
             os.kill(pid, signal.SIGKILL)
