@@ -30,8 +30,8 @@ MODULES = (
     "tests.store.test_snapshot", "tests.store.test_conservation", "tests.store.replay.test_clocks",
 )  # fmt: skip
 FIXTURES = {"store", "any_store", "tmp_path", "monkeypatch", "bench"}
-SLOW = ("light_ones", "while_everybody_works", "damaged_files_are_told")
-"""Parts of names of tests that are no tests of functions, or take seconds."""
+SLOW = ("light_ones", "snapshot_under_load", "damaged_snapshot_files")
+"""Parts of the names of tests that do not test functions, or that take seconds."""
 RANDOM = {"test_conservation": 3, "test_snapshot": 2}
 """Seeds of a random test: so many, the others would take longer than they are worth."""
 LIMIT_S = 20.0
