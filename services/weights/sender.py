@@ -5,7 +5,7 @@ what is sent; at most one bucket is gathered at a time, never the whole model; e
 checksums follow, computed from the weights and not from buffers they are copied into; what changed is sent only if every member
 acknowledged what it changes, and after anything that failed all weights are. After a failure the group cannot be used
 again: all ranks have gone through all gathers, so they stay in step, and rank 0 opens another group.
-For the transports, see services/weights/transports.py. Buffers of the model are not sent, because training does not change them.
+For the transports, see services/weights/transports. Buffers of the model are not sent, because training does not change them.
 """
 
 from __future__ import annotations

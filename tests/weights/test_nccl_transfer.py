@@ -13,8 +13,8 @@ import services.generator.engines.vllm as vllm_engine
 import services.generator.engines.vllm_weights as vllm_weights
 from services.generator.engines.vllm import VllmEngine
 from services.rollouts.generated import SamplingParameters
-from services.weights import nccl_transport
 from services.weights.receiver import TransferFailed, WeightsChanged
+from services.weights.transports import nccl
 from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb
 from tests.weights.test_weight_transfer import PROMPT, Pair, damage_deltas
 
@@ -43,7 +43,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     )
     with pytest.MonkeyPatch.context() as patch, wired():
         patch.setattr(vllm_engine, "transport", lambda config, gpu: "nccl")
-        for module in (vllm_weights, nccl_transport):
+        for module in (vllm_weights, nccl):
             patch.setattr(module, "BUCKET_BYTES", BUCKET_BYTES)
         engine = VllmEngine()
         await engine.start(config)

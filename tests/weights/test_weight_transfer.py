@@ -236,18 +236,18 @@ DYING_SENDER = """
 import os, signal, sys
 from pathlib import Path
 from services.trainer.weight_sender import make_weight_sender
-from services.weights import transports
+from services.weights.transports import gloo
 from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model
 folder = Path(sys.argv[1])
 sender = make_weight_sender(make_config(folder), make_model(folder, tied=sys.argv[2] == "tied", seed=99), 0, BUCKET_BYTES)
-sent, honest = [], transports.begin_broadcast
+sent, honest = [], gloo.begin_broadcast
 def dying(group, buffer, deadline):
     for work in sent:
         work.wait()
         os.kill(os.getpid(), signal.SIGKILL)
     sent.append(honest(group, buffer, deadline))
     return sent[0]
-transports.begin_broadcast = dying
+gloo.begin_broadcast = dying
 print(*sender.open(), flush=True)
 sender.connect(2)
 sys.stdin.readline()
@@ -301,9 +301,9 @@ async def test_a_sender_killed_in_mid_broadcast_leaves_the_old_weights_and_a_new
 
 
 async def test_weights_that_change_on_their_way_are_not_taken(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.weights import transports
+    from services.weights.transports import gloo
 
-    honest = transports.begin_broadcast  # of buckets, not of the checksums
+    honest = gloo.begin_broadcast  # of buckets, not of the checksums
 
     def flipping(group: Any, buffer: Any, deadline: Any) -> Any:
         buffer[5] ^= 1
@@ -312,7 +312,7 @@ async def test_weights_that_change_on_their_way_are_not_taken(pair: Pair, monkey
     await pair.make_group()
     await pair.update()
     version = pair.engine.version
-    monkeypatch.setattr(transports, "begin_broadcast", flipping)
+    monkeypatch.setattr(gloo, "begin_broadcast", flipping)
     with pytest.raises(WeightsChanged) as raised:
         await pair.update()
     assert raised.value.tensor == next(name for name, _ in pair.model.named_parameters())

@@ -15,11 +15,11 @@ import torch
 import services.generator.engines.vllm as vllm_engine
 import services.generator.engines.vllm_weights as vllm_weights
 from services.generator.engines.vllm import VllmEngine
-from services.weights import nccl_transport
 from services.weights.receiver import TransferFailed, WeightsChanged, WeightsMisloaded
 from services.weights.sender import SendFailed
 from services.weights.sparse import sender as senders
 from services.weights.sparse.sender import SparseWeightSender
+from services.weights.transports import nccl
 from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb
 from tests.weights.test_weight_transfer import Pair
 
@@ -87,7 +87,7 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )
     with pytest.MonkeyPatch.context() as patch, wired():
         patch.setattr(vllm_engine, "transport", lambda config, gpu: "nccl")
-        for module in (vllm_weights, nccl_transport):
+        for module in (vllm_weights, nccl):
             patch.setattr(module, "BUCKET_BYTES", BUCKET_BYTES)
         engine = VllmEngine()
         await engine.start(config)

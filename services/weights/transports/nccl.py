@@ -1,6 +1,6 @@
 """How weights travel from the trainer's rank 0 to GPUs: over an NCCL group.
 
-Guarantees: those of transports.py; NCCL itself waits forever, so it connects in a thread, and a timer aborts broadcasts.
+Guarantees: those of all transports; NCCL itself waits forever, so it connects in a thread, and a timer aborts broadcasts.
 Receiver: services/weights/receivers/nccl.py.
 """
 
@@ -17,7 +17,7 @@ from services.weights.checksums import checksums
 from services.weights.collective import BUCKET_BYTES, NCCL_ID, Abort, Deadline, Gathered, WeightManifest
 from services.weights.sparse.consent import unpatchable
 from services.weights.sparse.patch import Patch
-from services.weights.transports import Meeting
+from services.weights.transports.base import Meeting
 from services.weights.versions.broadcast import EncodedDelta, Heading
 
 
