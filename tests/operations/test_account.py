@@ -1,4 +1,4 @@
-"""The account of a run closes: every second of every pod is somewhere, whatever dies."""
+"""A run's account balances: every second of every pod is accounted for, whatever is killed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def status(name: str, boot: str, devices: int = 1, **seconds: float) -> PodStatu
     return PodStatus(kind=kind, name=name, boot=boot, host="", pid=1, url="", phase="", version=0, world=0, gauges=gauges)
 
 
-def test_a_killed_pod_s_absence_is_counted_and_a_departed_one_s_is_not() -> None:
+def test_only_killed_pods_have_downtime() -> None:
     found = Account()
     found.observe([(status("generator-0", "a", 2, loading=5.0, generating=10.0), 0.5)], 100.0, 1.0)
-    assert found.pods["generator-0"].seconds() == {"loading": 5.0, "generating": 10.5}, "it lives on after its heartbeat"
+    assert found.pods["generator-0"].seconds() == {"loading": 5.0, "generating": 10.5}, "it is assumed alive after its heartbeat"
     old = status("generator-0", "a", 2, loading=5.0, generating=10.5)
     found.observe([(old, 0.0)], 100.0, 1.0)
     new = status("generator-0", "b", 2, loading=3.0)
@@ -51,7 +51,7 @@ def test_a_killed_pod_s_absence_is_counted_and_a_departed_one_s_is_not() -> None
     assert found.pods["generator-0"].seconds() == {"loading": 9.0, "generating": 10.5, "down": 5.0}
 
 
-def test_a_process_that_left_is_accounted_for_until_it_ends() -> None:
+def test_a_leaving_process_is_accounted_for_until_it_exits() -> None:
     found = Account()
     found.observe([(status("trainer-0", "a", 2, loading=5.0), 0.0)], 100.0, 1.0)
     found.lives_on("trainer-0", "a", 100.4)
@@ -63,15 +63,17 @@ def test_a_process_that_left_is_accounted_for_until_it_ends() -> None:
     found.lives_on("generator-0", "a", 110.0)
     assert found.pods["trainer-0"].seconds() == {"loading": 5.0, "ending": 2.0}
     found.observe([(status("trainer-0", "c", 2, loading=1.0), 0.0)], 120.0, 1.0)
-    assert found.pods["trainer-0"].seconds() == {"loading": 6.0, "ending": 2.0}, "nobody's time before it was started again"
+    assert found.pods["trainer-0"].seconds() == {"loading": 6.0, "ending": 2.0}, "the time before the restart belongs to nobody"
 
 
 lives = st.lists(st.tuples(st.floats(0.5, 50), st.floats(0.0, 20), st.sampled_from(ACTIVITIES)), min_size=1, max_size=6)
 
 
 @given(lives=lives, restarts=st.sets(st.integers(0, 5)))
-def test_it_closes(lives: list[tuple[float, float, str]], restarts: set[int], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A pod lives, is killed and starts again after a while; its observer is restarted at times."""
+def test_the_account_balances(
+    lives: list[tuple[float, float, str]], restarts: set[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A pod runs, is killed and restarts after a while; its observer is sometimes restarted."""
     folder = tmp_path_factory.mktemp("account")
     found, now, stale = Account(), 1000.0, list[tuple[PodStatus, float]]()
     for number, (lived_s, down_s, activity) in enumerate(lives):
@@ -95,10 +97,10 @@ def test_it_closes(lives: list[tuple[float, float, str]], restarts: set[int], tm
     )
 
 
-CLOCK_S = 0.1  # as finely as the clocks of processes agree
+CLOCK_S = 0.1  # precision to which the clocks of processes agree
 
 
-def test_a_process_counts_from_its_start() -> None:
+def test_a_process_is_counted_from_its_start() -> None:
     before_s, activity = process_age_s(), Activity()
     assert activity.gauges() == {}, "it has no devices"
     activity.devices = 2
@@ -112,7 +114,7 @@ def test_a_process_counts_from_its_start() -> None:
     assert activity.gauges().keys() == {"devices", "seconds/loading", "seconds/idle"}
 
 
-def test_cost_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cost_of_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "paid"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(small_config(tmp_path, None, "run.name=paid")))
@@ -147,7 +149,7 @@ def test_cost_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "a solved prompt: 5.333" in table
 
 
-def test_unit_prices_of_a_partial_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_partially_sampled_log_is_scaled_for_unit_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, None)))
     found = Account()
     found.observe([(status("trainer-0", "a", training=3600.0), 0.0)], 1e9, 1.0)
@@ -156,7 +158,7 @@ def test_unit_prices_of_a_partial_log(tmp_path: Path, capsys: pytest.CaptureFixt
     writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 0, share=0.25))
     assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4)
     writer.write(columns_of([made_row(4 + i, length=100) for i in range(4)]), LogPosition(1, 1, share=1.0))
-    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5), "resumed with another share"
+    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5), "resumed with a different share"
 
     writer.note(LogStatus(first_step=3))
     changes = tmp_path / "changes.jsonl"
@@ -164,7 +166,7 @@ def test_unit_prices_of_a_partial_log(tmp_path: Path, capsys: pytest.CaptureFixt
     changes.write_text('{"step": 3, "changes": {}}\n')
     assert note_of(tmp_path).endswith("the log begins at step 3")
     changes.write_text('{"step": 3, "forked_from": "runs/old", "changes": {}}\n')
-    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5), "the run itself begins there"
+    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5), "the run itself starts there"
 
     writer.note(LogStatus({"stale": 2, "filtered": 1}))
     assert note_of(tmp_path).endswith("not complete: 3 groups were missed because the tracker was behind or not running")
@@ -176,11 +178,11 @@ def test_unit_prices_of_a_partial_log(tmp_path: Path, capsys: pytest.CaptureFixt
     assert note_of(tmp_path) in capsys.readouterr().out
 
 
-def test_a_log_that_ends_early(tmp_path: Path) -> None:
+def test_unit_prices_need_a_complete_log(tmp_path: Path) -> None:
     writer = begun(tmp_path)
     writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 9, share=1.0))
     trained(tmp_path, range(60))
-    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1), "it may lag behind a run at work"
+    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1), "the log may lag behind a running run"
     (tmp_path / "condition.json").write_text('{"condition": {"word": "running", "detail": ""}, "at": 1.0}')
     assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1)
     trained(tmp_path, range(61))
@@ -188,7 +190,7 @@ def test_a_log_that_ends_early(tmp_path: Path) -> None:
     trained(tmp_path, range(14))
     assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1)
     os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
-    assert note_of(tmp_path).endswith("the sample log ends at step 9, the run at step 13"), "nobody runs it"
+    assert note_of(tmp_path).endswith("the sample log ends at step 9, the run at step 13"), "the run is not running"
     trained(tmp_path, range(14))
     (tmp_path / "condition.json").write_text('{"condition": {"word": "finished", "detail": ""}, "at": 1.0}')
     assert note_of(tmp_path).endswith("the sample log ends at step 9, the run at step 13")
@@ -206,20 +208,20 @@ def test_a_log_that_ends_early(tmp_path: Path) -> None:
     )
 
 
-def test_a_log_of_an_unknown_share(tmp_path: Path) -> None:
+def test_a_log_with_an_unknown_share_has_no_prices(tmp_path: Path) -> None:
     writer = begun(tmp_path, "samples.share=0.25")
     writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 0))
-    assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4), "the run's configuration tells"
+    assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4), "the run's configuration has the share"
     for text in ("[samples]\nshare = 0.0\n", "[samples]\nshare = 'all'\n", "samples = 1\n", "[samples"):
         (tmp_path / "config.toml").write_text(text)
         assert note_of(tmp_path).endswith("the share of the groups that are logged (samples.share) is unknown")
     (tmp_path / "config.toml").unlink()
     assert note_of(tmp_path).endswith("the share of the groups that are logged (samples.share) is unknown")
     (tmp_path / "config.toml").write_text("[samples]\n")
-    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1), "a key that is left out has its default"
+    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1), "a missing key has its default"
 
 
-def test_no_fork_of_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_configuration_cannot_be_resumed(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True)
@@ -230,7 +232,7 @@ def test_no_fork_of_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def begun(folder: Path, *overrides: str) -> PartWriter:
-    """Begin a run with an account; return the writer of its log."""
+    """Start a run with an account; return the writer of its log."""
     folder.mkdir(exist_ok=True)
     (folder / "config.toml").write_text(to_toml(small_config(folder, None, *overrides)))
     found = Account()
@@ -246,7 +248,7 @@ def trained(folder: Path, steps: Iterable[int], incarnation: int = 0) -> None:
 
 
 def cost_of_tokens(folder: Path) -> tuple[dict[str, float], int]:
-    """Return the tokens and solved prompts by which the prices of a complete log are divided."""
+    """Return the tokens and solved prompts that unit prices are divided by, for a complete log."""
     cost = cost_of(folder)
     assert cost is not None
     assert not cost.note
@@ -255,7 +257,7 @@ def cost_of_tokens(folder: Path) -> tuple[dict[str, float], int]:
 
 
 def note_of(folder: Path) -> str:
-    """Return why the prices are left out."""
+    """Return why unit prices are omitted."""
     cost = cost_of(folder)
     assert cost is not None
     assert cost.tokens

@@ -1,4 +1,4 @@
-"""The field's names of a step's metrics."""
+"""The common names of a step's metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.operations.aliases import DERIVED, SAME, aliases
 from tests.support.documented import undocumented
 
 
-def test_a_step_has_the_fields_names_beside_ours() -> None:
+def test_a_step_has_common_names_next_to_ours() -> None:
     step = {
         "reward/train/mean": 0.5, "reward/train/zero_std_share": 0.25, "length/train/mean": 90.0, "length/train/stop_share": 0.75,
         "clip_low/train/fraction": 0.01, "clip_high/train/fraction": 0.02, "gradient/train/norm": 1.5,
@@ -17,10 +17,10 @@ def test_a_step_has_the_fields_names_beside_ours() -> None:
     }  # fmt: skip
 
 
-def test_a_metric_that_a_step_lacks_has_no_alias() -> None:
+def test_a_missing_metric_has_no_alias() -> None:
     assert aliases({"step": 3.0}) == {}
 
 
-def test_every_alias_is_of_a_metric_that_exists() -> None:
+def test_every_alias_refers_to_an_existing_metric() -> None:
     assert undocumented(SAME.values()) == set()
     assert len(DERIVED) == 2

@@ -1,4 +1,4 @@
-"""What a run is said to be doing, and what it waits for: hand-made states."""
+"""The reported condition of a run and what it waits for, on hand-made states."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ LEADING, TRAINER, READY = pod("dataprep", "leading"), pod("trainer", "waiting fo
         (replace(STATE, paused={"trainer": "ada"}), [], ""),
     ],
 )  # fmt: skip
-def test_what_a_run_waits_for(state, pods, what) -> None:
+def test_what_a_run_waits_for_is_named(state, pods, what) -> None:
     assert awaited(state, pods, 2) == what
 
 

@@ -1,4 +1,4 @@
-"""`inspect_sync` tells bytes that are unknown from bytes that are none, by what generators and the trainer report."""
+"""`inspect_sync` distinguishes unknown from zero bytes, as reported by generators and the trainer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.harness import small_config
 
 
 class Engine:
-    """What a follower reads of an engine that holds new weights."""
+    """The part of an engine with new weights that a follower reads."""
 
     def __init__(self, fetched_bytes: int | None) -> None:
         self.fetched_bytes = fetched_bytes
 
 
 @pytest.mark.parametrize(("fetched_bytes", "shown"), [(None, "–"), (0, "0"), (12_345, "12,345")])
-async def test_bytes_of_a_generator(
+async def test_bytes_fetched_by_a_generator_are_shown(
     store: Store, server: RedisServer, tmp_path: Path, fetched_bytes: int | None, shown: str
 ) -> None:
     status = PodStatus("generator", "generator-0", "boot", "here", 1, "", "ready", 2, 1, {})
@@ -42,7 +42,7 @@ async def test_bytes_of_a_generator(
     assert row[1:4] == ["3", "0", shown]
 
 
-async def test_what_the_trainer_sent(store: Store) -> None:
+async def test_bytes_sent_by_the_trainer_are_shown(store: Store) -> None:
     trainer = PodStatus("trainer", "trainer-0", "boot", "here", 1, "", "training", 2, 0, {})
     assert (await inspect_sync(store, 60.0)).sent_bytes is None
     for delta, encoding in ((1.0, "delta"), (0.0, "anchor")):

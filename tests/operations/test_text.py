@@ -1,4 +1,4 @@
-"""Text of tokens: where the tokenizer is, comes later, or is fetched."""
+"""Decoding tokens, with a tokenizer that exists, appears later or is downloaded."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ print(reader.text([5, 6]), reader.why_not, sep="|")
 
 
 def read(hub: Hub, home: Path, how: str) -> list[str]:
-    """Text and reason of a process with a Hugging Face cache of its own, which its library reads as it is imported."""
+    """Text and reason from a process with its own Hugging Face cache, which the library reads on import."""
     environ = {**os.environ, PLAIN: "1", "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", READ, how], env=environ, capture_output=True, text=True, check=True)
     return done.stdout.strip().split("|")
 
 
-def test_only_who_may_download_fetches_the_tokenizer_and_the_others_find_it_then(tmp_path: Path) -> None:
+def test_only_permitted_readers_download_the_tokenizer(tmp_path: Path) -> None:
     save_tokenizer_folder(tmp_path)
     expected = TextReader(str(tmp_path)).text([5, 6])
     assert expected
@@ -55,7 +55,7 @@ def test_only_who_may_download_fetches_the_tokenizer_and_the_others_find_it_then
         hub.close()
 
 
-def test_a_tokenizer_that_comes_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_appears_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "LOOK_AGAIN_S", 0.0)
     reader = TextReader(str(tmp_path / "model"))
     assert reader.text([5]) is None
@@ -68,7 +68,7 @@ def test_a_tokenizer_that_comes_later_is_found(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One of all bytes, some words of several, and special tokens, one of which has characters outside the alphabet of bytes."""
+    """A tokenizer with all bytes, some merged words, and special tokens, one with characters outside the byte alphabet."""
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer_folder(folder)
     found = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -78,14 +78,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @hypothesis.given(data=st.data())
-def test_bytes_are_decoded_as_the_tokenizer_does(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_bytes_are_decoded_as_by_the_tokenizer(tokenizer: Tokenizer, data: st.DataObject) -> None:
     fast = ByteLevelDecoder.of(tokenizer)
     assert fast is not None
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60))
     assert fast.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_bytes_that_are_no_text_become_what_the_tokenizer_makes_of_them(tokenizer: Tokenizer) -> None:
+def test_invalid_utf_8_is_decoded_as_by_the_tokenizer(tokenizer: Tokenizer) -> None:
     fast = ByteLevelDecoder.of(tokenizer)
     assert fast is not None
     alphabet = {byte: tokenizer.token_to_id(char) for char, byte in _BYTES.items()}
@@ -103,8 +103,8 @@ def test_ids_outside_the_vocabulary_have_no_text(tmp_path: Path) -> None:
     assert ByteLevelDecoder.of(Tokenizer(models.WordPiece())) is None
 
 
-def test_parts_have_the_texts_that_they_have_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Also where the end of one cuts a character, and where one has no text."""
+def test_parts_are_decoded_as_if_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Including parts that end within a character, and parts without text."""
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     reader, alphabet = TextReader(str(tmp_path)), {byte: char for char, byte in _BYTES.items()}
     ids: list[int] = [tokenizer.token_to_id(alphabet[byte]) or 0 for byte in "é€𝄞 and more".encode()]

@@ -1,4 +1,4 @@
-"""The file of a bundle: whole or refused, whatever happened to its bytes or whoever wrote them."""
+"""The file of a bundle is read completely or rejected, whatever its bytes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def read_whole(folder: Path) -> None:
-    """Read the bundle in a folder, and all of its files."""
+    """Read the bundle in a folder and all its files."""
     file = bundles.read(folder / "bundle")
     file.unpack("model", folder)
     file.unpack("state", folder)
 
 
-def test_it_is_what_was_written(whole: bytes, tmp_path: Path) -> None:
+def test_a_bundle_round_trips(whole: bytes, tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(whole)
     file = bundles.read(tmp_path / "bundle")
     assert msgspec.structs.replace(file.bundle, files={}) == BUNDLE
@@ -49,7 +49,7 @@ def test_it_is_what_was_written(whole: bytes, tmp_path: Path) -> None:
 
 
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7), cut=st.booleans())
-def test_damage_is_found(whole: bytes, tmp_path_factory: pytest.TempPathFactory, place: int, bit: int, cut: bool) -> None:
+def test_damage_is_detected(whole: bytes, tmp_path_factory: pytest.TempPathFactory, place: int, bit: int, cut: bool) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     at = place % len(whole)
     changed = whole[:at] if cut else whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
@@ -59,7 +59,7 @@ def test_damage_is_found(whole: bytes, tmp_path_factory: pytest.TempPathFactory,
 
 
 @given(body=st.binary(max_size=200))
-def test_any_bytes_with_a_valid_checksum_are_refused_or_a_bundle(body: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_arbitrary_bytes_with_a_valid_checksum_are_rejected(body: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("any") / "bundle"
     path.write_bytes(bundles.MAGIC + hashlib.sha256(body).digest() + len(body).to_bytes(8, "little") + body)
     with pytest.raises(BundleError, match="not a valid bundle"):
@@ -69,7 +69,7 @@ def test_any_bytes_with_a_valid_checksum_are_refused_or_a_bundle(body: bytes, tm
 @pytest.mark.parametrize(
     "name", ["model/../../x.json", "/etc/x.json", "model/a/b.json", "model/run.py", "model/x.bin", "state/.x.json"]
 )
-def test_a_name_that_leaves_its_folder_or_may_hold_code_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_unsafe_file_name_is_rejected(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(BundleError, match="cannot be a file of a bundle"):
         bundles.write(tmp_path / "bundle", BUNDLE, {name: tmp_path / "file"})

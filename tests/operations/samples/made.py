@@ -12,7 +12,7 @@ from services.tracker.samples.writer import PartWriter
 
 
 def made_row(number: int, **fields: Any) -> dict[str, Any]:
-    """Return row `number`: four completions a group, two groups a step."""
+    """Return row `number`: four completions per group, two groups per step."""
     group, sample = divmod(number, 4)
     row: dict[str, Any] = dict.fromkeys(SCHEMA.names) | {
         "group": f"0-{group}", "sample": sample, "step": group // 2, "outcome": "trained", "reason": "", "source": "main",

@@ -1,4 +1,4 @@
-"""A log is searched by page, in any order, whole and without what a restore undid."""
+"""Searching a log: paged, in any order, complete, and without steps undone by a restore."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def numbers(log: Search, **asked: object) -> list[int]:
     return [int(row["logged_s"] - 1e9) for row in log.find(**asked).rows]  # pyright: ignore
 
 
-def test_pages_are_sorted_and_leave_nothing_out(tmp_path: Path) -> None:
+def test_pages_are_sorted_and_complete(tmp_path: Path) -> None:
     rows = [made_row(i) for i in range(100)]
     write_log(tmp_path, rows)
     log = Search.of(tmp_path)
@@ -35,7 +35,7 @@ def test_pages_are_sorted_and_leave_nothing_out(tmp_path: Path) -> None:
         log.find(sort="prompt")
 
 
-def test_new_files_are_seen_and_old_ones_read_once(tmp_path: Path) -> None:
+def test_new_files_are_found_and_old_ones_read_once(tmp_path: Path) -> None:
     writer = write_log(tmp_path, [made_row(i) for i in range(8)])
     log = Search.of(tmp_path)
     assert log.find().total == 8
@@ -45,7 +45,7 @@ def test_new_files_are_seen_and_old_ones_read_once(tmp_path: Path) -> None:
     assert next(iter(log._narrow.values())) is table
 
 
-def test_files_of_before_a_column_have_it_without_values(tmp_path: Path) -> None:
+def test_files_without_a_newer_column_have_nulls_in_it(tmp_path: Path) -> None:
     """Searched, filtered, sorted, shown and merged with new files."""
     writer = write_log(tmp_path, [made_row(i) for i in range(8)])
     [old] = writer.folder.parts
@@ -65,7 +65,7 @@ def test_an_empty_folder_has_no_rows(tmp_path: Path) -> None:
     assert (found.total, found.rows, found.of) == (0, [], 0)
 
 
-def test_a_search_of_texts_ends_in_time_and_says_how_far_it_came(tmp_path: Path) -> None:
+def test_a_text_search_is_limited_in_time_and_reports_progress(tmp_path: Path) -> None:
     write_log(tmp_path, [made_row(i) for i in range(32)])
     found = Search.of(tmp_path).find("'it' in completion", limit_s=-1.0)
     assert (found.searched, found.of, found.total) == (0, 32, 0)
@@ -73,7 +73,7 @@ def test_a_search_of_texts_ends_in_time_and_says_how_far_it_came(tmp_path: Path)
     assert (found.searched, found.total) == (32, 3)
 
 
-def test_undone_steps_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+def test_undone_steps_are_excluded_unless_requested(tmp_path: Path) -> None:
     writer = PartWriter(tmp_path, 1000)
     writer.write(columns_of([made_row(i) for i in range(32)]), LogPosition(1, 3, {"1": 0}))  # steps 0 to 3
     again = [made_row(i, incarnation=9, completion="again") for i in range(16, 24)]
@@ -85,7 +85,7 @@ def test_undone_steps_are_left_out_unless_asked_for(tmp_path: Path) -> None:
     assert log.find("undone or not undone").total == 40
 
 
-def test_files_are_merged_and_what_they_were_merged_from_counts_once(tmp_path: Path) -> None:
+def test_merged_files_and_their_sources_count_once(tmp_path: Path) -> None:
     batches = MERGED * MERGED + 5
     writer = write_log(tmp_path, [made_row(i) for i in range(batches)], batch=1)
     names = sorted(path.name for path in tmp_path.glob("*.parquet"))
@@ -100,14 +100,14 @@ def test_files_are_merged_and_what_they_were_merged_from_counts_once(tmp_path: P
     assert [first for _, first, _ in current(tmp_path)] == [1, *range(batches - 4, batches + 1)]
 
 
-def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
+def test_the_oldest_rows_are_deleted_beyond_the_limit(tmp_path: Path) -> None:
     write_log(tmp_path, [made_row(i) for i in range(400)], batch=4, keep=64)
     found = Search.of(tmp_path).find(limit=1000)
     assert 64 <= found.total < 64 + 8
     assert found.rows[0]["logged_s"] - 1e9 == 399
 
 
-def test_a_damaged_file_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_the_others_read(tmp_path: Path) -> None:
     write_log(tmp_path, [made_row(i) for i in range(24)])
     path = tmp_path / name_of(2, 2)
     path.write_bytes(path.read_bytes()[:100])
@@ -120,13 +120,13 @@ def test_a_damaged_file_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     assert Search.of(tmp_path).find().total == 17
 
 
-def test_the_line_of_the_docs_reads_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_line_reads_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_log(tmp_path / "runs" / "my_run" / "samples", [made_row(i) for i in range(40)])
     [line] = re.findall(r"^(pyarrow\.dataset.*)$", (ROOT / "docs" / "samples.md").read_text(), re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     assert eval(line, {"pyarrow": pyarrow}).num_rows == 10
 
 
-def test_the_docs_list_every_column() -> None:
+def test_every_column_is_documented() -> None:
     text = (ROOT / "docs" / "samples.md").read_text()
     assert [f"| `{name}` | {meaning} |" for name, meaning in MEANINGS.items() if f"| `{name}` | {meaning} |" not in text] == []

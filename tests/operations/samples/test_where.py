@@ -1,4 +1,4 @@
-"""Expressions select the rows that Python would, and whatever else is typed is refused with a reason."""
+"""Expressions select the same rows as in Python, and anything else is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def chosen(log: Search, where: str) -> list[int]:
         ("True", lambda r: True),
     ],
 )
-def test_an_expression_selects_what_python_would(log: Search, where: str, same: Any) -> None:
+def test_an_expression_selects_the_same_rows_as_in_python(log: Search, where: str, same: Any) -> None:
     expected = [i for i, row in enumerate(ROWS) if same(row)]
     assert chosen(log, where) == expected
 
@@ -84,7 +84,7 @@ def test_an_expression_selects_what_python_would(log: Search, where: str, same: 
         ("tokens == 1", "no column 'tokens'"),
     ],
 )
-def test_anything_else_is_refused_with_a_reason(log: Search, where: str, why: str) -> None:
+def test_anything_else_is_rejected_with_a_reason(log: Search, where: str, why: str) -> None:
     with pytest.raises(ExpressionError) as refused:
         log.find(where)
     assert why in str(refused.value)
@@ -95,6 +95,6 @@ def test_anything_else_is_refused_with_a_reason(log: Search, where: str, why: st
     st.text(max_size=60)
     | st.lists(st.sampled_from([*NAMES, "score.a", "<", "==", "in", "not", "and", "(", ")", "1", "'a'"])).map(" ".join)
 )
-def test_any_text_is_an_expression_or_is_refused(log: Search, text: str) -> None:
+def test_any_text_is_an_expression_or_is_rejected(log: Search, text: str) -> None:
     with contextlib.suppress(ExpressionError):
         assert log.find(text).of == len(ROWS)
