@@ -1,4 +1,4 @@
-"""Prometheus' own checks, where there is promtool."""
+"""Prometheus's own checks, if promtool is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def promtool() -> str:
-    """The command; `make test` installs it where it can."""
+    """The command; `make test` installs it if possible."""
     found = shutil.which("promtool")
     if found is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")

@@ -1,4 +1,4 @@
-"""Every alert fires on what it is for, and is silent on a run that is well: by promtool, on made-up series."""
+"""Every alert fires on its problem and is silent on a healthy run, checked by promtool on made-up series."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monitoring.__main__ import ROOT
 from monitoring.alerts import ALERTS, GROUP
 
 RULES = ROOT / "charts" / "files" / "alerts.yaml"
-MINUTES = 75  # of every series
+MINUTES = 75  # length of every series
 WELL = {
     'grpo_pod_ready{run="a",pod="generator-0"}': "1x75",
     'grpo_pod_loop_silent_seconds{run="a",pod="trainer-0",loop="train"}': "1x75",
@@ -58,12 +58,12 @@ WELL = {
     'grpo_trainer_step_metric{run="a",pod="trainer-0",name="length/drift"}': "1x75",
     'grpo_tracker_backlog_steps{run="a",pod="tracker-0",tracker="wandb"}': "2x75",
 }
-"""Series of a run that is well, by the minute."""
+"""Series of a healthy run, one value per minute."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is otherwise than in `WELL`, and the labels of the alert that fires."""
+    """Differences from `WELL`, and the labels of the alert that fires."""
 
     series: dict[str, str]
     labels: dict[str, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ CASES = {
 QUIETED = {"ended": {'grpo_run_ended{run="a",pod="dataprep-0"}': "1x75"}, "paused": {
     'grpo_run_paused{run="a",pod="dataprep-0",role="trainer"}': "1x75"
 }}  # fmt: skip
-"""In a run that has ended, or is paused, these are no trouble."""
+"""In a finished or paused run these are not problems."""
 QUIET = ("GrpoNoLeader", "GrpoNoTrainer", "GrpoTooFewGenerators", "GrpoPodNotReady", "GrpoNoStep", "GrpoTrainerStarves")
 
 
@@ -155,20 +155,20 @@ def test_rules_are_well_formed(promtool: str) -> None:
     assert f"{len(ALERTS)} rules found" in done.stdout
 
 
-def test_alerts_fire_on_their_trouble_and_on_nothing_else(promtool: str, tmp_path: Path) -> None:
+def test_alerts_fire_on_their_problem_only(promtool: str, tmp_path: Path) -> None:
     silent = {name: [] for name in CASES}
-    tests = [case("a run that is well", {}, silent)]
+    tests = [case("a healthy run", {}, silent)]
     tests += [case(name, trouble.series, {name: expected(name, trouble)}) for name, trouble in CASES.items()]
     troubles = {name: values for quiet in QUIET for name, values in CASES[quiet].series.items()}
     for how, series in QUIETED.items():
-        tests.append(case(f"troubles that are none in a run that is {how}", troubles | series, {name: [] for name in QUIET}))
+        tests.append(case(f"no problems in a run that is {how}", troubles | series, {name: [] for name in QUIET}))
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "5m", "tests": tests}, width=1000))
     done = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_rule_that_never_fires_would_be_found(promtool: str, tmp_path: Path) -> None:
+def test_a_rule_that_never_fires_would_be_detected(promtool: str, tmp_path: Path) -> None:
     path = tmp_path / "tests.yaml"
     missing = case("well", {}, {"GrpoNoStep": expected("GrpoNoStep", CASES["GrpoNoStep"])})
     path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "5m", "tests": [missing]}))

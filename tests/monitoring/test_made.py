@@ -1,4 +1,4 @@
-"""What is made of the declarations: up to date, of declared metrics only, and every metric has its place."""
+"""Files generated from the declarations are up to date, use only declared metrics and cover all of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ UNITS = {"seconds": "_seconds", "bytes": "_bytes", "ratio": "_ratio", "steps": "
 
 
 @pytest.mark.parametrize("path", list(made()), ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_file_is_up_to_date(path: Path) -> None:
+def test_generated_files_are_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == made()[path], "run python -m monitoring"
 
 
-def test_every_expression_names_declared_metrics_only() -> None:
+def test_expressions_use_only_declared_metrics() -> None:
     board = json.loads((ROOT / "charts" / "files" / "dashboard.json").read_text())
     charts = [chart for panel in board["panels"] for chart in panel.get("panels", [panel]) if chart["type"] != "row"]
     expressions = [target["expr"] for chart in charts for target in chart["targets"]] + [alert.expression for alert in ALERTS]
@@ -29,7 +29,7 @@ def test_every_expression_names_declared_metrics_only() -> None:
     assert [fault for expression in expressions for fault in declared.faults(expression)] == []
 
 
-def test_a_wrong_expression_is_found_out() -> None:
+def test_invalid_expressions_are_detected() -> None:
     assert list(declared.faults('rate(grpo_generator_token_total{run="a"}[1m])')) == [
         "no service exposes grpo_generator_token_total"
     ]
@@ -38,7 +38,7 @@ def test_a_wrong_expression_is_found_out() -> None:
     assert list(declared.faults('grpo_run_pods{kind=~"trainer|cook"}')) == ["grpo_run_pods has no kind 'cook'"]
 
 
-def test_every_metric_is_on_the_dashboard_and_on_the_page() -> None:
+def test_every_metric_is_on_the_dashboard_and_the_page() -> None:
     shown = " ".join(target for _, row in panels() for panel in row for target, _ in panel.targets)
     text = (ROOT / "docs" / "operating.md").read_text()
     for name in declared.everything():
@@ -46,7 +46,7 @@ def test_every_metric_is_on_the_dashboard_and_on_the_page() -> None:
         assert f"`{name}`" in text
 
 
-def test_declarations_are_whole() -> None:
+def test_declarations_are_complete() -> None:
     names = [metric.name for room in declared.ROOMS for metric in declared.of(room)]
     assert len(names) == len(set(names)) > 80
     for metric in declared.everything().values():

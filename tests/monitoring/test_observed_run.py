@@ -1,4 +1,4 @@
-"""A whole run as its operators see it: metrics of every service, a trace a group, one stream of JSON logs; a tracker hangs."""
+"""A whole run as operators see it: metrics of every service, a trace per group, one stream of JSON logs, a hanging tracker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.harness import save_model_folder
 from tests.support.whole_runs import finish, pids_of, start, summary, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-LIMIT_S = 400.0  # for all there is to see; it takes some twenty seconds on an idle machine
+LIMIT_S = 400.0  # for everything to appear; about twenty seconds on an idle machine
 LIFE = ["issue", "claim", "generate", "verify", "submit", "settle", "plan", "train"]
 
 ROOM_OF = {"dataprep": ("run", "dataprep"), "generator": ("generator",), "trainer": ("trainer",), "tracker": ("tracker",)}
@@ -45,20 +45,20 @@ ONLY_IN_TROUBLE = {
     "grpo_tracker_failures_total", "grpo_tracker_missed_groups", "grpo_trainer_condemned_groups_total",
     "grpo_generator_catch_ups_total",
 }  # fmt: skip
-"""What stays as it was in a run without faults; tests/monitoring/test_movement.py, test_trouble.py and
-tests/weights/test_store_rounds.py move it."""
+"""Metrics that do not change in a run without problems; tests/monitoring/test_movement.py, test_trouble.py and
+tests/weights/test_store_rounds.py change them."""
 OF_EVALUATION = {metric.name for metric in declarations(EvaluationMetrics).values()}
-"""Of which this run has none; tests/runs/test_evaluation.py moves them."""
+"""Metrics of evaluations, which this run lacks; tests/runs/test_evaluation.py changes them."""
 OF_A_MOMENT = {
     "grpo_generator_kv_usage_ratio", "grpo_generator_evaluating", "grpo_generator_rollouts", "grpo_generator_requests",
     "grpo_run_ended", "grpo_run_replay_groups",
 }  # fmt: skip
-"""What a look may miss in so quick a run, and what it has none of."""
+"""Metrics that a scrape may miss in so short a run, or that do not occur in it."""
 
 
 @dataclass
 class Observed:
-    """What was seen of the run while it was at work."""
+    """Observations of the run while it was running."""
 
     folder: Path
     collector: Collector
@@ -69,7 +69,7 @@ class Observed:
 
     @property
     def whole(self) -> list[list[Span]]:
-        """The traces that hold a group's whole life."""
+        """Traces that cover the whole life of a group."""
         return [spans for spans in self.collector.by_trace().values() if [span.name for span in spans] == LIFE]
 
     def logs(self) -> dict[str, list[str]]:
@@ -85,20 +85,20 @@ class Observed:
                 with urllib.request.urlopen(f"{pod.url}/metrics", timeout=30) as answer:
                     text = self.texts[pod.kind] = answer.read().decode()
             except OSError:
-                continue  # it has just begun
+                continue  # it has just started
             if pod.kind == "tracker":
                 self.backlog = value(text, "grpo_tracker_backlog_steps", tracker="wandb")
                 self.written = value(text, "grpo_tracker_written_records_total", tracker="tensorboard")
             self.moved |= {(pod.kind, one.name) for one in samples(text) if one.value not in (0.0, -1.0)}
 
     def still(self, kind: str) -> list[str]:
-        """Declared metrics of a service that have not moved."""
+        """Declared metrics of a service that have not changed."""
         return [
             metric.name
             for metric in shown_by(kind)
             if (kind, series_of(metric)) not in self.moved
             and metric.name not in ONLY_IN_TROUBLE | OF_A_MOMENT | OF_EVALUATION
-            and (kind, metric.name) != ("tracker", "grpo_pod_spans_total")  # it has nothing to do with groups
+            and (kind, metric.name) != ("tracker", "grpo_pod_spans_total")  # it does not handle groups
         ]
 
 
@@ -121,7 +121,7 @@ async def pods(folder: Path) -> list[PodStatus]:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    """A run with both trackers, of which W&B hangs, and with traces; it is stopped when there is nothing more to see."""
+    """A run with tracing and both trackers, of which W&B hangs; stopped once everything has been observed."""
     folder = tmp_path_factory.mktemp("observed")
     save_model_folder(folder / "model")
     with collecting() as collector, black_hole() as (hole, _), pytest.MonkeyPatch.context() as environment:
@@ -144,8 +144,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
                     if tracked and len(observed.whole) >= 16 and not any(map(observed.still, ROOM_OF)):
                         break
                 time.sleep(0.5)
-            for pid in pids_of(folder, "observed", "tracker-0"):  # `grpo run` would wait for the one that hangs
-                with contextlib.suppress(ProcessLookupError):  # it went with its parent
+            for pid in pids_of(folder, "observed", "tracker-0"):  # `grpo run` would wait for the hanging one
+                with contextlib.suppress(ProcessLookupError):  # it exited with its parent
                     os.kill(pid, signal.SIGKILL)
             subprocess.run([sys.executable, "-m", "services.console", "stop", str(folder / "observed")], check=True)
             finish(process)
@@ -159,13 +159,13 @@ def value(text: str, name: str, **labels: str) -> float:
     return next(one.value for one in samples(text) if one.name == name and labels.items() <= one.labels.items())
 
 
-def test_nothing_is_lost_while_it_is_observed(observed: Observed) -> None:
+def test_an_observed_run_loses_nothing(observed: Observed) -> None:
     facts = summary(observed.folder, "observed")
     assert (facts["lost"], facts["doubled"]) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", sorted(ROOM_OF))
-def test_every_declared_metric_is_there_and_moves(observed: Observed, kind: str) -> None:
+def test_every_declared_metric_exists_and_changes(observed: Observed, kind: str) -> None:
     families = {family.name: family for family in text_string_to_metric_families(observed.texts[kind])}
     for metric in shown_by(kind):
         family = families[metric.name.removesuffix("_total")]
@@ -181,7 +181,7 @@ def test_every_declared_metric_is_there_and_moves(observed: Observed, kind: str)
 
 
 @pytest.mark.parametrize("kind", sorted(ROOM_OF))
-def test_names_obey_promtool(observed: Observed, kind: str, promtool: str) -> None:
+def test_metric_names_pass_promtool(observed: Observed, kind: str, promtool: str) -> None:
     ours = [line for line in observed.texts[kind].splitlines() if "grpo_" in line]
     done = subprocess.run(
         [promtool, "check", "metrics"], input="\n".join(ours) + "\n", capture_output=True, text=True, check=False
@@ -203,8 +203,8 @@ def test_the_spans_of_a_group_form_one_trace(observed: Observed) -> None:
         assert all(span.started <= span.ended for span in spans)
 
 
-def test_a_tracker_that_hangs_takes_nothing_and_holds_nothing_up(observed: Observed) -> None:
-    """What it costs a step is measured by benchmarks/observing.py."""
+def test_a_hanging_tracker_blocks_nothing(observed: Observed) -> None:
+    """Its cost per step is measured by benchmarks/observing.py."""
     assert value(observed.texts["tracker"], "grpo_tracker_written_records_total", tracker="wandb") == 0
     assert min(observed.written, observed.backlog) >= 3
 
@@ -219,4 +219,4 @@ def test_logs_are_one_stream_of_json(observed: Observed) -> None:
             assert {"event", "level", "timestamp", "logger"} <= event.keys()
     assert any(json.loads(line)["logger"].startswith("uvicorn") for line in lines["trainer-0"])
     saved = [json.loads(line) for line in lines["trainer-0"] if '"snapshot written"' in line]
-    assert [event["step"] for event in saved[:2]] == [1, 3], "written inside a step, it carries the step"
+    assert [event["step"] for event in saved[:2]] == [1, 3], "a log line within a step carries its number"

@@ -1,4 +1,4 @@
-"""What only moves when something goes wrong, or for a moment."""
+"""Metrics that change only on problems, or only briefly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, se
         await wait_until(lambda: value("grpo_generator_rollouts") == 2, 60)
         assert value("grpo_generator_claimed_tickets_total") == 2
         first = next(iter(loop.rollouts.values()))
-        first.submitting = True  # as if it had just begun to submit: then Redis decides, by refusing
+        first.submitting = True  # as if it had just started to submit: then Redis rejects it
         await service.store.client.delete(service.store.keys.claims)
         await wait_until(lambda: value("grpo_generator_lost_leases_total") == 1, 60)
         await wait_until(lambda: value("grpo_generator_refused_submits_total") == 1, 60)
@@ -49,7 +49,7 @@ async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, se
         await running
 
 
-async def test_a_ticket_that_is_given_up_is_counted(tmp_path: Path, server: RedisServer) -> None:
+async def test_an_abandoned_ticket_is_counted(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "generator.max_attempts=1") as (service, loop, _):
         await issue(service.store, ticket(0, answer="break"))
         running = asyncio.create_task(service.run(loop.work))
@@ -59,7 +59,7 @@ async def test_a_ticket_that_is_given_up_is_counted(tmp_path: Path, server: Redi
         assert [letter.ticket for letter in await service.store.dead_letters.page()] == ["0-0"]
 
 
-async def test_a_phase_of_a_sync_that_fails_here_is_counted(store: Store, server: RedisServer, tmp_path: Path) -> None:
+async def test_a_failed_sync_phase_is_counted(store: Store, server: RedisServer, tmp_path: Path) -> None:
     service = pod("generator", store, server, tmp_path)
     engine: Any = object()
     follower = WeightFollower(service, engine, GeneratorMetrics(service.registry))
@@ -67,7 +67,7 @@ async def test_a_phase_of_a_sync_that_fails_here_is_counted(store: Store, server
     assert service.registry.get_sample_value("grpo_generator_sync_failures_total") == 1
 
 
-def test_what_a_generator_shows_of_a_moment() -> None:
+def test_a_generators_gauges_are_shown() -> None:
     registry = CollectorRegistry()
     metrics = GeneratorMetrics(registry)
     metrics.show_engine(Gauges(3, 2, 1, 0.5, 40), Gauges(0, 0, 0, 0.0, 10))
@@ -109,10 +109,10 @@ async def test_the_census_shows_pauses_dead_letters_and_the_end(
     assert value("grpo_run_dead_letters") == value("grpo_run_outcome_tickets", {"outcome": "failed"}) == 1
     assert value("grpo_run_paused", {"role": "trainer"}) == 1
     assert value("grpo_run_wanted_generators") == 3
-    await end_tasks([looking])  # it looks nearly all the time, and redis-py may forget a cancellation
+    await end_tasks([looking])  # it polls nearly all the time, and redis-py may lose a cancellation
 
 
-def test_phases_last_until_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_last_until_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
     monkeypatch.setattr("services.runtime.metrics.declarations.time.monotonic", lambda: now)
     noted: list[tuple[str, float]] = []
@@ -123,7 +123,7 @@ def test_phases_last_until_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> N
     assert noted == [("a", 2.0), ("a", 1.0), ("b", 3.0), ("b", 1.0)]
 
 
-def test_the_trainer_notes_what_it_does_by_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainers_phases_are_timed_by_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("services.runtime.metrics.declarations.time.monotonic", lambda: now)
     registry = CollectorRegistry()
