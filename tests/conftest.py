@@ -1,4 +1,4 @@
-"""Real Redis for every test: one server of each kind a session, a run of its own each test, no key left behind."""
+"""Real Redis for every test: one server of each kind per session, a separate run per test, no key left behind."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Nothing is left to fork."""
+    """Stop the processes kept for forking."""
     starter.stop()
 
 
@@ -83,11 +83,11 @@ FIRST = (
 )  # fmt: skip
 """Parts of paths of tests that take long, the longest first: what is left for the end is short."""
 APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/test_faults.py")
-"""Tests whose workers differ: what they share they share by files. Others stay together, with their engines and ranks."""
+"""Files whose tests may run on different workers: they share only files. Others stay together, with their engines and ranks."""
 
 
 class Files(LoadScopeScheduling):
-    """Gives all tests of a file to one of pytest-xdist's workers, those of `APART` one by one."""
+    """Assigns all tests of a file to one of pytest-xdist's workers, and those of `APART` one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
@@ -96,8 +96,8 @@ class Files(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
-    """Who runs what."""
-    config.option.loadscopereorder = False  # as they come: the long ones first
+    """Return the scheduler."""
+    config.option.loadscopereorder = False  # keep the order: long ones first
     return Files(config, log)
 
 
@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def skip_without(program: str) -> None:
-    """Skip the test where a server of `SERVERS` is not installed."""
+    """Skip the test if a server of `SERVERS` is not installed."""
     try:
         find_server(program)
     except StoreError as error:
@@ -132,7 +132,7 @@ def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """The server that `grpo run` would start."""
+    """The server that `grpo run` starts."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     server.start()
     yield server

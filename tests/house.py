@@ -1,6 +1,6 @@
 """Measure the structure and the wording of the repository: `python -m tests.house [--json] [--types]`.
 
-Prints each measure beside its bound. `tests/test_house.py` holds the bounds, so that both only improve. `--types` adds the
+Prints each measure with its bound. `tests/test_house.py` holds the bounds, so that both only improve. `--types` adds the
 type errors of the strict packages, which takes a minute.
 """
 
@@ -28,7 +28,7 @@ SUITE_SECONDS = (ROOT / "build" / "suite_seconds.json", ROOT / "tests" / "suite_
 TICKET_TYPES = {"Ticket", "Tickets", "Claim"}
 STORES = {"store", "_store"}
 ODD_WORDS = ("anew", "amid", "amidst", "for want of", "to be had", "relieve", "relieves", "relieved", "heed", "heeds", "heeded")
-"""Words of code and pages that readers stumble over, although each is English. As a part of a name they count, too."""
+"""English words that readers of code and pages stumble over. Parts of names count, too."""
 _ODD = re.compile("|".join(rf"(?<![a-z]){words}(?![a-z])".replace(" ", r"\s+") for words in ODD_WORDS), re.IGNORECASE)
 
 
@@ -38,11 +38,11 @@ class Measure:
 
     name: str
     value: float | None
-    """None: it was not measured."""
+    """None if it was not measured."""
     bound: float | None
-    """The most that it may be; None: it is only reported."""
+    """The maximum; None if it is only reported."""
     where: str = ""
-    """What it was found in."""
+    """Where it was found."""
 
     @property
     def kept(self) -> bool:
@@ -51,7 +51,7 @@ class Measure:
 
 
 def measure(types: bool = False) -> list[Measure]:
-    """Measure everything; the type errors only with `types`."""
+    """Measure everything; type errors only with `types`."""
     structure = [files_a_folder(), duplicate_classes(), keys(), function_max(), services_lines(), ticket_files()]
     quick = [*structure, odd_words(), suite_s()]
     return [*quick, strict_errors() if types else Measure("strict_errors", None, 0, "measured with --types")]
@@ -97,7 +97,7 @@ def keys() -> Measure:
 
 
 def function_max() -> Measure:
-    """Return the most lines of a function's body: from its first statement, its docstring left out, to its last."""
+    """Return the maximum number of lines of a function's body, without its docstring."""
     lengths: dict[str, int] = {}
     for path, tree in _trees():
         for node in ast.walk(tree):
@@ -145,7 +145,7 @@ def odd_words_of(text: str) -> list[tuple[int, str]]:
 
 
 def suite_s() -> Measure:
-    """Return how long the whole suite took, in seconds, if that was noted."""
+    """Return the duration of the whole suite in seconds, if recorded."""
     for path in SUITE_SECONDS:
         if path.exists():
             return Measure("suite_s", json.loads(path.read_text())["suite_s"], 480, _shown(path))

@@ -1,4 +1,4 @@
-"""How two runs of the example compare: from which moment, at which rewards, and what a run that was another one comes to."""
+"""Comparing two runs of the example: since which moment, at which rewards, and what happens to a run that does not match."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(step_s: float, best: float = 0.9, generating: float = 10.0, started: flo
     return curve
 
 
-def test_a_clock_starts_with_the_first_completion_or_with_the_command() -> None:
+def test_the_clock_starts_at_the_first_completion_or_the_command() -> None:
     curve = run(2.0)
     # The mean of steps 0 to 4 is 0.5, and that of steps 2 to 6 is 0.6.
     assert (curve.reaches(0.5), curve.reaches(0.6)) == (pytest.approx(10), pytest.approx(14))
@@ -38,7 +38,7 @@ def test_a_clock_starts_with_the_first_completion_or_with_the_command() -> None:
     assert len(curve.smooth()) == len(RATES) - WINDOW + 1
 
 
-def test_a_ratio_is_the_seconds_of_the_other_over_mine_at_every_target() -> None:
+def test_ratios_are_the_others_seconds_over_ours() -> None:
     slow, fast = run(3.0), run(2.0, generating=30.0)
     found = ratios("ratio", slow, fast, TARGETS)
     assert found == pytest.approx({"ratio": 1.5, "ratio_05": 1.5, "ratio_06": 1.5, "ratio_07": 1.5, "ratio_08": 1.5})
@@ -48,16 +48,16 @@ def test_a_ratio_is_the_seconds_of_the_other_over_mine_at_every_target() -> None
     assert found["from"] == found["from_05"] < found["from_08"]
 
 
-def test_who_does_not_get_there_is_named_and_never_gains_by_it() -> None:
+def test_a_run_that_misses_a_target_is_named_and_never_favoured() -> None:
     high, low = run(2.0), run(2.0, best=0.7)
-    assert ratio(low, high, 0.8) == pytest.approx(low.whole() / high.reaches(0.8))  # less than it would have taken
+    assert ratio(low, high, 0.8) == pytest.approx(low.whole() / high.reaches(0.8))  # less than it would have needed
     assert ratio(high, low, 0.8) == 0
     assert math.isnan(ratio(low, low, 0.8))
     assert unreached({"ours/0": high, "trl/0": low}, TARGETS) == {"0.8": ["trl/0"]}
-    assert ratios("ratio", low, low, TARGETS)["ratio"] == pytest.approx(1)  # the least of those there are
+    assert ratios("ratio", low, low, TARGETS)["ratio"] == pytest.approx(1)  # the minimum of those that exist
 
 
-def test_a_run_of_other_steps_completions_or_rates_is_refused() -> None:
+def test_runs_with_other_steps_completions_or_rates_are_rejected() -> None:
     assert not run(2.0).fault(20, 256, RATES)
     assert "20 steps instead of 25" in run(2.0).fault(25, 256, RATES)
     assert "256 completions instead of 128" in run(2.0).fault(20, 128, RATES)
@@ -66,7 +66,7 @@ def test_a_run_of_other_steps_completions_or_rates_is_refused() -> None:
     assert "first completion" in run(2.0, generating=math.nan).fault(20, 256, RATES)
 
 
-def test_a_run_that_takes_too_long_or_fails_says_so(tmp_path: Path) -> None:
+def test_a_run_that_times_out_or_fails_is_reported(tmp_path: Path) -> None:
     def command(code: str) -> list[str]:
         return [sys.executable, "-c", code]
 
@@ -85,7 +85,7 @@ def options(tmp_path: Path) -> argparse.Namespace:
     )
 
 
-def test_a_stopped_comparison_goes_on_and_a_failed_run_leaves_the_others(
+def test_a_stopped_comparison_resumes_and_tolerates_failures(
     monkeypatch: pytest.MonkeyPatch, options: argparse.Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done: list[str] = []
@@ -115,12 +115,10 @@ def test_a_stopped_comparison_goes_on_and_a_failed_run_leaves_the_others(
     assert "trl_vllm_ratio_05" in line["missed"]
     assert not {"ratio_05", "ours.steps_per_s"} & set(line["missed"])
     record.end()
-    assert options.results.exists(), "what failed is tried again"
+    assert options.results.exists(), "failed runs are retried"
 
 
-def test_the_fastest_of_the_settings_tried_is_compared_and_none_is_tried_twice(
-    monkeypatch: pytest.MonkeyPatch, options: argparse.Namespace
-) -> None:
+def test_the_fastest_settings_are_compared_and_tried_once(monkeypatch: pytest.MonkeyPatch, options: argparse.Namespace) -> None:
     given: list[Any] = []
 
     def side(name: str, overrides: list[str], limit_s: float, settings: Any) -> Curve:
@@ -147,7 +145,7 @@ def test_every_figure_of_the_catalogue_is_reported(options: argparse.Namespace, 
     assert {figure.key for figure in benchmark.figures} <= set(figures)
 
 
-def test_runs_of_other_options_are_not_continued(options: argparse.Namespace) -> None:
+def test_runs_with_other_options_are_not_resumed(options: argparse.Namespace) -> None:
     first = end_to_end.Record(options.results, {"steps": 20})
     first.add("ours/0", run(2.0))
     assert end_to_end.Record(options.results, {"steps": 20}).curves == {"ours/0": run(2.0)}

@@ -15,7 +15,7 @@ from benchmarks.suite import chosen, compared, measure, record, recorded, worse
 
 ROOT = Path(__file__).parent.parent
 BESIDE = ("reuse", "kept_kv", "fleet")
-"""Not of the suite: half an hour, and a quarter, by themselves; a part of `growth`."""
+"""Not in the suite: one takes half an hour, one a quarter; one is a part of `growth`."""
 REPORTS = re.compile(r"from benchmarks\.common import .*\breport\b")
 MACHINE = {"cpu": "a processor", "cores": 2, "memory_gib": 24.0, "load": [0.1, 0.1, 0.1]}
 
@@ -30,7 +30,7 @@ def result(**values: float) -> dict[str, Any]:
     }
 
 
-def test_every_benchmark_is_in_the_suite_and_its_command_is_there() -> None:
+def test_every_benchmark_is_in_the_suite_and_exists() -> None:
     scripts = {benchmark.command[0] for benchmark in SUITE}
     assert all((ROOT / script).is_file() for script in scripts)
     measuring = {
@@ -41,7 +41,7 @@ def test_every_benchmark_is_in_the_suite_and_its_command_is_there() -> None:
     assert scripts == measuring
 
 
-def test_all_of_it_fits_into_its_time_and_every_goal_says_what_would_close_it() -> None:
+def test_the_suite_fits_its_budget_and_every_goal_explains_gaps() -> None:
     assert sum(benchmark.planned_s for benchmark in SUITE) <= BUDGET_S
     for benchmark in SUITE:
         keys = [figure.key for figure in benchmark.figures]
@@ -49,7 +49,7 @@ def test_all_of_it_fits_into_its_time_and_every_goal_says_what_would_close_it() 
         assert benchmark.gap or all(figure.goal is None for figure in benchmark.figures), benchmark.name
 
 
-def test_a_benchmark_that_lacks_a_figure_or_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_or_incomplete_benchmark_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said = tmp_path / "benchmarks" / "said.py"
     said.parent.mkdir()
     monkeypatch.setattr("benchmarks.suite.ROOT", tmp_path)
@@ -64,7 +64,7 @@ def test_a_benchmark_that_lacks_a_figure_or_fails_is_told(monkeypatch: pytest.Mo
         measure(here)
 
 
-def test_what_was_counted_is_held_closer_than_what_was_timed() -> None:
+def test_counted_figures_have_tighter_tolerances_than_timed_ones() -> None:
     here = Benchmark("x", "", "", 1, (Figure("calls", "", better="lower", tolerance=COUNTED), Figure("ratio", "")))
     before = {"x": {**result(calls=10.0, ratio=1.0), "date": "2026-01-01"}}
     before["x"]["spread"] = {"calls": [9.9, 10.1], "ratio": [0.9, 1.1]}
@@ -74,7 +74,7 @@ def test_what_was_counted_is_held_closer_than_what_was_timed() -> None:
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
-def test_the_exponent_of_a_power_law_is_found_with_its_error(exponent: float) -> None:
+def test_the_exponent_of_a_power_law_is_estimated_with_its_error(exponent: float) -> None:
     exact = {size: [3.0 * size**exponent] * 2 for size in (1, 10, 100, 1000)}
     assert power_law(exact) == pytest.approx([exponent] * 3, abs=1e-9)
     noisy = {size: [cost * factor for cost, factor in zip(of, (0.8, 1.25), strict=True)] for size, of in exact.items()}
@@ -87,14 +87,14 @@ def test_the_exponent_of_a_power_law_is_found_with_its_error(exponent: float) ->
     assert relative(exact)[-1] == pytest.approx((1000, 1000**exponent), rel=1e-4)
 
 
-def test_an_exponent_of_too_little_is_refused() -> None:
+def test_an_exponent_from_too_few_points_is_rejected() -> None:
     with pytest.raises(ValueError, match="3 of 1"):
         power_law({10: [1.0, 2.0, 3.0]})
     with pytest.raises(ValueError, match="2 of 2"):
         power_law({1: [1.0], 10: [2.0]})
 
 
-def test_later_figures_take_the_place_of_earlier_ones(tmp_path: Path) -> None:
+def test_later_figures_replace_earlier_ones(tmp_path: Path) -> None:
     record({"datapath": result(ratio=0.5), "stream": result(ratio=9.0)}, tmp_path)
     path = record({"datapath": result(ratio=0.6)}, tmp_path)
     (tmp_path / "2020-01-01.json").write_text('{"datapath": {"ratio": 0.1}, "sync": {"x": 1}}')
@@ -114,7 +114,7 @@ def test_a_ratio_is_worse_beyond_spread_and_tolerance(better: Any, value: float,
     assert "missing" in worse(Figure("ratio", "", better=better), before, {})
 
 
-def test_the_page_says_what_is_missed_and_what_is_not_recorded(tmp_path: Path) -> None:
+def test_the_page_shows_missed_goals_and_missing_figures(tmp_path: Path) -> None:
     datapath = {**result(ratio=0.3, dataprep_us_per_group=120.0), "date": "2026-01-01"}
     ends = {**result(ratio_05=2.0), "date": "2026-01-02", "curves": {"ours, seed 0": [[0, 0.1], [5, 0.7]]}}
     recovery = {**result(astray=0.0), "date": "2026-01-02"}
@@ -135,6 +135,6 @@ def test_the_page_says_what_is_missed_and_what_is_not_recorded(tmp_path: Path) -
     assert (tmp_path / "benchmarks" / "goals.svg").read_bytes() == before
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_name_is_rejected() -> None:
     with pytest.raises(SystemExit, match="no benchmark is called 'x'"):
         chosen(["x"])

@@ -1,4 +1,4 @@
-"""The structure stays within its bounds (`python -m tests.house` shows all measures)."""
+"""The structure stays within its bounds (`python -m tests.house` prints all measures)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_measure_is_within_its_bound(measure) -> None:
     assert found.kept, f"{found.name} = {found.value}, at most {found.bound}: {found.where}"
 
 
-def test_measures_find_something() -> None:
+def test_measures_are_not_vacuous() -> None:
     assert house.services_lines().value
     tickets = house.ticket_files()
     assert "services/generator/loop.py" in tickets.where
@@ -41,6 +41,6 @@ def test_the_table_marks_what_exceeds_its_bound() -> None:
     assert lines[3].split() == ["unknown", "-", "0"]
 
 
-def test_json_holds_values_bounds_and_places() -> None:
+def test_json_has_values_bounds_and_locations() -> None:
     told = json.loads(house.as_json([Measure("few", 3, 2, "here"), Measure("many", 3000, None)]))
     assert told == {"few": 3, "many": 3000, "bounds": {"few": 2}, "where": {"few": "here"}}

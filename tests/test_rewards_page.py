@@ -1,4 +1,4 @@
-"""Every snippet of docs/rewards.md: the configurations are valid, and the functions score as the page says, in real workers."""
+"""Every snippet of docs/rewards.md: configurations are valid, and functions score as documented, in real workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPECTED = {
     "well_formed": [1, 0, 0, 0],
     "accuracy": [1, 0, 0, 1],
 }
-"""Function of the page -> its scores of `COMPLETIONS`."""
+"""Function on the page -> its scores for `COMPLETIONS`."""
 
 
 def snippets(language: str) -> list[str]:
@@ -49,7 +49,7 @@ def configured(*snippets: str) -> list[dict[str, Any]]:
 
 
 class ClassifierHandler(BaseHTTPRequestHandler):
-    """The service that `Classifier` asks."""
+    """The service that `Classifier` calls."""
 
     def do_POST(self) -> None:
         text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
@@ -75,7 +75,7 @@ def classifier() -> Iterator[str]:
 
 
 def verifiers(folder: Path, classifier: str) -> list[dict[str, Any]]:
-    """One for each function of the page, as the page configures it, or else with its name alone."""
+    """A verifier for each function on the page, configured as on the page or by name only."""
     (folder / "words.txt").write_text("it is\n")
     given = {
         verifier["function"].rpartition(":")[2]: verifier for verifier in configured(*snippets("toml")) if "function" in verifier
@@ -112,7 +112,7 @@ def config_of(verifiers: list[dict[str, Any]]) -> Any:
     return validate({"model": {"path": "m"}, "data": {"sources": sources}, "verifiers": verifiers}, "docs/rewards.md")
 
 
-async def test_every_function_of_the_page_scores_as_it_says(
+async def test_every_function_on_the_page_scores_as_documented(
     tmp_path: Path, classifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLASSIFIER_TOKEN", TOKEN)
@@ -123,16 +123,16 @@ async def test_every_function_of_the_page_scores_as_it_says(
     weights = {"score": 0.2, "diversity": 0.1}
     for i, reward in enumerate(rewards):
         assert reward == pytest.approx(sum(weights.get(name, 1) * scores[i] for name, scores in EXPECTED.items()))
-    assert judged == [False] * 4, "none reaches the top of every range that is declared"
+    assert judged == [False] * 4, "none reaches the top of every declared range"
 
 
-def test_the_configurations_of_the_page_are_valid() -> None:
+def test_the_pages_configurations_are_valid() -> None:
     for text in snippets("toml"):
         for verifier in config_of(configured(text)).verifiers:
             assert verifier.kind != "python" or FUNCTION.fullmatch(verifier.function)
 
 
-def test_the_penalty_for_length_is_the_formula_of_the_page() -> None:
+def test_the_length_penalty_matches_the_pages_formula() -> None:
     (formula,) = re.findall(r"^    (-min\(.*\))$", PAGE, re.MULTILINE)
     (config,) = config_of([{"kind": "length", "soft_tokens": 8, "max_tokens": 20}]).verifiers
     verifier = LengthVerifier(config, None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Advantages against hand-computed numbers and a slow second implementation."""
+"""Advantages, by hand and against a slow second implementation."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ def _slow(r: list[float], kind: str) -> list[float]:
         ("rloo", [2 / 3, -2 / 3, 2 / 3, -2 / 3]),
     ],
 )
-def test_by_hand(kind: Kind, expected: list[float]):
+def test_advantages_by_hand(kind: Kind, expected: list[float]):
     assert advantages([1, 0, 1, 0], kind) == pytest.approx(expected, rel=1e-7)
 
 
 @given(rewards, st.sampled_from(get_args(Kind)))
-def test_against_the_slow_twin(r: list[float], kind: Kind):
+def test_advantages_match_the_slow_twin(r: list[float], kind: Kind):
     assert advantages(r, kind) == pytest.approx(_slow(r, kind), rel=1e-6, abs=1e-6)
 
 
 @given(st.integers(2, 16).flatmap(lambda n: st.lists(st.lists(st.floats(-10, 10), min_size=n, max_size=n), min_size=1)))
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_several_groups_at_once_have_the_advantages_of_each(kind: Kind, groups: list[list[float]]):
+def test_batched_groups_get_the_advantages_of_each(kind: Kind, groups: list[list[float]]):
     assert advantages(np.array(groups), kind).tolist() == [advantages(group, kind).tolist() for group in groups]
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.0, 1e6 / 3, -1e300])
-def test_a_constant_group_teaches_nothing(kind: Kind, value: float):
+def test_a_constant_group_has_zero_advantages(kind: Kind, value: float):
     assert advantages([value] * 7, kind).tolist() == [0.0] * 7
     assert constant([value] * 7)
     assert not constant([value, value / 2 - 1])
 
 
-def test_maxrl_never_turns_the_sign():
+def test_maxrl_never_flips_the_sign():
     assert advantages([-1.0, -3.0], "maxrl").tolist() == [0.0, 0.0]
     assert advantages([0.0, 0.0], "maxrl").tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", ["centered", "standard", "rloo"])
-def test_a_large_common_part_rounds_nothing_away(kind: Kind):
-    """Of rewards that float64 holds exactly: their differences are exact too."""
+def test_a_large_common_offset_loses_no_precision(kind: Kind):
+    """For rewards exact in float64, whose differences are exact, too."""
     small = [0.25, 0.5, 0.0, 1.0]
     assert advantages([1e9 + x for x in small], kind) == pytest.approx(advantages(small, kind), rel=1e-12)
 
@@ -82,7 +82,7 @@ def test_maxrl_is_bounded_for_rewards_of_both_signs(r: list[float]):
     found = advantages(r, "maxrl")
     assert ((found >= -1) & (found <= len(r) - 1)).all()
     if min(r) >= 0 and (mean := sum(r) / len(r)) > 1e-300 and not constant(r):
-        assert found == pytest.approx([(x - mean) / mean for x in r], rel=1e-6, abs=1e-6), "the bounds take nothing away"
+        assert found == pytest.approx([(x - mean) / mean for x in r], rel=1e-6, abs=1e-6), "the bounds must not change anything"
 
 
 def test_maxrl_near_a_mean_of_zero_by_hand():
@@ -96,12 +96,12 @@ def test_statistics_are_those_of_the_full_group():
     assert trained([False, True, False, False], mask_truncated=False).tolist() == [True] * 4
 
 
-def test_faults_are_refused():
+def test_invalid_rewards_are_rejected():
     with pytest.raises(ValueError, match="must be finite"):
         advantages([1.0, np.nan], "centered")
     with pytest.raises(ValueError, match="at least 2"):
         advantages([1.0], "rloo")
 
 
-def test_kinds_are_those_of_the_configuration():
+def test_kinds_match_the_configuration():
     assert get_args(Kind) == get_args(Advantage.model_fields["kind"].annotation)

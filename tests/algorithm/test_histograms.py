@@ -1,4 +1,4 @@
-"""Histograms as metrics: every value is in one bin, bins add up, and trackers read them as distributions."""
+"""Histograms as metrics: every value is in one bin, bins add up, and trackers show them as distributions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.documented import undocumented
 
 
 @pytest.mark.parametrize("what", BOUNDS)
-def test_each_value_is_in_the_bin_whose_bound_it_does_not_exceed(what: str) -> None:
+def test_each_value_is_in_the_bin_with_the_next_bound(what: str) -> None:
     bounds = BOUNDS[what]
     assert list(bounds) == sorted(set(bounds))
     values = [*bounds, bounds[0] - 1, bounds[-1] + 1, *np.random.default_rng(3).uniform(bounds[0], bounds[-1], 500)]
@@ -34,7 +34,7 @@ def test_each_value_is_in_the_bin_whose_bound_it_does_not_exceed(what: str) -> N
 
 
 @pytest.mark.parametrize("what", ["ratio", "advantage", "logprob_gap"])
-def test_the_trainer_counts_as_the_definition_does(what: str) -> None:
+def test_the_trainers_counts_match_the_definition(what: str) -> None:
     bounds = BOUNDS[what]
     values = torch.tensor([*bounds, bounds[0] - 1, bounds[-1] + 1], dtype=torch.float32)
     values = torch.cat([values, torch.empty(300).uniform_(bounds[0], bounds[-1], generator=torch.Generator().manual_seed(1))])
@@ -46,7 +46,7 @@ def test_the_trainer_counts_as_the_definition_does(what: str) -> None:
     assert _counts(what, torch.empty(0)).sum() == 0
 
 
-def test_a_record_is_taken_apart_and_bins_have_finite_edges() -> None:
+def test_a_record_is_split_and_bins_have_finite_edges() -> None:
     record = {"step": 3.0, "reward/train/mean": 0.5, **counted("reward", "train", [-99, 0.05, 1, 1]), f"{PREFIX}odd": 1.0}
     plain, histograms = separated(record)
     assert plain == {"step": 3.0, "reward/train/mean": 0.5}
@@ -61,7 +61,7 @@ def test_a_record_is_taken_apart_and_bins_have_finite_edges() -> None:
     assert named("length", "train", [0] * (len(BOUNDS["length"]) + 1)) == {}
 
 
-def test_a_step_s_rewards_and_lengths_are_counted() -> None:
+def test_a_steps_rewards_and_lengths_are_counted() -> None:
     tickets = [Ticket(f"0-{i}", i, 0, i, 0, [1, 2], "", 4, "main") for i in range(3)]
     claims = [Claim(f"{ticket.seq}-0", 1, ticket.id, b"", ticket) for ticket in tickets]
     record = trained([flow.header(claim, lengths=[7, 8, 9, 70]) for claim in claims], 5, [0, 0, 0], ["main"])

@@ -1,4 +1,4 @@
-"""Metrics of packed rows against numbers worked out by hand, and against what the trainer builds from a plan."""
+"""Metrics of packed rows, by hand and against what the trainer builds from a plan."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def _sample(
     return Sample(payload, index, advantage, trained, weight, tokens=10, context_tokens=4, context=context)
 
 
-def test_a_shared_context_counts_once_a_row_and_empty_rows_count_as_capacity() -> None:
+def test_shared_contexts_count_once_per_row_and_empty_rows_count() -> None:
     row = [_sample("a", 0), _sample("a", 1), _sample("a", 2, context=1), _sample("b", 0)]
     assert tokens(row) == (4 + 6 + 6) + (4 + 6) + (4 + 6)
     record = of_rows([RankPlan([row, [_sample("a", 3)]]), RankPlan([[_sample("b", 1)], []])], 40, 2)
     assert record["rows/train/packed_ratio"] == pytest.approx((36 + 10 + 10) / 160)
 
 
-def test_only_groups_with_an_advantage_in_the_loss_are_real() -> None:
+def test_only_groups_with_a_nonzero_advantage_count() -> None:
     row = [
         *(_sample("learns", 0, advantage=a) for a in (0.0, -0.5)),
         _sample("equal", 0, 0.0),

@@ -1,4 +1,4 @@
-"""Every page of the documentation: links lead somewhere, code blocks are valid, generated pages are those of the code."""
+"""Every page of the documentation: links resolve, code blocks are valid, generated pages match the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^(?:\$ )?(?:\S*/)?grpo (.*)$")
-BETWEEN = re.compile(r"\s*(?:&&|;|>+|\|(?!STEP))\s*(?=(?:[^']*'[^']*')*[^']*$)")  # what separates commands, outside quotes
+BETWEEN = re.compile(r"\s*(?:&&|;|>+|\|(?!STEP))\s*(?=(?:[^']*'[^']*')*[^']*$)")  # separators of commands, outside quotes
 KEYS = {re.sub(r"\[\](\([^)]*\))?", "", key.key) for key in keys()}
 FREE = ("generator.engine_options", "data.chat_template_options")
 BASE: dict[str, Any] = {
@@ -47,7 +47,7 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of each `grpo` in a code block; a line that ends with a backslash goes on."""
+    """The arguments of each `grpo` in a code block; a trailing backslash continues the line."""
     for text in blocks(page, "", "sh", "bash", "console"):
         for line in text.replace("\\\n", " ").splitlines():
             for part in re.split(BETWEEN, line.partition(" #")[0].strip()):
@@ -67,7 +67,7 @@ def parsed(arguments: list[str]) -> list[str]:
 
 
 def completed(fragment: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that has the fragment, and a model, a source and a verifier if it does not."""
+    """A configuration with the fragment, completed with a model, a source and a verifier if needed."""
     whole = deepcopy(BASE)
     for section, value in fragment.items():
         whole[section] = {**whole.get(section, {}), **value} if isinstance(value, dict) else value
@@ -75,7 +75,7 @@ def completed(fragment: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_resolve_to_files(page: Path) -> None:
     text = CODE.sub("", BLOCK.sub("", page.read_text(encoding="utf-8")))
     for link in LINK.findall(text):
         if not link.startswith(("http:", "https:", "#", "mailto:")):
@@ -83,18 +83,18 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "charts" / "README.md"], ids=named)
-def test_no_placeholder_is_taken_for_a_tag(page: Path) -> None:
-    """Outside code, Markdown shows nothing of <pod>."""
+def test_placeholders_are_not_rendered_as_tags(page: Path) -> None:
+    """Outside code, Markdown renders nothing for <pod>."""
     text = CODE.sub("", BLOCK.sub("", page.read_text(encoding="utf-8")))
     assert re.findall(r"<[A-Za-z][^>]*>", text) == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page, "toml"))], ids=named)
-def test_toml_is_a_configuration_or_a_part_of_one(page: Path) -> None:
+def test_toml_blocks_are_valid_configurations_or_fragments(page: Path) -> None:
     for text in blocks(page, "toml"):
         given = tomllib.loads(text)
-        assert given, "a block without a key shows nothing"
-        validate(completed(given), named(page))  # raises for a key or a value that there is not
+        assert given, "a block must set a key"
+        validate(completed(given), named(page))  # raises for an invalid key or value
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=named)
@@ -105,14 +105,14 @@ def test_commands_exist_with_their_options(page: Path) -> None:
             assert key in KEYS or key.startswith(FREE), (arguments, key)
 
 
-def test_keys_in_the_table_of_the_migration_exist() -> None:
+def test_keys_in_the_migration_table_exist() -> None:
     rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "howto" / "migrate.md").read_text(encoding="utf-8"), re.MULTILINE)
     given = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
     assert len(given) > 30
     assert {re.sub(r"\[\](\([^)]*\))?", "", key) for key in given} <= KEYS
 
 
-def test_generated_pages_are_those_of_the_code() -> None:
+def test_generated_pages_match_the_code() -> None:
     for page, text in made().items():
         assert page.read_text(encoding="utf-8") == text, f"{named(page)}: run python -m documentation"
 
@@ -131,7 +131,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],  # with -q, warnings would not count
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],  # with -q, warnings would not be reported
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

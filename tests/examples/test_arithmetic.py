@@ -36,7 +36,7 @@ def source(config: RunConfig) -> ReasoningGymSource:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that was taught for a moment."""
+    """A briefly trained model."""
     made = tmp_path_factory.mktemp("model") / "arithmetic"
     assert main(["--out", str(made), *SMALL]) == 0
     return made
@@ -53,7 +53,7 @@ def test_solve_takes_one_operation_at_a_time() -> None:
         solve("5 * 3")
 
 
-def test_both_answers_of_an_example_are_right_by_the_tasks_own_scorer(config: RunConfig, source: ReasoningGymSource) -> None:
+def test_both_answers_of_an_example_pass_the_tasks_scorer(config: RunConfig, source: ReasoningGymSource) -> None:
     held_out, worked = make_examples(source, held_out=50, worked=200, seed=3)
     task, pattern = make_task(source, 1, 0), re.compile(config.verifiers[0].extract)
     assert (len(held_out), len(worked)) == (50, 200)
@@ -63,7 +63,7 @@ def test_both_answers_of_an_example_are_right_by_the_tasks_own_scorer(config: Ru
     assert not {example.question for example in held_out} & {example.question for example in worked}
 
 
-def test_the_demo_leaves_room_for_the_longest_prompt_and_answer(config: RunConfig, folder: Path) -> None:
+def test_the_demo_fits_the_longest_prompt_and_answer(config: RunConfig, folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompt = tokenizer.encode(render("Calculate 10 - 10 - 10 - 10.")).ids
     completion = tokenizer.encode(solve("10 - 10 - 10 - 10") + END).ids
@@ -72,18 +72,18 @@ def test_the_demo_leaves_room_for_the_longest_prompt_and_answer(config: RunConfi
     assert max(len(completion), len(longest)) <= config.sampling.max_tokens
 
 
-def test_the_demo_configuration_is_what_the_demo_promises(config: RunConfig) -> None:
+def test_the_demo_configuration_matches_its_description(config: RunConfig) -> None:
     assert (config.run.name, config.generator.count, config.model.dtype) == ("demo", 2, "float32")
     assert config.model.path == "build/arithmetic"  # where the Makefile makes it
 
 
 @pytest.mark.parametrize("text", ["Calculate 5 - 3 - 6.", "5 - 3 = 2, 2 - 6 = -4", "Grüße, 数学 🙂\n\tx  y ", ""])
-def test_text_comes_back_from_its_tokens(folder: Path, text: str) -> None:
+def test_text_round_trips_through_its_tokens(folder: Path, text: str) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_digits_stay_single_and_what_lies_between_is_one_token(folder: Path) -> None:
+def test_digits_are_single_tokens_and_separators_one_token(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert [tokenizer.decode([i]) for i in tokenizer.encode("Calculate 10 - 3 + 7.").ids] == [
         "Calculate ", "1", "0", " - ", "3", " + ", "7", ".",
@@ -91,7 +91,7 @@ def test_digits_stay_single_and_what_lies_between_is_one_token(folder: Path) -> 
     assert (tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)) == (PAD_ID, END_ID)
 
 
-def test_transformers_dataprep_and_the_lessons_render_the_same_prompt(folder: Path, config: RunConfig) -> None:
+def test_transformers_dataprep_and_lessons_render_the_same_prompt(folder: Path, config: RunConfig) -> None:
     from transformers import AutoTokenizer
 
     question = "Calculate 5 - 3 - 6."
@@ -146,7 +146,7 @@ def test_the_same_seed_makes_the_same_weights(folder: Path, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "other"]
 
 
-def test_what_is_made_stays_until_the_arguments_change(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_is_kept_until_the_arguments_change(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert main(["--out", str(folder), *SMALL]) == 0
     assert "already made" in capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_what_is_made_stays_until_the_arguments_change(folder: Path, capsys: pyt
     assert (folder / "model.safetensors").stat().st_mtime_ns != before
 
 
-def test_a_folder_of_somebody_else_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     assert main(["--out", str(tmp_path), *SMALL]) == 2
     assert f"--out = {tmp_path} contains files" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def rows(sources: Sequence[object], name: str, folder: Path) -> list[PromptRow]:
     return list(read_rows(source.model_copy(update={"kind": "jsonl", "path": str(file)})))
 
 
-def test_every_problem_has_a_number_for_an_answer(tmp_path: Path) -> None:
+def test_every_problem_has_a_numeric_answer(tmp_path: Path) -> None:
     config = configured()
     train, test = rows(config.data.sources, "train", tmp_path), rows(config.evaluation.sources, "test", tmp_path)
     assert (len(train), len(test)) == (7473, 1319)
@@ -53,5 +53,5 @@ def test_the_suggested_settings_are_valid(settings: str) -> None:
     assert configured(*settings.split())
 
 
-def test_the_page_suggests_settings() -> None:
+def test_the_page_suggests_three_settings() -> None:
     assert len(SUGGESTED) == 3

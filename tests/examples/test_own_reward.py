@@ -1,4 +1,4 @@
-"""A reward of one's own, as the README shows it: its data, its scores, and a run that trains on it."""
+"""The custom reward of the README: its data, its scores, and a run that trains on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = (FOLDER / "README.md").read_text()
 
 
 def grpo(*words: str) -> str:
-    """What `grpo` prints, started in the root of the repository as the page says."""
+    """Output of `grpo`, started in the root of the repository as on the page."""
     made = subprocess.run(
         [sys.executable, "-m", "services.console", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -41,7 +41,7 @@ def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in (FOLDER / "sums.jsonl").read_text().splitlines()]
 
 
-def test_the_data_are_sums_with_their_answers_and_steps() -> None:
+def test_the_data_are_sums_with_answers_and_steps() -> None:
     assert rows()
     for row in rows():
         asked = re.fullmatch(r"Calculate ([\d +-]+)\.", row["prompt"])
@@ -50,12 +50,12 @@ def test_the_data_are_sums_with_their_answers_and_steps() -> None:
         assert row["steps"] == len(re.findall(r"[+-]", asked[1]))
 
 
-def test_a_right_answer_and_every_right_step_earn_their_share() -> None:
+def test_a_right_answer_and_right_steps_earn_their_share() -> None:
     row = {"steps": 2}
     assert score("5 - 3 = 2, 2 - 6 = -4", "-4", row) == {"score": 1, "right": True, "shown": 1}
     assert score("5 - 3 = 2, 2 - 6 = 4", "-4", row) == {"score": 0.25, "right": False, "shown": 0.5}
     assert score("= -4", "-4", row) == {"score": 0.5, "right": True, "shown": 0}
-    assert score("1 + 1 = 2, 1 + 1 = 2, 1 + 1 = 2", "-4", row)["score"] == 0.5, "more steps than there are earn nothing"
+    assert score("1 + 1 = 2, 1 + 1 = 2, 1 + 1 = 2", "-4", row)["score"] == 0.5, "extra steps earn nothing"
     assert score("", "-4", row)["score"] == 0
 
 
@@ -83,7 +83,7 @@ def test_scoring_without_a_run_prints_what_the_page_shows(model: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_run_trains_on_it(model: Path, tmp_path: Path) -> None:
-    """The scripted engine answers with one or two digits, of which some are right by chance."""
+    """The scripted engine answers with one or two digits, some of which are right by chance."""
     (command,) = re.findall(r"^grpo (run \S+)", PAGE, re.MULTILINE)
     vocabulary = [20, 30]  # the tokens 0 to 9
     overrides = (

@@ -1,4 +1,4 @@
-"""The example of a reward service, served as its docstring says and asked by the verifier `http`."""
+"""The example of a reward service, started as in its docstring and called by the verifier `http`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN = "example-token"
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server that asks for a token."""
+    """The address of a server that requires a token."""
     monkeypatch.setenv("REWARDS_TOKEN", TOKEN)
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "examples.reward_server.server:app", "--port", str(port), "--log-level", "error"]
@@ -26,7 +26,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         process.kill()
 
 
-async def test_it_scores_groups_while_it_is_still_starting_and_asks_for_its_token(url: str) -> None:
+async def test_groups_are_scored_during_startup_with_the_token_only(url: str) -> None:
     job = group("2 + 2 = 4", "It is 5.", "4, I think", "no number")
     job.finish[2] = "length"
     async with asking("http", url, token_env="REWARDS_TOKEN", range=[0, 1]) as pool:

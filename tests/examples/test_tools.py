@@ -1,4 +1,4 @@
-"""The example of a tool: its data, its model's chat template, its rewards, and the curve that it prints."""
+"""The example of a tool: its data, its model's chat template, its rewards, and the printed curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "tools"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that was taught for a moment."""
+    """A briefly trained model."""
     made = tmp_path_factory.mktemp("model") / "tools"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("examples.tools.teaching.HELD_OUT", 4)
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_the_data_are_products_with_their_answers() -> None:
+def test_the_data_are_products_with_answers() -> None:
     rows = [json.loads(line) for line in (FOLDER / "products.jsonl").read_text().splitlines()]
     for row in rows:
         asked = re.fullmatch(r"Calculate (\d{3}) \* (\d{2})\.", row["prompt"])
@@ -40,17 +40,17 @@ def test_the_data_are_products_with_their_answers() -> None:
     assert len({row["prompt"] for row in rows}) == len(rows) == 640
 
 
-def test_moves_are_shown_as_often_as_their_alternatives() -> None:
+def test_lessons_show_all_moves_equally_often() -> None:
     shown = [moves(random.Random(seed))[0] for seed in range(2000)]
     for begin in ("= ", *(f'<tool_call>{{"name": "{name}"' for name in Calculator.tools)):
         assert 0.2 < sum(move.said.startswith(begin) for move in shown) / len(shown) < 0.3
     numbers = [re.findall(r"\d+", move.context)[-2:] for move in shown if move.said.startswith("= ")]
     answers = [move.said for move in shown if move.said.startswith("= ")]
     right = sum(f"= {int(a) * int(b)}" == said for (a, b), said in zip(numbers, answers, strict=True))
-    assert right <= 1, "answers at once are not taught"
+    assert right <= 1, "direct answers are not taught"
 
 
-async def test_prompts_and_lessons_are_rendered_alike(model: Path) -> None:
+async def test_prompts_and_lessons_are_rendered_identically(model: Path) -> None:
     config = load(FOLDER / "config.toml", [f"model.path={model}"], environ={})
     chat, source = ChatFormat(model, config.data), PromptSource(config)
     prompt = source.prompt(0)
@@ -69,7 +69,7 @@ async def test_prompts_and_lessons_are_rendered_alike(model: Path) -> None:
     assert longest < config.model.max_tokens
 
 
-async def test_the_right_answer_earns_one_however_it_was_found() -> None:
+async def test_the_right_answer_earns_one_however_found() -> None:
     for said, reward in (("= 29495", 1.0), ("= 29494", 0.0), ("29495", 0.0), ("", 0.0)):
         program = LoadedProgram(Calculator())
         await program.start({"answer": "29495"})
@@ -77,7 +77,7 @@ async def test_the_right_answer_earns_one_however_it_was_found() -> None:
         assert await program.score() == {"score": reward}
 
 
-def test_the_curve_is_of_ten_steps_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_curve_averages_ten_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve = [0.1] * 10 + [0.4] * 10 + [0.75] * 5
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"reward/train/mean": each}) + "\n" for each in curve))
     assert main([str(tmp_path)]) == 0

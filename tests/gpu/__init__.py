@@ -1,1 +1,1 @@
-"""What one GPU can show in twenty minutes: `python -m tests.gpu`. With `--dry`, the same at toy sizes on a CPU."""
+"""Everything that one GPU can test in twenty minutes: `python -m tests.gpu`. With `--dry`, the same at toy sizes on a CPU."""

@@ -1,7 +1,7 @@
-"""`python -m tests.gpu [--dry] [--json] [--out FOLDER]`: everything that a single GPU can show, in order of value.
+"""`python -m tests.gpu [--dry] [--json] [--out FOLDER]`: everything that one GPU can test, in order of value.
 
-Each stage runs in a process of its own under a time limit. `results.json` in the output folder is written after every stage, so
-that what was measured survives a stop at any point. Exit code 1 if a stage failed.
+Each stage runs in a separate process under a time limit. `results.json` in the output folder is written after every stage, so
+that measurements survive a stop at any point. Exit code 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from tests.gpu.stages import STAGES, Stage
 
 ROOT = Path(__file__).parents[2]
-LAST_LINES = 12  # of a failed stage's output that are kept
+LAST_LINES = 12  # lines kept of a failed stage's output
 SUMMARY = {"mfu_16k": ("step_16k", "mfu"), "loss_error": ("losses", "worst_error"), "nccl": ("collective", "nccl")}
 """Figures that the summary repeats: their stage and name."""
 
 
 def run_stage(stage: Stage, folder: Path, dry: bool, left_s: float) -> dict[str, Any]:
-    """Run a stage in a process of its own. Return its figures, or `failure`."""
+    """Run a stage in a separate process. Return its figures, or `failure`."""
     command = [sys.executable, "-m", "tests.gpu.stage", stage.name, str(folder), *(["--dry"] if dry else [])]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environ.pop("TORCH_COMPILE_DISABLE", None)  # FlexAttention needs it
@@ -48,7 +48,7 @@ def run_stage(stage: Stage, folder: Path, dry: bool, left_s: float) -> dict[str,
 
 
 def summary(found: dict[str, dict[str, Any]], dry: bool) -> dict[str, Any]:
-    """Return what the last line says."""
+    """Return the last line of the output."""
     repeated = {name: found.get(stage, {}).get(key) for name, (stage, key) in SUMMARY.items()}
     failed = [name for name, figures in found.items() if "failure" in figures]
     return {"dry": dry, "stages": len(found), "failed": len(failed), "failed_stages": failed, **repeated, "figures": found}

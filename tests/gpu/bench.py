@@ -1,4 +1,4 @@
-"""What stages share: the device, sizes for a GPU and for a dry run, timing, peak memory, and models of random weights."""
+"""Shared by stages: the device, sizes for a GPU and for a dry run, timing, peak memory, and models with random weights."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ TOY = Shape(48, 64, 2, 4, 2, 32, 96)
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a stage runs. `dry`: at toy sizes, on the CPU."""
+    """Where a stage runs. `dry`: at toy sizes on the CPU."""
 
     folder: Path
     dry: bool
 
     @property
     def device(self) -> torch.device:
-        """Return the device that is measured."""
+        """Return the measured device."""
         return torch.device("cpu") if self.dry else torch.device("cuda", 0)
 
     @property
@@ -50,11 +50,11 @@ class Bench:
         return torch.float32 if self.dry else torch.bfloat16
 
     def size(self, real: int, toy: int) -> int:
-        """Return a size for where this runs."""
+        """Return the size for this device."""
         return toy if self.dry else real
 
     def timed(self, call: Callable[[], Any], repeats: int = 5) -> float:
-        """Return the least seconds of a call, after one to warm up."""
+        """Return the minimum seconds of a call after a warm-up."""
         call()
         found = []
         for _ in range(1 if self.dry else repeats):
@@ -71,18 +71,18 @@ class Bench:
             torch.cuda.synchronize()
 
     def forget_peak(self) -> None:
-        """Begin to measure the peak of memory."""
+        """Reset the peak of memory."""
         if not self.dry:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_mib(self) -> float:
-        """Return the peak of the device's memory since `forget_peak`, on a CPU that of the process since its start, MiB."""
+        """Return peak device memory since `forget_peak`, or on a CPU that of the process since its start, in MiB."""
         if self.dry:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return torch.cuda.max_memory_allocated() / 2**20
 
     def model(self, shape: Shape) -> Path:
-        """Return the folder of a model of random weights with a tokenizer."""
+        """Return the folder of a model with random weights and a tokenizer."""
         from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 

@@ -1,4 +1,4 @@
-"""Stages that compare what the device computes with float64 on the CPU, and measure what it costs."""
+"""Stages that compare the device's results with float64 on the CPU, and measure their cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gpu.bench import Bench, Figures, difference
 
 
 def device(bench: Bench) -> Figures:
-    """Name the device and its software, and measure its products of matrices and its copies."""
+    """Name the device and its software, and measure matrix products and copies."""
     import transformers
     from torch.cuda import nccl
 
@@ -77,7 +77,7 @@ def _loss(values: dict[str, torch.Tensor], config: Loss, device: torch.device, d
 
 
 class _Layer(torch.nn.Module):
-    """Stands for the layer that attention is called for."""
+    """Stands in for the layer that calls attention."""
 
 
 def _row(bench: Bench) -> tuple[Packing, list[tuple[int, int]], int]:
@@ -101,7 +101,7 @@ def _states(bench: Bench, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def _dense(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
-    """The attention of a row by a mask, in float64 on the CPU, [T, heads, D]."""
+    """Attention of a row with a mask, in float64 on the CPU, [T, heads, D]."""
     query, key, value = (each.detach().double().cpu()[0] for each in states)
     key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=row_mask(packing)).transpose(0, 1)
@@ -124,7 +124,7 @@ def _attended(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
 
 
 def packed_attention(bench: Bench) -> Figures:
-    """Compare packed attention with shared prompts against a dense mask in float64, and time it against sequences alone."""
+    """Compare packed attention with shared prompts against a dense mask in float64, and time it against separate sequences."""
     packing, shapes, tokens = _row(bench)
     placed = packing.to(bench.device)
     errors = {}
@@ -148,7 +148,7 @@ def packed_attention(bench: Bench) -> Figures:
 
 
 def flex_attention(bench: Bench) -> Figures:
-    """Compare FlexAttention as the trainer uses it (`trainer.attention`) with packed attention: its error, and its speed."""
+    """Compare FlexAttention as used by the trainer (`trainer.attention`) with packed attention: error and speed."""
     packing, _, tokens = _row(bench)
     placed = packing.to(bench.device)
     states = _states(bench, tokens, bench.dtype)
@@ -165,7 +165,7 @@ def flex_attention(bench: Bench) -> Figures:
 
     error = difference(flexible([each.detach() for each in states]), _dense(states, packing))
     figures: Figures = {"worst_error": error, "tokens": tokens}
-    if not bench.dry:  # without compilation only the forward pass exists, and its speed says nothing
+    if not bench.dry:  # without compilation only the forward pass exists, and its speed is meaningless
         figures["speed_ratio"] = bench.timed(packed) / bench.timed(flexed)
     return figures
 

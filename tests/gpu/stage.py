@@ -12,7 +12,7 @@ from tests.gpu.stages import STAGES
 
 
 def main() -> None:
-    """Run it."""
+    """Run the stage."""
     name, folder, *flags = sys.argv[1:]
     [stage] = [stage for stage in STAGES if stage.name == name]
     module, function = stage.function.split(":")

@@ -1,4 +1,4 @@
-"""The stages, in order of value: each runs in a process of its own, so that one that fails or hangs takes no other with it."""
+"""The stages, in order of value, each in a separate process, so that one that fails or hangs does not affect the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Stage:
 
     name: str
     function: str  # module:function
-    limit_s: float  # of its process on a GPU
+    limit_s: float  # time limit of its process on a GPU
 
 
 STAGES = (

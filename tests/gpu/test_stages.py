@@ -1,4 +1,4 @@
-"""Every stage runs at toy sizes on a CPU, so that an hour of a GPU is not spent on typing errors."""
+"""Every stage runs at toy sizes on a CPU, so that no GPU time is wasted on typos."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.gpu.stages import STAGES
 from tests.support.preloading.starter import PLAIN
 
 RANKS = "tests.gpu.training"
-"""What starts DeepSpeed, which belongs to a process of its own."""
+"""Prefix of stages that start DeepSpeed, which needs a separate process."""
 ALONE = ("whole_run", "flex_attention")
-"""What needs processes, or a compiler that tests do without."""
+"""Stages that need processes, or a compiler that tests avoid."""
 
 
 @pytest.mark.parametrize(
     "name", [stage.name for stage in STAGES if not stage.function.startswith(RANKS) and stage.name not in ALONE]
 )
-def test_a_stage_has_figures(name: str, tmp_path: Path) -> None:
+def test_a_stage_reports_figures(name: str, tmp_path: Path) -> None:
     [stage] = [stage for stage in STAGES if stage.name == name]
     module, function = stage.function.split(":")
     figures = getattr(importlib.import_module(module), function)(Bench(tmp_path, True))
@@ -37,9 +37,9 @@ def test_a_stage_has_figures(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_stages_that_train_and_a_whole_run(tmp_path: Path) -> None:
+def test_training_stages_and_a_whole_run_succeed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.gpu", "--dry", "--json", "--out", str(tmp_path), "--only"]
-    names = ["step_8k", "determinism", "checkpoint", "whole_run"]  # the other steps differ in their sizes alone
+    names = ["step_8k", "determinism", "checkpoint", "whole_run"]  # the other steps differ only in size
     done = subprocess.run(
         [*command, *names], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
@@ -59,7 +59,7 @@ def test_flex_attention_runs_with_its_compiler(tmp_path: Path, monkeypatch: pyte
     assert figures["worst_error"] < 1e-5, figures
 
 
-def test_a_stage_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_stage_is_named_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.gpu.__main__.STAGES", (STAGES[0].__class__("none", "tests.gpu.numerics:none", 30), STAGES[0]))
     monkeypatch.setattr(sys, "argv", ["tests.gpu", "--dry", "--out", str(tmp_path), "--only", "none", "device"])
     assert main() == 1

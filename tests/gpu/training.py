@@ -56,7 +56,7 @@ def _config(bench: Bench, shape: Shape, row_tokens: int, **trainer: Any) -> RunC
 
 
 def _payloads(bench: Bench, row_tokens: int, vocabulary: int) -> dict[str, Payload]:
-    """A group for each row, which it fills: a prompt and eight responses."""
+    """A group that fills each row: a prompt and eight responses."""
     random, prompt = np.random.default_rng(0), row_tokens // 16
     length = (row_tokens - prompt) // GROUP
     return {

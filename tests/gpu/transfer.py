@@ -1,4 +1,4 @@
-"""Stages that move weights: deltas of versions, patches of a model, a collective of two processes, memory that two share."""
+"""Stages that move weights: deltas of versions, patches of a model, a collective of two processes, shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 
 
 def deltas(bench: Bench) -> Figures:
-    """Encode the bits that a step at a rate of 1e-6 changes: bytes, speed on the host, and that of the device's comparison."""
+    """Encode the bits that a step at a rate of 1e-6 changes: bytes, speed of encoding on the host and comparing on the device."""
     count = bench.size(200_000_000, 200_000)
     torch.manual_seed(3)
     wide = torch.randn(count, device=bench.device) * 0.02
@@ -46,7 +46,7 @@ def deltas(bench: Bench) -> Figures:
 
 
 class Fused(torch.nn.Module):
-    """Weights kept as vLLM keeps q, k and v: rows of one tensor."""
+    """Weights stored as vLLM stores q, k and v: rows of one tensor."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Fused(torch.nn.Module):
 
 
 def patches(bench: Bench) -> Figures:
-    """Find on the device what a step changed, and write it into a fused tensor there (`sync.encoding = "sparse"`)."""
+    """Find the values that a step changed on the device, and write them into a fused tensor (`sync.encoding = "sparse"`)."""
     torch.manual_seed(3)
     wide = torch.randn(3, bench.size(8192, 96), bench.size(8192, 64), device=bench.device) * 0.02
     weights = {str(i): torch.nn.Parameter(each.to(torch.bfloat16)) for i, each in enumerate(wide)}
@@ -69,7 +69,7 @@ def patches(bench: Bench) -> Figures:
     placement, encoder = trace(model, manifest.tensors, {}), ChangeEncoder(whole_shards(weights, 0, 1), 0)
     encoder.load()
     figures: Figures = {}
-    for _ in range(2):  # the first time is slower
+    for _ in range(2):  # the first run is slower
         for weight, each in zip(weights.values(), wide, strict=True):
             weight.data.copy_(each.add_(1e-6 * torch.randn_like(each).sign()))
         bench.wait()
@@ -96,11 +96,11 @@ def patches(bench: Bench) -> Figures:
 
 
 def collective(bench: Bench) -> Figures:
-    """Broadcast between two processes on this device; where NCCL refuses that, within a group of one."""
+    """Broadcast between two processes on this device, or within a group of one if NCCL rejects that."""
     figures: Figures = {"ranks": 2}
     try:
         figures["gb_per_s"] = _broadcast(bench, 2)
-    except Exception as error:  # NCCL refuses two ranks on one GPU: which error, differs by version
+    except Exception as error:  # NCCL rejects two ranks on one GPU with an error that depends on its version
         if bench.dry:
             raise
         figures |= {"ranks": 1, "two_ranks": str(error).splitlines()[-1][:300], "gb_per_s": _broadcast(bench, 1)}
@@ -116,7 +116,7 @@ def _broadcast(bench: Bench, ranks: int) -> float:
 
 
 def _rank(rank: int, ranks: int, port: int, dry: bool, nbytes: int, answers: Any) -> None:
-    """Time a broadcast from rank 0, and check what came."""
+    """Time a broadcast from rank 0, and check the received values."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo" if dry else "nccl", rank=rank, world_size=ranks)
     device = torch.device("cpu") if dry else torch.device("cuda", 0)
@@ -133,7 +133,7 @@ def _rank(rank: int, ranks: int, port: int, dry: bool, nbytes: int, answers: Any
 
 
 def shared_memory(bench: Bench) -> Figures:
-    """Hand a tensor to another process without a copy (CUDA IPC; on a CPU shared memory), which writes into it."""
+    """Pass a tensor without a copy (CUDA IPC, or shared memory on a CPU) to another process, which writes into it."""
     context = processes.get_context("spawn")
     given: Any = context.Queue()
     taken: Any = context.Queue()

@@ -1,4 +1,4 @@
-"""An engine of `transformers` for machines without vLLM: it samples from the weights that it was sent, one token at a time."""
+"""An engine based on `transformers` for machines without vLLM: it samples from the received weights, one token at a time."""
 
 from __future__ import annotations
 

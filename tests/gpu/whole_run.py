@@ -1,4 +1,4 @@
-"""A whole run on the device: Redis, dataprep, a trainer and a generator of `transformers`, by `grpo run`."""
+"""A whole run on the device with `grpo run`: Redis, dataprep, a trainer and a generator based on `transformers`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`python -m tests.mutants`: remove each guard of the Redis Functions in turn. Exit code 1 if no test notices one.
 
-It takes minutes; a small part of it is a test (test_mutants.py).
+It takes minutes; test_mutants.py runs a small part of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.mutants.guards import guards
 
 
 def main() -> int:
-    """Run the campaign; the exit code."""
+    """Run the campaign; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--only", default="", help="only guards whose name contains this")

@@ -1,4 +1,4 @@
-"""Removes guards one after the other, and runs the tests of the store against what is left."""
+"""Removes guards one at a time, and runs the tests of the store without each."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from tests.mutants.guards import Guard
 from tests.mutants.killers import Killer, killers, survives
 from tests.support.preloading.memory import freeze_for_good
 
-MUTANT_LIMIT_S = 1800.0  # a test may wait for what never comes
+MUTANT_LIMIT_S = 1800.0  # a test may wait forever
 SERVER_LIMITS = {resource.RLIMIT_CPU: 60, resource.RLIMIT_AS: 2 << 30}
-"""Seconds and bytes of the server: without a guard, a function may not end, and what it collects would take all memory."""
+"""Limits of the server's CPU seconds and memory: without a guard, a function may loop and collect until memory is full."""
 LIBRARY = ("services.store.connection.base.library", "tests.store.replay.tables.library", "tests.repeats.repeater.library",
            "tests.store.replay.draws.library")  # fmt: skip
 
 
 @dataclass
 class MutantsFound:
-    """What became of the guards."""
+    """Outcome for each guard."""
 
     guards: int = 0
     killed: dict[str, str] = field(default_factory=dict)
-    """Guard -> the test that noticed."""
+    """Guard -> the test that noticed its removal."""
     survivors: list[str] = field(default_factory=list)
 
     @property
     def unexplained(self) -> list[str]:
-        """Return the survivors that nobody has explained."""
+        """Return the unexplained survivors."""
         return [name for name in self.survivors if name not in EXPLAINED]
 
 
@@ -48,7 +48,7 @@ def campaign(chosen: Sequence[Guard], workers: int, tell: Callable[[str], None])
     """Try all guards."""
     found, kills, order = MutantsFound(len(chosen)), Counter[str](), killers()
     waiting, running = list(reversed(chosen)), dict[int, tuple[Guard, Connection, int, float]]()
-    context = multiprocessing.get_context("fork")  # nothing is imported again
+    context = multiprocessing.get_context("fork")  # avoids importing everything again
     while waiting or running:
         while waiting and len(running) < workers:
             guard = waiting.pop()
@@ -66,7 +66,7 @@ def campaign(chosen: Sequence[Guard], workers: int, tell: Callable[[str], None])
                 killer = ours.recv() if ours.poll() else "it does not end"
             except EOFError:
                 killer = "it does not load"
-            os.killpg(group, signal.SIGKILL)  # with its server
+            os.killpg(group, signal.SIGKILL)  # and its server
             os.waitpid(pid, 0)
             del running[pid]
             if killer:
@@ -79,11 +79,11 @@ def campaign(chosen: Sequence[Guard], workers: int, tell: Callable[[str], None])
 
 
 def _try(guard: Guard, order: Sequence[Killer], answer: Connection) -> None:
-    """In a process and a process group of its own: run the tests without the guard."""
+    """Run the tests without the guard, in a separate process and process group."""
     os.setpgid(0, 0)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-    freeze_for_good()  # what the process that forked had loaded may have threads there, and cannot be collected here
+    freeze_for_good()  # objects of the parent process may have threads there, and cannot be collected here
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder))
         server.start()

@@ -1,4 +1,4 @@
-"""Guards whose removal no test notices, and why: what would go wrong without them is also prevented by something else."""
+"""Guards whose removal no test notices, with the reason: something else prevents the same problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPLAINED: dict[str, str] = {
     "settle: if #settled > 0 then => if true then": _NOTHING,
     "requeue: if put_back > 0 then => if true then": _NOTHING,
     "change_weights: if was ~= weight then => if true then": (
-        "A group that keeps its weight keeps the rest of its clock too: the guard saves the work."
+        "A group that keeps its weight also keeps the rest of its clock: the guard only saves work."
     ),
     "change_weights: local rest = math.max((tonumber(rings) - now) * (from > 0 and each.was or 1), 0) => "
     "local rest = (function(a, b) return a end)((tonumber(rings) - now) * (from > 0 and each.was or 1), 0)": (

@@ -31,18 +31,18 @@ _BOUND = re.compile(r"math\.(max|min)\(")
 
 @dataclass(frozen=True)
 class Guard:
-    """A guard, and what stands in its place when it is removed."""
+    """A guard and its replacement when removed."""
 
     place: str
-    """Function or helper that it is in."""
+    """The function or helper that contains it."""
     line: str
     without: str
     number: int
-    """Line of the library, from 0."""
+    """Line of the library, counted from 0."""
 
     @property
     def name(self) -> str:
-        """Return what tells it apart: where it is, its line, and what remains of that without it."""
+        """Return its unique name: where it is, its line, and the line without it."""
         return f"{self.place}: {self.line.strip()} => {self.without.strip()}"
 
     def removed(self) -> tuple[str, str]:
@@ -57,7 +57,7 @@ class Guard:
 
 
 def guards() -> list[Guard]:
-    """Return all guards, in the order of the code."""
+    """Return all guards in the order of the code."""
     return list(_guards(library()[1].splitlines()))
 
 
@@ -96,7 +96,7 @@ def _without_one(condition: str) -> Iterator[str]:
 
 
 def _split(condition: str, operator: str) -> list[str]:
-    """Split at an operator that is in no brackets."""
+    """Split at an operator outside brackets."""
     parts, depth, start = list[str](), 0, 0
     for at, letter in enumerate(condition):
         depth += (letter in "([{") - (letter in ")]}")

@@ -1,4 +1,4 @@
-"""The tests that a guard's removal must make fail: those of the store that take milliseconds, without pytest around them."""
+"""The tests that must fail if a guard is removed: those of the store that take milliseconds, run without pytest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIXTURES = {"store", "any_store", "tmp_path", "monkeypatch", "bench"}
 SLOW = ("light_ones", "snapshot_under_load", "damaged_snapshot_files")
 """Parts of the names of tests that do not test functions, or that take seconds."""
 RANDOM = {"test_conservation": 3, "test_snapshot": 2}
-"""Seeds of a random test: so many, the others would take longer than they are worth."""
+"""Number of seeds of a random test; more would take longer than they are worth."""
 LIMIT_S = 20.0
 
 
@@ -47,18 +47,18 @@ class Killer:
     source: str = ""
 
     def near(self, place: str) -> bool:
-        """Return whether the test calls the function that a guard is in."""
+        """Return whether the test calls the function that contains a guard."""
         return f"{place.removeprefix('eval_')}(" in self.source or f'"{place}"' in self.source
 
 
 def killers() -> list[Killer]:
-    """Return all, the most telling first."""
+    """Return all tests, the most sensitive first."""
     found = [killer for module in MODULES for killer in _of(importlib.import_module(module))]
     return [*found, Killer("repeats", _repeats, {})]
 
 
 async def _repeats(server: RedisServer) -> None:
-    """A whole run, with every call repeated at once."""
+    """Run a whole run with every call repeated at once."""
     journal = Journal(at_once=True)
     await one_run(server, f"repeats-{uuid.uuid4().hex[:8]}", journal)
     assert journal.harms == {}
@@ -89,7 +89,7 @@ def _values(mark: pytest.Mark) -> Sequence[dict[str, Any]]:
 
 
 async def survives(server: RedisServer, order: Sequence[Killer]) -> Killer | None:
-    """Run tests until one fails; return that one, or None: the code survives them all."""
+    """Run tests until one fails; return it, or None if the code survives them all."""
     for killer in order:
         try:
             async with asyncio.timeout(LIMIT_S):

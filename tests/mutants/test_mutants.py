@@ -1,4 +1,4 @@
-"""A small part of `python -m tests.mutants`: some guards, and that the campaign tells a guard that nothing notices."""
+"""A small part of `python -m tests.mutants`: some guards, and that the campaign reports a guard that no test notices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _is(guard: Guard, place: str, without: str) -> bool:
     return guard.place == place and guard.without.strip().startswith(without)
 
 
-def test_guards_are_of_all_functions_and_each_removal_is_another_library() -> None:
+def test_guards_cover_all_functions_and_removals_are_distinct() -> None:
     found = guards()
     assert len({guard.removed()[0] for guard in found}) == len(found)
     name, code = library()
@@ -32,13 +32,13 @@ def test_guards_are_of_all_functions_and_each_removal_is_another_library() -> No
     assert {"commit", "claim", "settle", "restore_begin", "eval_claim", "lead", "requeue"} <= {guard.place for guard in found}
 
 
-def test_explanations_are_of_guards_that_there_are() -> None:
+def test_explanations_refer_to_existing_guards() -> None:
     assert EXPLAINED.keys() <= {guard.name for guard in guards()}
     assert all(EXPLAINED.values())
 
 
 @pytest.mark.slow
-def test_some_guards_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removing_some_guards_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [guard for guard in guards() if any(_is(guard, *some) for some in SOME)]
     assert len(chosen) == len(SOME)
     found = campaign.campaign(chosen, 2, lambda _: None)
@@ -46,7 +46,7 @@ def test_some_guards_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found.killed) == {guard.name for guard in chosen}
 
 
-def test_a_guard_that_nothing_notices_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_that_no_test_notices_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "killers", list)
     (guard,) = [guard for guard in guards() if _is(guard, *SOME[0])]
     found = campaign.campaign([guard], 1, lambda _: None)

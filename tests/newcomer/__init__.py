@@ -1,1 +1,1 @@
-"""What somebody meets who has read the README and nothing else: their first run, and the mistakes on the way to it."""
+"""The experience of a reader of only the README: their first run, and the mistakes on the way to it."""

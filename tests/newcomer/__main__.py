@@ -1,6 +1,6 @@
-"""`python -m tests.newcomer`: make every mistake and see what is said, then go from an empty folder to a curve.
+"""`python -m tests.newcomer`: make every mistake and check the messages, then go from an empty folder to a curve.
 
-Exit code 1 if a mistake is not found before anything starts, or its line leaves out the key, its place, its value or the remedy.
+Exit code 1 if a mistake is not found before anything starts, or its line lacks the key, its location, its value or the remedy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.newcomer.mistakes import figures, survey
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the survey and the journey, print both; the exit code."""
+    """Run the survey and the journey and print both; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.newcomer", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
     parser.add_argument("--installed", action="store_true", help="use this environment instead of installing one")

@@ -1,4 +1,4 @@
-"""Mistakes in functions of one's own, and in what else is called."""
+"""Mistakes in custom functions and other called code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PYTHON = 'kind = "python"\nfunction = "reward.py:score"\nrange = [0, 1]'
 
 
 def reward(body: str) -> list:
-    """Return the edit that gives the reward another body."""
+    """Return the edit that changes the body of the reward."""
     return [put("reward.py", f"def score(completion, answer):\n    {body}\n")]
 
 

@@ -1,4 +1,4 @@
-"""What is missing or taken on the machine, and mistakes about what is in the run's folder."""
+"""Missing or occupied resources of the machine, and mistakes with the run's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ for name in os.environ.get("HIDDEN_PACKAGES", "").split():
 
 
 def hidden(*names: str) -> dict[str, str]:
-    """Return the environment in which packages are not installed; `sitecustomize.py` of the folder reads it."""
+    """Return environment variables that hide packages; the folder's `sitecustomize.py` reads them."""
     return {"HIDDEN_PACKAGES": " ".join(names), "PYTHONPATH": ".:" + str(Path(__file__).parents[2])}
 
 

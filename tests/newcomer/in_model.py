@@ -11,12 +11,12 @@ INDEX = '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00
 
 
 def shorten(file: str, size: int) -> Edit:
-    """Cut a file off."""
+    """Truncate a file."""
     return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
 
 
 def enormous(folder: Path) -> None:
-    """Put weights there that no machine has memory for."""
+    """Write weights that exceed any machine's memory."""
     write_weights(folder / WEIGHTS, {"embed.weight": [10**7, 10**5]}, sparse=True)
 
 

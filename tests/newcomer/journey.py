@@ -1,4 +1,4 @@
-"""The way from an empty folder to a curve, as the README tells it: install, a model, own data, an own reward, init, run."""
+"""The way from an empty folder to a curve as in the README: install, a model, custom data and reward, init, run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 400
 TERMS = 4
 REWARD = '''\
 def score(completion: str, answer: str) -> float:
-    """Half for a number at the end, half for the right one."""
+    """Half for ending with a number, half for the right one."""
     said = completion.rpartition("= ")[2].strip()
     return 0.5 * said.lstrip("-").isdigit() + 0.5 * (said == answer)
 '''
@@ -27,7 +27,7 @@ def score(completion: str, answer: str) -> float:
 
 @dataclass
 class Journey:
-    """What was done, and how long it took."""
+    """The steps taken and their durations."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     launches: int = 0
@@ -41,7 +41,7 @@ class Journey:
 
 
 def travel(place: Path, install: bool) -> Journey:
-    """Go the way in an empty folder. `install`: into an environment of its own, from a copy of this repository."""
+    """Make the journey in an empty folder. `install`: into a separate environment, from a copy of this repository."""
     found, source = Journey(), ROOT
     if install:
         source = place / "grpo"
@@ -79,7 +79,7 @@ def travel(place: Path, install: bool) -> Journey:
 
 
 def _copy(to: Path) -> None:
-    """Copy what git has of this repository, as a clone would."""
+    """Copy the files tracked by git, as a clone would."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():

@@ -1,4 +1,4 @@
-"""Makes every mistake in a fresh folder and looks at what `grpo run` says: `found`, `named`, and how long it took."""
+"""Makes every mistake in a fresh folder and checks the message of `grpo run`: `found`, `named`, and the time taken."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MISTAKES: list[Mistake] = [
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a mistake."""
+    """The result of a mistake."""
 
     mistake: Mistake
     found: bool
-    """Refused, and before anything was spawned or written."""
+    """Whether it was rejected before anything was started or written."""
     unnamed: list[str]
-    """What its line does not name."""
+    """Parts that its line does not name."""
     seconds: float
     said: str
 
@@ -48,7 +48,7 @@ def answer(mistake: Mistake, folder: Path, model: Path) -> Answer:
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
         try:
             _, said = run.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:  # it was started
+        except subprocess.TimeoutExpired:  # it has started
             run.send_signal(signal.SIGINT)
             _, said = run.communicate()
     seconds = time.monotonic() - began
@@ -56,13 +56,13 @@ def answer(mistake: Mistake, folder: Path, model: Path) -> Answer:
 
 
 def refused(code: int, folder: Path) -> bool:
-    """Return whether a run was refused before it left anything but a lock."""
+    """Return whether a run was rejected and left nothing but a lock."""
     left = [path for path in folder.glob("runs/*/*") if path.name != "lock"]
     return code in (2, 3) and not left
 
 
 def survey(names: list[str]) -> list[Answer]:
-    """Make the mistakes of these names, or all."""
+    """Make the mistakes with these names, or all."""
     with tempfile.TemporaryDirectory(prefix="grpo-newcomer-") as place:
         model = Path(place) / "made"
         make_model(model)

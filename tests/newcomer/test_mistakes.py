@@ -1,6 +1,6 @@
-"""Every mistake of a newcomer is found before anything starts, and its line names the key, its place, its value and the remedy.
+"""Every mistake of a newcomer is found before anything starts, on a line that names the key, its location, value and remedy.
 
-`python -m tests.newcomer` makes them in processes of their own, also those with hidden packages and all that call verifiers.
+`python -m tests.newcomer` makes them in separate processes, including those with hidden packages and all that call verifiers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.newcomer.world import Mistake, make, make_model, unnamed
 
 HERE = [mistake for mistake in MISTAKES if "HIDDEN_PACKAGES" not in mistake.environ]
 CALLED = ("raises", "returns_text", "no_reward_file", "no_token")
-"""Of those whose verifier is called, which takes a process, the ones that are made here."""
+"""The mistakes made here of those that call a verifier, which takes a process."""
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +53,11 @@ def test_a_mistake_is_found_and_named(
     assert unnamed(mistake, tmp_path, said) == [], said
 
 
-def test_there_are_enough_mistakes_and_each_has_a_name() -> None:
+def test_there_are_enough_mistakes_with_unique_names() -> None:
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES) >= 60
 
 
-def test_a_folder_without_a_mistake_is_not_refused(
+def test_a_folder_without_a_mistake_is_not_rejected(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path, model)
@@ -72,7 +72,7 @@ def test_a_folder_without_a_mistake_is_not_refused(
 def test_all_mistakes_of_a_file_are_named_at_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of keys, of rules, of the model, of data and of functions."""
+    """Mistakes in keys, rules, the model, data and functions."""
     chosen = ("text_for_number", "mini_batches", "cut_weights", "not_json", "no_loss", "one_port_for_all")
     mistakes = [next(one for one in MISTAKES if one.name == name) for name in chosen]
     make(tmp_path, model)

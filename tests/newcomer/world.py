@@ -48,11 +48,11 @@ Edit = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong input, and what a line about it has to name."""
+    """A wrong input, and what the line about it must name."""
 
     name: str
     key: str
-    """Empty: it is about no key."""
+    """Empty if it concerns no key."""
     value: str
     remedy: str
     edits: Sequence[Edit] = ()
@@ -61,7 +61,7 @@ class Mistake:
     place: str = "my.toml"
     """Where the key is set: `my.toml` (any line that sets it), `command line`, a variable's name, or `` for nowhere."""
     calls: bool = False
-    """Whether a verifier has to be called to find it."""
+    """Whether finding it requires calling a verifier."""
 
 
 def make(folder: Path, tokenizer: Path) -> None:
@@ -73,7 +73,7 @@ def make(folder: Path, tokenizer: Path) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """Write a tokenizer, and a configuration and weights that nothing computes with."""
+    """Write a tokenizer, and a configuration and weights that are never used for computing."""
     save_tokenizer_folder(folder)
     described = {
         "model_type": "qwen3", "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "num_attention_heads": 4,
@@ -84,7 +84,7 @@ def make_model(folder: Path) -> None:
 
 
 def write_weights(file: Path, shapes: dict[str, list[int]], sparse: bool = False) -> None:
-    """Write a safetensors file of float32 zeros; `sparse`: without taking the disk space."""
+    """Write a safetensors file of float32 zeros; `sparse`: without using disk space."""
     header, end = dict[str, object](), 0
     for name, shape in shapes.items():
         size = 4 * shape[0] * shape[1]
@@ -97,7 +97,7 @@ def write_weights(file: Path, shapes: dict[str, list[int]], sparse: bool = False
 
 
 def sub(old: str, new: str, file: str = "my.toml") -> Edit:
-    """Replace text that a file has once."""
+    """Replace text that occurs once in a file."""
 
     def edit(folder: Path) -> None:
         text = (folder / file).read_text()
@@ -139,7 +139,7 @@ def row(number: int, text: str | bytes) -> Edit:
 
 
 def unnamed(mistake: Mistake, folder: Path, said: str) -> list[str]:
-    """Return what no single line of the output names together: key, place, value, remedy; [] if one line names all."""
+    """Return the parts (key, location, value, remedy) missing from the best line of the output; [] if one line names all."""
     least: list[str] | None = None
     for line in said.splitlines():
         missing = [
@@ -157,7 +157,7 @@ def unnamed(mistake: Mistake, folder: Path, said: str) -> list[str]:
 
 
 def _at(mistake: Mistake, folder: Path, line: str) -> bool:
-    """Return whether a line names the place: of a file, one of its lines that sets the key or opens what holds it."""
+    """Return whether a line names the location: in a file, a line that sets the key or opens its section."""
     if mistake.place != "my.toml":
         return mistake.place in line
     if not (found := re.search(r"\bmy\.toml:(\d+): ", line)):

@@ -1,4 +1,4 @@
-"""The wire: what is encoded comes back equal; what is damaged is refused by one kind of error and costs nothing."""
+"""The wire format: messages round-trip; damaged ones are rejected with one kind of error and without cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.protocol.payloads import Partial, Payload
 from tests.support.harness import ticket
 
 MUTATIONS = 10_000
-MEMORY_LIMIT = 16 << 20  # bytes; the damaged messages have some hundred each, all refusals are kept
+MEMORY_LIMIT = 16 << 20  # bytes; damaged messages are about a hundred bytes each, and all errors are kept
 FLOATS = st.floats(allow_nan=False)
 INTS = st.integers(-(2**63), 2**63 - 1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -27,7 +27,7 @@ PLAIN = {int: INTS, float: FLOATS, str: st.text(), bool: st.booleans()}
 
 @st.composite
 def arrays(draw: Any) -> np.ndarray:
-    """int32 or float32, of one or two dimensions, empty ones and NaN included."""
+    """int32 or float32 arrays of one or two dimensions, including empty ones and NaN."""
     if draw(st.booleans()):
         flat = np.array(draw(st.lists(INT32, max_size=12)), np.int32)
     else:
@@ -36,7 +36,7 @@ def arrays(draw: Any) -> np.ndarray:
 
 
 def messages(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
-    """Any message of a type, built from its annotations."""
+    """A random message of a type, built from its annotations."""
     return st.builds(kind, **{field.name: values(field.type) for field in msgspec.structs.fields(kind)})
 
 
@@ -64,7 +64,7 @@ def equal(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("kind", [Ticket, Header, Payload, Partial, Span, Sample, RankPlan, StepPlan, PodStatus, Round])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_every_message_comes_back_equal(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+def test_every_message_round_trips(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     message = data.draw(messages(kind))
     assert equal(decode(encode(message), kind), message)
 
@@ -89,7 +89,7 @@ def example() -> dict[type[msgspec.Struct], bytes]:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """One to three bytes flipped, dropped or put in, or the end cut off; now and then it is not a message at all."""
+    """One to three bytes flipped, dropped or inserted, or the end cut off; occasionally not a message at all."""
     if rng.random() < 0.05:
         return rng.randbytes(rng.randrange(64))
     bytes_ = bytearray(data)
@@ -109,7 +109,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(bytes_)
 
 
-def test_damaged_bytes_are_a_valid_message_or_corrupt_and_nothing_else() -> None:
+def test_damaged_bytes_are_valid_or_corrupt() -> None:
     rng, examples = random.Random(0), example()
     refusals: list[tuple[type[msgspec.Struct], CorruptMessage]] = []
     tracemalloc.start()
@@ -139,7 +139,7 @@ BINARY = b"\x00" * 8
         ["i", [2], "text"], ["i", [2], [0] * 8], ["i", [2]], ["i", [0] * 100, b""], {"i": [2]}, None, 7, b"bytes",
     ],
 )  # fmt: skip
-def test_arrays_that_claim_what_they_do_not_hold_are_refused(array: Any) -> None:
+def test_inconsistent_arrays_are_rejected(array: Any) -> None:
     good = np.zeros(2, np.int32)
     data = msgspec.msgpack.encode([array, *(["i", [2], BINARY] for _ in range(4))])
     assert equal(decode(encode(Payload(good, good, good, good, good)), Payload).lengths, good)
@@ -147,12 +147,12 @@ def test_arrays_that_claim_what_they_do_not_hold_are_refused(array: Any) -> None
         decode(data, Payload)
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deep_nesting_is_rejected() -> None:
     with pytest.raises(CorruptMessage):
         decode(b"\x95" + b"\x91" * 100_000, Payload)
 
 
-def test_arrays_of_other_types_do_not_travel() -> None:
+def test_arrays_of_other_types_are_not_encoded() -> None:
     bad = np.zeros(2, np.float64)
     with pytest.raises(TypeError, match="arrays in messages must be int32 or float32, not float64"):
         encode(Payload(bad, bad, bad, bad, bad))
@@ -160,7 +160,7 @@ def test_arrays_of_other_types_do_not_travel() -> None:
         encode([1j])
 
 
-def test_decoded_arrays_are_views_that_nobody_can_write() -> None:
+def test_decoded_arrays_are_read_only_views() -> None:
     data = example()[Payload]
     payload = decode(data, Payload)
     assert not payload.tokens.flags.writeable

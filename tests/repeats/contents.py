@@ -1,4 +1,4 @@
-"""What a run consists of in Redis, to compare before a call with after it."""
+"""Contents of a run in Redis, to compare before and after a call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from services.store import Store
 
 CLOCKS = {"clock_ms", "leader_until_ms", "frozen_until_ms"}
-"""Fields of the run's hash that are times."""
+"""Fields of the run's hash that hold times."""
 BEATS = ("fleet", "fleet:claimers")
-"""Sorted sets by time."""
+"""Sorted sets with times as scores."""
 EVERYTHING = """
 local read = {
   hash = function(key) return redis.call('HGETALL', key) end,
@@ -36,7 +36,7 @@ Contents = Mapping[str, Any]
 
 
 async def contents(store: Store) -> Contents:
-    """Return every key of the run with its value, but for times; who holds what of a stream is `<stream>:pending`."""
+    """Return every key of the run with its value, without times; a stream's pending entries are `<stream>:pending`."""
     prefix = f"{store.keys.prefix}:"
     found: dict[str, Any] = {}
     for key, kind, value, pending in await store.client.eval(EVERYTHING, 0, prefix):
@@ -55,7 +55,7 @@ async def contents(store: Store) -> Contents:
 
 
 def changed(before: Contents, after: Contents) -> set[str]:
-    """Return what is not as it was: names of keys, and of hashes `<key>.<field>`."""
+    """Return the names of changed keys, or `<key>.<field>` for hashes."""
     different: set[str] = set()
     for name in before.keys() | after.keys():
         was, now = before.get(name), after.get(name)

@@ -1,4 +1,4 @@
-"""A connection that sends every call of a function again: at once, as after a lost reply, and late, after others that followed.
+"""A connection that repeats every function call: at once, as after a lost reply, and late, after later calls.
 
 Guarantees: the caller gets the reply to the repeated call, and its error if it has one, as after a lost reply. What a repeat
 changed is noted, unless it is what `MAY_CHANGE` says that the function may.
@@ -25,7 +25,7 @@ MAY_CHANGE = {
     "lead": (r"run\.leader(_fence)?", "leads, until its lease expires"),
     "beat": (r"fleet.*", "lives, until its heartbeat is too old"),
     "leave": (r"fleet.*|tickets:pending", "is gone until its next heartbeat"),
-    "read_headers": (r"headers:pending", "reads more: what was read is read again by whoever leads"),
+    "read_headers": (r"headers:pending", "reads more: the leader reads unsettled headers again"),
     "submit": (r"ledger\.refused_submits|payload:.*", "is refused, and counted as that"),
     "save_partial": (r"partial:.*", "saves older tokens; the rest is generated again"),
     "retire": (r"step:.*|group:.*|payload:.*|run\.retired_step", "retires the next step that is due"),
@@ -33,23 +33,23 @@ MAY_CHANGE = {
     "rescale": (r"replay:.*", "goes on with the rescaling that was begun"),
     "sweep_and_peek": (r"run\.frozen_by", "finds that the lease of a snapshot has expired"),
 }  # fmt: skip
-"""Function -> what its repeat may change, and why that does no harm. Its effects are leases, or it does the next of its kind."""
+"""Function -> what a repeat may change, and why that is harmless: it only renews leases, or does the next unit of work."""
 
 
 @dataclass
 class Journal:
-    """What was sent and what repeats did, of all actors of a run together."""
+    """Calls and effects of repeats, for all actors of a run."""
 
     at_once: bool = False
     late: Sequence[int] = ()
-    """Sends each call again after so many that followed."""
+    """Number of later calls after which each call is repeated."""
     calls: list[tuple[Repeater, tuple[tuple[Any, ...], ...], str]] = field(default_factory=list)
     repeated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     harms: dict[str, str] = field(default_factory=dict)
-    """Function -> what a repeat changed, the first time."""
+    """Function -> what its first harmful repeat changed."""
 
     def note(self, name: str, before: Contents, after: Contents, when: str) -> None:
-        """Compare before a repeat with after it."""
+        """Compare the contents before and after a repeat."""
         self.repeated[name] += 1
         allowed = MAY_CHANGE.get(name, ("", ""))[0]
         if harm := sorted(what for what in changed(before, after) if not re.fullmatch(allowed, what)):
@@ -57,14 +57,14 @@ class Journal:
 
 
 class Repeater(Connection):
-    """A connection of one actor, whose calls go into `journal` and are repeated as it says."""
+    """A connection of one actor, whose calls go into `journal` and are repeated accordingly."""
 
     journal: Journal
     watched: Any
-    """A store of a plain connection."""
+    """A store with a plain connection."""
 
     async def send(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Send commands; those with a function of the library twice, and with them some earlier ones."""
+        """Send commands; function calls are sent twice, together with some earlier ones."""
         names = [name for command in commands if (name := called(command))]
         if not names:
             return await super().send(*commands)
@@ -85,7 +85,7 @@ class Repeater(Connection):
         return replies
 
     async def again(self, call: tuple[Repeater, tuple[tuple[Any, ...], ...], str], when: str) -> list[Any] | Exception:
-        """Send a call again; its reply or error."""
+        """Repeat a call; return its reply or error."""
         _, commands, name = call
         before = await contents(self.watched)
         try:

@@ -21,8 +21,8 @@ async def test_no_call_of_a_whole_run_has_a_second_effect(server: RedisServer) -
     assert found.repeats > 2 * found.calls
 
 
-async def test_a_second_effect_is_noticed(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repeated `retire` does retire the next step: where that is not expected, it is a harm."""
+async def test_a_second_effect_is_detected(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated `retire` retires the next step, which is harm unless declared in MAY_CHANGE."""
     monkeypatch.delitem(MAY_CHANGE, "retire")
     journal = Journal(at_once=True)
     await one_run(server, "noticed", journal)
@@ -30,7 +30,7 @@ async def test_a_second_effect_is_noticed(server: RedisServer, monkeypatch: pyte
     assert "run.retired_step" in journal.harms["retire"]
 
 
-async def test_contents_have_whatever_changed(store: Store) -> None:
+async def test_contents_include_every_change(store: Store) -> None:
     team = await flow.start(store)
     before = await contents.contents(store)
     await flow.issue(store, team, 1)
@@ -42,6 +42,6 @@ async def test_contents_have_whatever_changed(store: Store) -> None:
     assert "tickets:pending" in contents.changed(after, await contents.contents(store))
 
 
-def test_what_a_repeat_may_change_is_of_functions_that_there_are() -> None:
+def test_may_change_refers_to_existing_functions() -> None:
     assert MAY_CHANGE.keys() <= footprints().keys()
     assert all(why for _, why in MAY_CHANGE.values())

@@ -1,4 +1,4 @@
-"""A whole run in one process: everybody who calls the store, and every function that there is.
+"""A whole run in one process, with all callers of the store and every function.
 
 Guarantees: the actors decide by what the store answers and by nothing else, as services do, so the run comes to the same end
 whatever becomes of single replies; its outcome depends on nothing but the store.
@@ -26,7 +26,7 @@ from tests.support.harness import ticket
 ENVIRONMENT = "agents"  # the source whose tickets are for environments
 ACTORS = ("console", "leader", "trainer", "g0", "g1")
 STEPS, PER_STEP, SLOTS = 6, 3, 9
-RESTORED = 2  # the step that the run is restored to, after RESTORED_AFTER
+RESTORED = 2  # the step that the run is restored to after RESTORED_AFTER
 RESTORED_AFTER = 4
 LEASE_S, TTL_S = 0.2, 60.0
 PATIENCE_S = 60.0
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run came to."""
+    """Outcome of a run."""
 
     ledger: dict[str, int]
     trained: int
@@ -56,7 +56,7 @@ class WholeRun:
         self.plans: dict[int, list[str]] = {}
 
     async def run(self) -> RunOutcome:
-        """Run it from its creation to its end."""
+        """Run from creation to the end."""
         await self._begin()
         restored = False
         for _ in range(200):
@@ -107,7 +107,7 @@ class WholeRun:
         await self._train()
 
     async def _led(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Act as the leader, once no snapshot is being taken."""
+        """Act as the leader once no snapshot is being taken."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
@@ -156,7 +156,7 @@ class WholeRun:
         await _until(done)
 
     async def _complete(self, name: str, claim: Claim) -> None:
-        """Let some rows fail or come back before they are submitted."""
+        """Let some rows fail or be released before they are submitted."""
         tickets, row = self.stores[name].tickets, int(claim.ticket_id.partition("-")[2])
         tries = self.tries[claim.ticket_id] = self.tries.get(claim.ticket_id, 0) + 1
         await tickets.save_partial(name, claim, b"tokens so far", 60)
@@ -174,7 +174,7 @@ class WholeRun:
             await flow.submit(self.stores[name], name, claim, oldest)
 
     async def _take_turns(self, name: str, claim: Claim) -> None:
-        """Continue one rollout from its records, or start it again."""
+        """Continue one rollout from its records, or restart it."""
         tickets = self.stores[name].tickets
         restarts, records = (await tickets.turns(claim.ticket_id)).get(0, (0, []))
         if len(records) > 1:
@@ -227,7 +227,7 @@ class WholeRun:
             await self.console.dead_letters.requeue(sorted(letters))
 
     async def _publish(self, version: int) -> None:
-        """One round of weight sync, then the publication."""
+        """Run one round of weight sync, then publish."""
         self.attempt += 1
         members = {_pod(name).member: rank for rank, name in enumerate(("g0", "g1"), 1)}
         for phase, stage in PHASES:
@@ -245,7 +245,7 @@ class WholeRun:
         await self.trainer.steps.publish(self.trains, version)
 
     async def _evaluate(self, version: int) -> None:
-        """A round that is reported, one that is abandoned, and versions that are skipped."""
+        """Report one round, abandon another, and skip versions."""
         rounds, member = self.leader.evaluation, _pod("g0").member
         if version not in (1, 2):
             await self._led(lambda: rounds.skip(self.leads, version, 1))
@@ -287,7 +287,7 @@ class WholeRun:
     async def _checkpoint(self, step: int) -> None:
         await self.console.run.request_checkpoint("a test")
         await self.trainer.snapshots.save(self.trains, step, self.folder / str(step), payloads=True)
-        token = ordinal()  # a long copy, which `save` of a small run is not
+        token = ordinal()  # a long snapshot, unlike `save` of a small run
         await self.trainer.connection.call("snapshot_begin", self.trains, token, 1000)
         await self.trainer.connection.call("snapshot_hold", self.trains, token, 1000)
         await self.trainer.connection.call("snapshot_end", self.trains, token)
@@ -301,7 +301,7 @@ class WholeRun:
         await self.trainer.samples.log((await self.state()).incarnation, step, 1.0, TTL_S, [one.entry for one in waiting])
 
     async def _restore(self) -> None:
-        """Go back to a checkpoint with another trainer and another leader."""
+        """Restore a checkpoint with another trainer and another leader."""
         await self.console.run.request_restore(RESTORED)
         self.trains = await self.trainer.run.attach_trainer()
         snapshot = Snapshot(self.folder / str(RESTORED))
@@ -321,7 +321,7 @@ class WholeRun:
         return RunOutcome(counted, trained, dict(sorted(self.plans.items())), letters)
 
 
-CALLS_COUNTED = ("ledger:refused_submits",)  # counters of calls, which repeats are
+CALLS_COUNTED = ("ledger:refused_submits",)  # counters of calls, which include repeats
 
 
 def _ticket(row: int) -> Ticket:

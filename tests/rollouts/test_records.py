@@ -1,4 +1,4 @@
-"""Completions to wire types and back, and partials whose bytes cannot be trusted."""
+"""Completions to wire types and back, and partials with untrusted bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _with_tools(length: int, *tool_spans: tuple[int, int]) -> Generated:
 
 
 def _whole(completions: list[Generated]) -> list[list[Segment]]:
-    """Rollouts of one segment each."""
+    """Rollouts with one segment each."""
     return [[Segment(completion)] for completion in completions]
 
 
@@ -37,7 +37,7 @@ TOOLS = [_with_tools(6, (1, 3), (3, 4)), _with_tools(2, (0, 2)), _with_tools(4)]
 BAD_SPANS = [((2, 2),), ((3, 2),), ((-1, 2),), ((4, 7),), ((3, 5), (0, 2)), ((0, 3), (2, 4))]
 
 
-def test_payload_lays_completions_end_to_end() -> None:
+def test_the_payload_concatenates_completions() -> None:
     payload = codec.decode(pack_payload(ticket(0, [7, 8], group_size=2), _whole(COMPLETIONS)), Payload)
     assert payload.prompt.tolist() == [7, 8]
     assert payload.lengths.tolist() == [3, 1]
@@ -46,7 +46,7 @@ def test_payload_lays_completions_end_to_end() -> None:
     assert payload.spans.tolist() == [[0, 4, 0, 2], [0, 5, 2, 3], [1, 5, 0, 1]]
 
 
-def test_header_says_what_dataprep_decides_on() -> None:
+def test_the_header_has_what_dataprep_needs() -> None:
     header = make_header(
         ticket(3, group_size=2), _whole(COMPLETIONS), {"exact": [1.0, 0.0]}, [1.0, 0.0], [True, False],
         payload="0-3.1", payload_bytes=99, generator="g", generate_s=1.5, score_s=0.5,
@@ -55,7 +55,7 @@ def test_header_says_what_dataprep_decides_on() -> None:
     assert (header.oldest, header.newest, header.solved) == ([4, 5], [5, 5], [True, False])
 
 
-def test_tool_spans_reach_payload_and_header() -> None:
+def test_tool_spans_are_in_payload_and_header() -> None:
     given = ticket(0, [7, 8], group_size=3)
     payload = codec.decode(pack_payload(given, _whole(TOOLS)), Payload)
     header = make_header(
@@ -77,7 +77,7 @@ def _header(rollouts: list[list[Segment]], **fields: Any) -> Header:
     )
 
 
-def test_segments_reach_payload_and_header_with_their_owners_and_contexts() -> None:
+def test_segments_are_stored_with_owners_and_contexts() -> None:
     rollouts = [
         [_segment(2), _segment(3, 9, 9, 9), _segment(1, 5, finish="length", version=4)],
         [_segment(4, 7, 8)],
@@ -96,7 +96,7 @@ def test_segments_reach_payload_and_header_with_their_owners_and_contexts() -> N
     assert {column.dtype for column in (payload.rollout, payload.context_lengths, payload.context)} == {np.dtype(np.int32)}
 
 
-def test_rollouts_of_one_segment_after_the_prompt_have_no_columns_for_more() -> None:
+def test_single_segment_rollouts_have_no_extra_columns() -> None:
     for rollouts in (_whole(COMPLETIONS), [[_segment(2, 7, 8)], [_segment(1)]]):
         header = _header(rollouts)
         assert (header.rollout, header.context_tokens, header.contexts) == ([], [], [])
@@ -106,7 +106,7 @@ def test_rollouts_of_one_segment_after_the_prompt_have_no_columns_for_more() -> 
         assert (payload.owners.tolist(), [len(context) for context in payload.own_contexts]) == ([0, 1], [0, 0])
 
 
-def test_whoever_ends_a_rollout_says_whether_it_is_truncated() -> None:
+def test_truncation_is_that_of_the_last_segment_unless_given() -> None:
     rollouts = [[_segment(2, finish="length"), _segment(1)], [_segment(1, finish="length")]]
     assert _header(rollouts).truncated == [False, True]
     assert _header(rollouts, truncated=[True, False]).truncated == [True, False]
@@ -118,7 +118,7 @@ def test_a_rollout_without_segments_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("spans", BAD_SPANS)
-def test_tool_spans_that_cannot_be_are_a_failure_of_the_completion(spans: tuple[tuple[int, int], ...]) -> None:
+def test_invalid_tool_spans_fail_the_completion(spans: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(GenerationFailed, match=r"completion 1 has 6 tokens and tool spans .*generator\.engine"):
         pack_payload(ticket(0, group_size=2), _whole([TOOLS[0], _with_tools(6, *spans)]))
 
@@ -129,19 +129,19 @@ def test_a_partial_keeps_tool_spans() -> None:
 
 
 @pytest.mark.parametrize("spans", BAD_SPANS)
-def test_a_completion_saved_with_tool_spans_that_cannot_be_starts_afresh(spans: tuple[tuple[int, int], ...]) -> None:
+def test_a_partial_with_invalid_tool_spans_restarts(spans: tuple[tuple[int, int], ...]) -> None:
     back = unpack_partial(pack_partial([TOOLS[0], _with_tools(6, *spans)]), ticket(0, group_size=2), max_tokens=16)
     assert [part is None for part in back] == [False, True]
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (30, 3)])
-def test_tool_spans_of_another_shape_void_the_partial(shape: tuple[int, ...]) -> None:
+def test_misshapen_tool_spans_void_the_partial(shape: tuple[int, ...]) -> None:
     whole = codec.decode(pack_partial(TOOLS), Partial)
     strange = codec.encode(msgspec.structs.replace(whole, tool_spans=np.ones(shape, np.int32)))
     assert unpack_partial(strange, ticket(0, group_size=3), max_tokens=16) == [None] * 3
 
 
-def test_a_partial_comes_back_as_it_was_saved() -> None:
+def test_a_partial_round_trips() -> None:
     halfway = Generated(np.array([6, 7], np.int32), np.array([-1, -1], np.float32), [Span(2, 0, 2)], "aborted")
     nothing = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
     data = pack_partial([COMPLETIONS[0], halfway, nothing])
@@ -153,7 +153,7 @@ def test_a_partial_comes_back_as_it_was_saved() -> None:
     assert fresh is None
 
 
-def test_a_partial_of_another_shape_is_ignored() -> None:
+def test_a_partial_with_other_sizes_is_ignored() -> None:
     data = pack_partial(COMPLETIONS)
     assert unpack_partial(data, ticket(0, group_size=3), 16) == [None] * 3
     assert unpack_partial(data, ticket(0, group_size=2), 2) == [None] * 2
@@ -161,7 +161,7 @@ def test_a_partial_of_another_shape_is_ignored() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 255))
-def test_no_bytes_can_break_the_reader(noise: bytes, position: int, value: int) -> None:
+def test_arbitrary_bytes_never_crash_the_reader(noise: bytes, position: int, value: int) -> None:
     good = bytearray(pack_partial([TOOLS[0], COMPLETIONS[1]]))
     good[position % len(good)] = value
     for data in (noise, bytes(good)):

@@ -1,4 +1,4 @@
-"""Sandboxes as rollouts' programs use them, in pods that are processes behind a cluster's API."""
+"""Sandboxes as used by rollouts' programs, in pods that are local processes behind a cluster's API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def place(tmp_path: Path) -> AsyncIterator[SandboxWorld]:
         yield found
 
 
-async def test_code_prints_and_leaves_files_but_no_variables(place: SandboxWorld) -> None:
+async def test_code_keeps_files_but_no_variables(place: SandboxWorld) -> None:
     tool = place.tool()
 
     async def run(code: str) -> str:
@@ -66,7 +66,7 @@ LIMITED = {
 }
 
 
-async def test_a_call_ends_within_its_limits_with_all_of_its_processes(place: SandboxWorld) -> None:
+async def test_a_call_ends_within_its_limits_with_all_its_processes(place: SandboxWorld) -> None:
     limits = [2.0 if "longer" in said else 100.0 for said in LIMITED.values()]
     tools = [place.tool(f"0-0.7.{sample}.0", limit_s=limit_s) for sample, limit_s in enumerate(limits)]
     answers = await asyncio.gather(*(tool.call({"code": code}) for tool, code in zip(tools, LIMITED, strict=True)))
@@ -78,11 +78,11 @@ async def test_a_call_ends_within_its_limits_with_all_of_its_processes(place: Sa
     for tool in tools:
         tool._limit_s = 100.0
     again = await asyncio.gather(*(tool.call({"code": "1 + 1"}) for tool in tools))
-    assert again == ["2"] * len(LIMITED), "the sandboxes are as good as before"
+    assert again == ["2"] * len(LIMITED), "the sandboxes still work"
 
 
-async def test_a_call_that_is_asked_for_again_is_the_same_call(place: SandboxWorld, tmp_path: Path) -> None:
-    """Connections end in the midst of it, and the service that asked is replaced by one that knows nothing."""
+async def test_a_resent_call_is_not_run_twice(place: SandboxWorld, tmp_path: Path) -> None:
+    """Connections end during the call, and the service is replaced by one without any state."""
     tool, log = place.tool(limit_s=100.0), tmp_path / "log"
     code = f"import time\nwith open({str(log)!r}, 'a') as f: f.write('x')\ntime.sleep(3)\nprint('done')"
     call = asyncio.ensure_future(tool.call({"code": code}))
@@ -99,7 +99,7 @@ async def test_a_call_that_is_asked_for_again_is_the_same_call(place: SandboxWor
     assert len(place.cluster.executed) > 2
 
 
-async def test_the_same_request_finds_the_same_pod_and_a_new_program_gets_another(place: SandboxWorld) -> None:
+async def test_a_program_keeps_its_pod_and_a_new_one_gets_another(place: SandboxWorld) -> None:
     tool = place.tool()
     opened = await asyncio.gather(*(place.kept.open(tool._sandbox, 60.0) for _ in range(4)))
     assert len({each.pod for each in opened}) == 1
@@ -108,13 +108,13 @@ async def test_the_same_request_finds_the_same_pod_and_a_new_program_gets_anothe
     await tool.call({"code": "open('left', 'w').close()"})
     successor = place.tool("0-0.7.0.1")
     assert await successor.call({"code": "import os; os.listdir()"}) == "[]"
-    assert len(place.cluster.held()) == 1, "the predecessor's is deleted"
+    assert len(place.cluster.held()) == 1, "the predecessor's pod is deleted"
     with pytest.raises(SandboxLost, match="deleted"):
         await tool.call({"code": "1"})
 
 
-async def test_what_happened_to_a_pod_decides_what_is_told(place: SandboxWorld) -> None:
-    """What the code did to its sandbox is an answer; what befell it is unknown, and not the policy's doing."""
+async def test_the_reason_why_a_pod_ended_decides_the_reply(place: SandboxWorld) -> None:
+    """What the code did to its sandbox is an answer; an external cause is an unknown result, not the policy's fault."""
     cluster = place.cluster
 
     async def during(end: object, *given: str) -> str:
@@ -141,7 +141,7 @@ async def test_what_happened_to_a_pod_decides_what_is_told(place: SandboxWorld) 
         await during(cluster.lose)
 
 
-async def test_code_that_ends_its_sandbox_or_speaks_for_it_harms_its_own_rollout_alone(place: SandboxWorld) -> None:
+async def test_code_that_attacks_its_sandbox_harms_only_its_rollout(place: SandboxWorld) -> None:
     tool, other = place.tool(), place.tool("0-0.7.1.0")
     assert await other.call({"code": "1"}) == "1"
     alone = "import os, signal\nfor p in os.listdir('/proc'):\n  if p.isdigit() and int(p) != os.getpid():\n    try: e = open(f'/proc/{p}/environ').read()\n    except OSError: continue\n"  # noqa: E501
@@ -159,11 +159,11 @@ async def test_code_that_ends_its_sandbox_or_speaks_for_it_harms_its_own_rollout
     place_of = "os.path.join(os.environ['HOME'], 'calls', '1.json')"
     with pytest.raises(SandboxLost) as raised:
         await tool.call({"code": f"import os, time\nopen({place_of}, 'w').write({lost!r})\ntime.sleep(4)"})
-    assert raised.value.suspected, "a rollout cannot have itself repeated without blame"
+    assert raised.value.suspected, "a rollout must not be able to restart itself without being suspected"
     assert await other.call({"code": "3"}) == "3"
 
 
-async def test_nobody_reaches_a_pod_that_is_not_a_sandbox_of_its_own(place: SandboxWorld) -> None:
+async def test_only_a_rollouts_own_sandbox_is_reachable(place: SandboxWorld) -> None:
     tool, other = place.tool(), place.tool("0-0.7.1.0")
     await asyncio.gather(tool.call({"code": "1"}), other.call({"code": "1"}))
     for pod in (other._pod, "demo-trainer-0/../x", "demo-trainer-0"):
@@ -174,12 +174,12 @@ async def test_nobody_reaches_a_pod_that_is_not_a_sandbox_of_its_own(place: Sand
         with pytest.raises(SandboxLost, match="names no rollout"):
             await place.tool(rollout).call({"code": "1"})
     stranger = place.tool()
-    stranger._service._poster._token = "operate-token"  # which operates the run
+    stranger._service._poster._token = "operate-token"  # a token with scope operate
     with pytest.raises(SandboxLost, match="needs a bearer token"):
         await stranger.call({"code": "1"})
 
 
-async def test_a_service_that_is_away_costs_a_delay_and_one_that_stays_away_is_unknown(place: SandboxWorld) -> None:
+async def test_an_unreachable_cluster_delays_and_then_loses_calls(place: SandboxWorld) -> None:
     cluster: PodCluster = place.cluster
     cluster.away = True
     tool = place.tool()
@@ -197,9 +197,7 @@ async def test_a_service_that_is_away_costs_a_delay_and_one_that_stays_away_is_u
         await gone.call({"code": "1"})
 
 
-async def test_a_result_that_does_not_come_is_blamed_on_code_that_was_reached_alone(
-    place: SandboxWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_result_is_blamed_only_on_code_that_ran(place: SandboxWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     tool, client = place.tool(), place.kept._pods.client
     assert await tool.call({"code": "1"}) == "1"
     tool._limit_s = 2.0
@@ -207,7 +205,7 @@ async def test_a_result_that_does_not_come_is_blamed_on_code_that_was_reached_al
     honest = client.request
 
     async def hang(method: str, url: str, *given: Any, **named: Any) -> Any:
-        await asyncio.sleep(60.0 if url.endswith("/exec") else 0.0)  # as with a node that is gone
+        await asyncio.sleep(60.0 if url.endswith("/exec") else 0.0)  # as with a lost node
         return await honest(method, url, *given, **named)
 
     with monkeypatch.context() as gone:

@@ -1,4 +1,4 @@
-"""What is kept ready, given away once, and swept; nothing is left over, whoever is killed and whatever comes late."""
+"""Warm pods are kept ready, given out once and swept; nothing is left over, despite kills and late requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pod(name: str, state: str, fence: int = 0, template: str = "t", created: flo
     return SandboxPod(name, f"uid-{name}", "1", labels, "", created=created, **known)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_nobody_holds_is_swept_and_what_is_ready_is_fit() -> None:
+def test_pods_without_holders_are_swept_and_warm_ones_valid() -> None:
     pods = [
         pod("mine", HELD, 7), pod("orphan", HELD, 8), pod("ended", HELD, 7, phase="Failed"), pod("going", HELD, 9, deleting=True),
         pod("old", WARM, created=10.0), pod("other", WARM, template="s"), pod("failed", WARM, phase="Failed", ready=False),
@@ -49,7 +49,7 @@ def test_what_nobody_holds_is_swept_and_what_is_ready_is_fit() -> None:
     assert decide([], set(), "t", 2, 50.0).create == 2
 
 
-async def test_a_ready_pod_is_given_once_and_replaced(place: SandboxWorld) -> None:
+async def test_a_warm_pod_is_given_out_once_and_replaced(place: SandboxWorld) -> None:
     await warmed(place, 2)
     first = set(place.cluster.of_state("warm"))
     tools = [place.tool(f"0-0.7.{sample}.0") for sample in range(3)]
@@ -62,10 +62,10 @@ async def test_a_ready_pod_is_given_once_and_replaced(place: SandboxWorld) -> No
     await asyncio.gather(*(tool.close() for tool in tools))
     await swept(place)
     assert len(place.cluster.of_state("warm")) == 2
-    assert not pods & set(place.cluster.of_state("warm")), "what a rollout has had is nobody else's"
+    assert not pods & set(place.cluster.of_state("warm")), "a used pod is never given to another rollout"
 
 
-async def test_a_pod_that_somebody_else_took_or_that_is_gone_is_not_given(place: SandboxWorld) -> None:
+async def test_a_claimed_or_missing_pod_is_not_given_out(place: SandboxWorld) -> None:
     await warmed(place, 2)
     one, other = [each.name for each in place.kept._ready]
 
@@ -80,8 +80,8 @@ async def test_a_pod_that_somebody_else_took_or_that_is_gone_is_not_given(place:
     assert tool._pod not in (one, other)
 
 
-async def test_nothing_is_left_of_a_service_that_was_killed_with_a_claim_under_way(place: SandboxWorld) -> None:
-    """Its request arrives late, when the next service has given the rollout another pod already."""
+async def test_a_service_killed_during_a_claim_leaves_nothing(place: SandboxWorld) -> None:
+    """Its request arrives late, after the next service has given the rollout another pod."""
     await warmed(place, 2)
     late = place.kept._ready[0]
     name = SandboxName("0-0.7.0.0", "aa")
@@ -89,13 +89,13 @@ async def test_nothing_is_left_of_a_service_that_was_killed_with_a_claim_under_w
         opened = await fresh.open(name, 60.0)
         assert opened.pod
         assert opened.pod != late.name
-        again = await place.keeper._claimed(name, "7.0") if place.keeper else None  # with what it knew before
+        again = await place.keeper._claimed(name, "7.0") if place.keeper else None  # with its outdated state
         await fresh.close(name)
         await swept(place)
     assert place.cluster.held() == [], again
 
 
-async def test_claims_that_end_end_their_sandboxes(place: SandboxWorld) -> None:
+async def test_sandboxes_end_with_their_claims(place: SandboxWorld) -> None:
     tools = [place.tool(f"0-0.{fence}.0.0") for fence in (7, 8)]
     place.fences |= {"8"}
     await asyncio.gather(*(tool.call({"code": "1"}) for tool in tools))
@@ -107,7 +107,7 @@ async def test_claims_that_end_end_their_sandboxes(place: SandboxWorld) -> None:
     assert await tools[1].call({"code": "2"}) == "2"
 
 
-async def test_another_template_replaces_what_is_ready_and_an_uninstall_leaves_nothing(place: SandboxWorld) -> None:
+async def test_a_new_template_replaces_warm_pods(place: SandboxWorld) -> None:
     await warmed(place, 2)
     before = set(place.cluster.of_state("warm"))
     place.cluster.template["template"]["spec"]["runtimeClassName"] = "other"
@@ -129,6 +129,6 @@ async def test_another_template_replaces_what_is_ready_and_an_uninstall_leaves_n
         ({"GRPO_SANDBOX_TEMPLATE": "a", "GRPO_RELEASE": "b", "GRPO_SANDBOX_WARM": "two"}, "must be a number of pods"),
     ],
 )
-def test_an_environment_that_is_not_the_charts_is_refused(environ: dict[str, str], named: str) -> None:
+def test_invalid_environment_variables_are_rejected(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         SandboxSettings.from_environment(environ)

@@ -22,7 +22,7 @@ async def test_a_group_lives_in_exactly_one_place_at_a_time(store: Store) -> Non
     await store.run.create(config="digest of the configuration", dataset="digest of the data", steps=1, slots=2)
     leader, trainer = await store.run.lead("dataprep-0", lease_s=10), await store.run.attach_trainer()
     assert leader is not None
-    await store.steps.publish(trainer, 0)  # the fleet holds version 0: from now on tickets may be claimed
+    await store.steps.publish(trainer, 0)  # the fleet holds version 0: from now on tickets can be claimed
 
     ticket = Ticket("0-7", seq=0, epoch=0, index=7, seed=1, prompt=[5, 6], answer="42", group_size=4, source="main")
     assert await store.tickets.issue(leader, 0, [ticket]) == 1
@@ -33,7 +33,7 @@ async def test_a_group_lives_in_exactly_one_place_at_a_time(store: Store) -> Non
     assert await where() == (["tickets"], 1)  # under a lease, but still in the stream: the generator may die
 
     assert await store.tickets.submit("generator-0", claim, header(claim), payload_bytes(claim), TTL_S)
-    assert await where() == (["headers"], 1)  # the tokens wait under a key of their own; only the header travels on
+    assert await where() == (["headers"], 1)  # the tokens stay under a separate key; only the header moves on
 
     (entry,) = await store.replay.read_headers(leader, count=10)
     assert entry.header is not None
@@ -53,7 +53,7 @@ async def test_a_group_lives_in_exactly_one_place_at_a_time(store: Store) -> Non
     assert await where() == (["trained"], 0)
 
 
-async def test_the_plan_and_its_tokens_stay_until_a_checkpoint_holds_the_step(store: Store) -> None:
+async def test_the_plan_and_its_tokens_stay_until_a_checkpoint(store: Store) -> None:
     """A trainer that dies loads its last checkpoint and finds the plans since then, so it trains the same batches again."""
     await test_a_group_lives_in_exactly_one_place_at_a_time(store)
     assert await store.steps.plan(0) is not None

@@ -12,25 +12,25 @@ from tests.support.harness import ticket
 
 
 async def test_a_generator_dies_and_another_finishes_its_ticket(store: Store) -> None:
-    """The dead pod's lease runs out, the next claim gets the ticket with a higher fencing number and the tokens so far."""
+    """The dead pod's lease expires; the next claim gets the ticket with a higher fencing number and the tokens so far."""
     team = await start(store)
     await issue(store, team, 1)
     (dead,) = await claim(store, "generator-0")
     await store.tickets.save_partial("generator-0", dead, b"tokens so far", ttl_s=60)
 
-    (alive,) = await claim(store, "generator-1", lease_s=0.0)  # a lease of no length: every other lease has run out
+    (alive,) = await claim(store, "generator-1", lease_s=0.0)  # a lease of 0 s: every other lease has expired
     assert alive.fence > dead.fence
     assert await store.tickets.load_partial(alive.ticket_id) == b"tokens so far"
 
     assert await submit(store, "generator-1", alive)
-    assert not await submit(store, "generator-0", dead), "it was not dead after all, but too late: refused, not stored twice"
+    assert not await submit(store, "generator-0", dead), "it was not dead after all, but too late: rejected, not stored twice"
     assert (await audit(store)).places["headers"] == 1
 
 
 async def test_a_standby_takes_over_and_the_old_leader_is_fenced_off(store: Store) -> None:
     """Every write of dataprep carries the fencing number of its leadership."""
     team = await start(store)
-    await store.run.step_down("leader-0:boot")  # or its lease ran out
+    await store.run.step_down("leader-0:boot")  # or its lease expired
     new = await store.run.lead("leader-1:boot", lease_s=10)
     assert new is not None
     with pytest.raises(Fenced):
@@ -38,8 +38,8 @@ async def test_a_standby_takes_over_and_the_old_leader_is_fenced_off(store: Stor
     assert await store.tickets.issue(new, 0, [ticket(0)]) == 1
 
 
-async def test_a_reply_is_lost_and_the_call_is_made_again(store: Store) -> None:
-    """The client repeats calls by itself when a connection breaks, so each must be harmless the second time."""
+async def test_a_reply_is_lost_and_the_call_is_retried(store: Store) -> None:
+    """The client retries calls when a connection breaks, so each must be idempotent."""
     team = await start(store)
     assert await store.tickets.issue(team.leader, 0, [ticket(0)]) == 1
     assert await store.tickets.issue(team.leader, 0, [ticket(0)]) == 0
