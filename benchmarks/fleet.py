@@ -37,8 +37,8 @@ from services.config import RunConfig, load, to_toml
 from services.console.local.redis_server import RedisServer
 from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
+from services.http.credentials import redis_password
 from services.protocol.messages import PodStatus, Round
-from services.runtime.http.credentials import redis_password
 from services.runtime.loops import end_tasks
 from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal

@@ -28,9 +28,9 @@ from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_requests import sampling_params
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
+from services.http.entry import open_service
 from services.protocol.messages import Ticket
 from services.rollouts.generated import SamplingParameters
-from services.runtime.entry import open_service
 from services.runtime.loops import Loop
 from services.verifiers.scoring import Scoring
 
@@ -60,7 +60,7 @@ async def through_service(config: RunConfig, engine: VllmEngine, tickets: Sequen
         await store.run.create("benchmark", "benchmark", 1, len(tickets))
         trainer = await store.run.attach_trainer()
         await store.steps.publish(trainer, 0)
-        engine.version = 0
+        engine._loaded.version = 0
         service.say(phase="ready", version=0, trainer_fence=trainer)
         rollouts = RolloutLoop(service, engine, load_tokenizer(config), verifiers, GeneratorMetrics(service.registry))
         service.add_loop("leases", rollouts.renew)

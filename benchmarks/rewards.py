@@ -31,8 +31,8 @@ from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
+from services.http.entry import open_service
 from services.protocol.messages import Header, Ticket
-from services.runtime.entry import open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.verifiers.base import Job

@@ -41,8 +41,8 @@ from benchmarks.common import arguments, bare_run, report, run
 from services.config import RunConfig, load, to_toml
 from services.console.local.redis_server import RedisServer
 from services.generator.metrics import GeneratorMetrics
+from services.http.entry import open_service
 from services.runtime import logs
-from services.runtime.entry import open_service
 from services.runtime.loops import Loop
 from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal

@@ -7,11 +7,11 @@ from typing import Any, cast
 from documentation.configuration import cell
 from services.config.load import validate
 from services.generator.api import add_routes as add_generator
+from services.http.api import make_app
+from services.http.credentials import ApiTokens
+from services.http.endpoints.checkpoints import add_routes as add_checkpoints
+from services.http.endpoints.run import add_routes as add_run
 from services.protocol.messages import PodStatus
-from services.runtime.http.api import make_app
-from services.runtime.http.credentials import ApiTokens
-from services.runtime.http.endpoints.checkpoints import add_routes as add_checkpoints
-from services.runtime.http.endpoints.run import add_routes as add_run
 from services.runtime.service import Service
 from services.web.serving import add_console
 

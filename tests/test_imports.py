@@ -15,7 +15,7 @@ from services.config.base import Section
 ROOT = Path(__file__).parent.parent
 SERVICES = ROOT / "services"
 LAYERS = ("protocol", "config", "chat", "algorithm", "store", "runtime", "operations", "http", "weights", "verifiers", "rollouts")
-"""Each may import those before it, and itself. `http` is what runs the endpoints: services/runtime/http and runtime/entry.py."""
+"""Each may import those before it, and itself."""
 SERVICE_LAYERS = {
     "generator": LAYERS,
     "environment": LAYERS,
@@ -39,8 +39,7 @@ OF_CLUSTERS = ("services.scaler", "services.sandbox", "services.runtime.cluster"
 
 def layer_of(module: str) -> str:
     """Return the layer of a module of ours."""
-    runs_endpoints = module.startswith(("services.runtime.http", "services.runtime.entry"))
-    return "http" if runs_endpoints else module.split(".")[1]
+    return module.split(".")[1]
 
 
 def modules_of(layer: str) -> list[Path]:

@@ -21,9 +21,9 @@ from services.console.local import conditions
 from services.console.local.lock import LockHolder, holder
 from services.console.paths import RunPaths
 from services.console.reading.shared_server import owns_server, reading
+from services.http.credentials import REDIS_PASSWORD_ENV, login_of
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
-from services.runtime.http.credentials import REDIS_PASSWORD_ENV, login_of
 from services.store import RunState, Store
 from services.store.connection.login import Login, split_password
 

@@ -18,8 +18,8 @@ from services.config import ConfigError, RunConfig, digest, load, load_resolved
 from services.config.load import NOT_DEFINING
 from services.config.reading.differences import differing
 from services.console.errors import EXIT_CONFIG, EXIT_OK
+from services.http.credentials import redis_login
 from services.protocol.errors import StoreError
-from services.runtime.http.credentials import redis_login
 from services.store import RunState, Store
 
 SHOWN = 4  # differing keys that a message names

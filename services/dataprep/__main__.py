@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from services.runtime.entry import Arguments, end_process, main, open_service
+from services.http.entry import Arguments, end_process, main, open_service
 
 
 async def prepare(given: Arguments) -> None:
@@ -20,8 +20,8 @@ async def prepare(given: Arguments) -> None:
     from services.dataprep.prompts.curriculum import load_curriculum
     from services.dataprep.replay.sweeping import sweep
     from services.dataprep.run_gauges import RunGauges
+    from services.http.endpoints.run import add_routes
     from services.runtime import garbage_collection
-    from services.runtime.http.endpoints.run import add_routes
 
     config = given.config
     load_curriculum(config.data.curriculum)  # reports an unusable name before the run exists

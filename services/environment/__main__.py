@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.runtime.entry import Arguments, end_process, main, open_service
+from services.http.entry import Arguments, end_process, main, open_service
 
 
 async def run(given: Arguments) -> None:

@@ -19,13 +19,13 @@ import structlog
 from msgspec import structs
 
 from services.environment.posting import NoReply, Posted, Poster
+from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.generation import GenerationRequest
 from services.protocol.messages import PodStatus, Ticket
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.rollouts.records import unpack_partial
-from services.runtime.http.credentials import api_tokens
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 

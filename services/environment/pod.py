@@ -17,8 +17,8 @@ from services.environment.metrics import EnvironmentMetrics
 from services.environment.programs.frames import SandboxAccess
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramUnusable
+from services.http.credentials import api_tokens
 from services.protocol.sandboxes import URL_ENV, derived_token
-from services.runtime.http.credentials import api_tokens
 from services.runtime.loops import Fatal, Loop, after
 from services.runtime.service import Service
 from services.verifiers.base import VerifierFailure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from services.runtime.entry import Arguments, end_process, leaving_at_once, main, open_service
+from services.http.entry import Arguments, end_process, leaving_at_once, main, open_service
 
 
 def prepare(given: Arguments) -> None:

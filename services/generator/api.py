@@ -9,9 +9,9 @@ from starlette.requests import ClientDisconnect
 
 from services.generator.loop import RolloutLoop
 from services.generator.serving import REQUEST_BYTES, NotServed
+from services.http.endpoints.parameters import WaitS
+from services.http.models import Draining
 from services.operations.waiting import until_none
-from services.runtime.http.endpoints.parameters import WaitS
-from services.runtime.http.models import Draining
 from services.runtime.service import Service
 
 GENERATE = "/v1/generate"

@@ -13,9 +13,9 @@ import time
 import httpx
 
 from services.config import ConfigError, RunConfig
+from services.http.credentials import api_tokens
+from services.http.entry import EXIT_OK, arguments, report
 from services.operations.awaited import LOADING
-from services.runtime.entry import EXIT_OK, arguments, report
-from services.runtime.http.credentials import api_tokens
 
 POLL_S = 0.2
 ANSWER_LIMIT_S = 5.0

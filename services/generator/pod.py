@@ -14,7 +14,7 @@ from services.generator.loop import PARTIAL_EVERY_S, RolloutLoop
 from services.generator.metrics import GeneratorMetrics, VllmMetrics
 from services.generator.pausing import Pausing
 from services.generator.rollouts.evaluation import EvaluationWorker
-from services.runtime.entry import leaving_at_once
+from services.http.entry import leaving_at_once
 from services.runtime.loops import Broken, Fatal, Loop, after
 from services.runtime.service import Service
 from services.verifiers.base import VerifierFailure

@@ -1,7 +1,7 @@
 """The common parts of a service process: store, notifications, view of the run, heartbeat, REST endpoints, supervised loops.
 
 Guarantees: the end of the run sets `stopping`, after which loops finish on their own; the pod leaves the fleet when they have.
-Opened by services/runtime/entry.py.
+Opened by services/http/entry.py.
 """
 
 from __future__ import annotations

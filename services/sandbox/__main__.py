@@ -14,9 +14,9 @@ from pathlib import Path
 
 import structlog
 
+from services.http.entry import Arguments, end_process, main, open_service
 from services.protocol.errors import StoreError
 from services.runtime.cluster.account import ACCOUNT, ClusterError, in_cluster
-from services.runtime.entry import Arguments, end_process, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.sandbox.api import add_routes

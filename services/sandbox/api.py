@@ -8,10 +8,10 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
+from services.http.authorization import token_guard
+from services.http.credentials import ApiTokens
 from services.protocol.sandboxes import CLOSE, OPEN, REQUEST_BYTES, RUN, CloseSandbox, OpenSandbox, RunCode, derived_token
 from services.runtime.cluster.account import ClusterError
-from services.runtime.http.authorization import token_guard
-from services.runtime.http.credentials import ApiTokens
 from services.runtime.service import Service
 from services.sandbox.keeper import SandboxKeeper
 

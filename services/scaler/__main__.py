@@ -18,7 +18,7 @@ from typing import Self
 import structlog
 
 from services.config import ConfigError
-from services.runtime.entry import Arguments, end_process, main, open_service
+from services.http.entry import Arguments, end_process, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.scaler.deletion_cost import DeletionCosts

@@ -9,7 +9,7 @@ import os
 from functools import partial
 
 from services.config import ConfigError
-from services.runtime.entry import Arguments, end_process, main, open_service
+from services.http.entry import Arguments, end_process, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.tracking import check_tracking
 

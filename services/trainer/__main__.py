@@ -18,9 +18,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from services.config import RunConfig
+from services.http.entry import EXIT_OK, Arguments, arguments, connect, end_process, open_service, report
 from services.protocol.errors import StoreError
 from services.runtime import garbage_collection, logs
-from services.runtime.entry import EXIT_OK, Arguments, arguments, connect, end_process, open_service, report
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
@@ -120,7 +120,7 @@ def _lead(given: Arguments, portal: Portal) -> None:
 
 async def _host(given: Arguments, opened: concurrent.futures.Future[Service], trained: asyncio.Event) -> None:
     """Run the pod's endpoints, heartbeat and view next to the main thread that trains."""
-    from services.runtime.http.endpoints.checkpoints import add_routes
+    from services.http.endpoints.checkpoints import add_routes
 
     async def until_trained(loop: Loop) -> None:
         loop.limit_s = float("inf")

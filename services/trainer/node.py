@@ -21,9 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.config import ConfigError
-from services.protocol.errors import StoreError
-from services.runtime import logs
-from services.runtime.entry import (
+from services.http.entry import (
     EXIT_FAILED,
     EXIT_OK,
     EXIT_UNLOADED,
@@ -35,6 +33,8 @@ from services.runtime.entry import (
     rest,
     unloaded,
 )
+from services.protocol.errors import StoreError
+from services.runtime import logs
 from services.runtime.loops import FATAL
 from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 

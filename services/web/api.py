@@ -11,9 +11,9 @@ from fastapi.security import HTTPAuthorizationCredentials
 from pydantic import BaseModel
 
 from services.config import RunConfig
+from services.http.authorization import BEARER, Scope, scope_of
 from services.operations.inspection.answer import MAX_PAGE
 from services.operations.inspection.ledger import OUTCOMES, PLACES
-from services.runtime.http.authorization import BEARER, Scope, scope_of
 from services.runtime.service import Service
 from services.web import series
 from services.web.feed import EventResponse, Feed, Full

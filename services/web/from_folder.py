@@ -16,14 +16,14 @@ from fastapi import APIRouter, HTTPException
 from fastapi import Path as InPath
 
 from services.config import RunConfig
+from services.http.endpoints import checkpoints
+from services.http.endpoints.inspection import inspection_router
 from services.operations.history import EVALUATED, INCARNATION, STEP, History, recorded
 from services.operations.inspection.ledger import AuditReport, audit_of_end
 from services.operations.inspection.step import Step
 from services.operations.observe import Poll
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointFolder
-from services.runtime.http.endpoints import checkpoints
-from services.runtime.http.endpoints.inspection import inspection_router
 from services.runtime.service import Service
 from services.store import RunState, Store
 from services.web import series

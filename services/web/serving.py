@@ -15,10 +15,10 @@ import socket
 from collections.abc import AsyncGenerator, Callable
 
 from services.config import RunConfig
+from services.http.api import serve
+from services.http.credentials import api_tokens
+from services.http.endpoints import checkpoints, run
 from services.protocol.messages import PodStatus
-from services.runtime.http.api import serve
-from services.runtime.http.credentials import api_tokens
-from services.runtime.http.endpoints import checkpoints, run
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Store

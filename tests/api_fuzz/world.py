@@ -12,11 +12,11 @@ from services.console.local.redis_server import RedisServer
 from services.generator.api import add_routes as add_generator
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
+from services.http.api import serve
+from services.http.credentials import ApiTokens
+from services.http.endpoints.checkpoints import add_routes as add_trainer
+from services.http.endpoints.run import add_routes as add_dataprep
 from services.protocol.messages import PodStatus
-from services.runtime.http.api import serve
-from services.runtime.http.credentials import ApiTokens
-from services.runtime.http.endpoints.checkpoints import add_routes as add_trainer
-from services.runtime.http.endpoints.run import add_routes as add_dataprep
 from services.runtime.service import Service
 from services.store import Store
 from services.web.serving import add_console

@@ -14,8 +14,8 @@ import sys
 import time
 
 from services.config import digest, load_resolved
+from services.http.credentials import redis_password
 from services.protocol.messages import PodStatus
-from services.runtime.http.credentials import redis_password
 from services.store import Store
 
 

@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 
 from services.console.local.redis_server import RedisServer
+from services.http.api import serve
+from services.http.credentials import ApiTokens
+from services.http.endpoints.run import add_routes
 from services.protocol.messages import PodStatus
-from services.runtime.http.api import serve
-from services.runtime.http.credentials import ApiTokens
-from services.runtime.http.endpoints.run import add_routes
 from services.runtime.service import Service
 from services.store import Store
 from tests.support import flow

@@ -21,11 +21,11 @@ from services.dataprep.prompts.order import permutation
 from services.dataprep.prompts.seeds import ticket_seed
 from services.dataprep.replay.settling import settle
 from services.dataprep.replay.weights import table_rules
+from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.errors import Fenced
 from services.protocol.messages import Header, StepPlan, Ticket
 from services.protocol.payloads import Payload
-from services.runtime.entry import open_service
 from services.runtime.service import Service
 from services.store import Claim, HeaderEntry, Store
 from tests.support import flow

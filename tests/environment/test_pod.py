@@ -18,11 +18,11 @@ from services.dataprep.evaluation.report import read_results
 from services.environment.pod import EnvironmentPod
 from services.generator.api import add_routes
 from services.generator.loop import RolloutLoop
+from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.messages import Header, Row, Ticket
 from services.protocol.payloads import Payload
 from services.rollouts.generated import Generated, SamplingParameters
-from services.runtime.entry import open_service
 from services.runtime.loops import Fatal, Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Store

@@ -11,7 +11,7 @@ from services.console.local.redis_server import RedisServer
 from services.generator import pod as pods
 from services.generator.metrics import ACTIVITIES
 from services.generator.pod import GeneratorPod
-from services.runtime.entry import open_service
+from services.http.entry import open_service
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.processes import activity
 from services.store import Store

@@ -300,7 +300,7 @@ import asyncio, sys
 from pathlib import Path
 from services.generator.__main__ import prepare
 from services.generator.engines.vllm import VllmEngine
-from services.runtime.entry import Arguments
+from services.http.entry import Arguments
 from tests.support.tiny_vllm import make_config
 async def main():
     engine = VllmEngine()

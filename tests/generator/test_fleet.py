@@ -18,8 +18,8 @@ from services.generator.api import add_routes
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.concurrency import REASONS
+from services.http.entry import open_service
 from services.protocol.messages import Round
-from services.runtime.entry import open_service
 from services.runtime.service import Service
 from services.store import Store
 from services.weights.member import WeightFollower

@@ -14,10 +14,10 @@ from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.evaluation import EvaluationWorker
+from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
-from services.runtime.entry import open_service
 from services.runtime.service import Service
 from services.store import Store
 from services.verifiers.base import Job, Scores, VerifierFailure

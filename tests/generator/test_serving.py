@@ -11,10 +11,10 @@ import pytest
 
 from services.console.local.redis_server import RedisServer
 from services.generator.api import GENERATE, add_routes
+from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.generation import GenerationRequest
 from services.protocol.payloads import Partial
-from services.runtime.http.credentials import api_tokens
 from tests.generator.test_loop import generator
 from tests.support.harness import wait_until
 

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from services.config import to_toml
-from services.runtime.http.client import ApiError, Client
+from services.http.client import ApiError, Client
 from services.store import RunState
 from tests.kubernetes import chart, network
 from tests.kubernetes.cluster import Cluster

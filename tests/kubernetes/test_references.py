@@ -15,8 +15,8 @@ import typer
 from services.config import digest, load
 from services.console.__main__ import app as grpo
 from services.console.__main__ import with_waits
-from services.runtime.entry import START_ENV
-from services.runtime.http.api import make_app
+from services.http.api import make_app
+from services.http.entry import START_ENV
 from services.scaler.__main__ import ScalerSettings
 from tests.kubernetes import chart
 

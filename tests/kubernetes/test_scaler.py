@@ -15,11 +15,11 @@ import pytest_asyncio
 from services.config import ConfigError, to_toml
 from services.console.__main__ import main
 from services.console.local.redis_server import RedisServer
+from services.http.api import serve
+from services.http.credentials import ApiTokens
+from services.http.entry import open_service
 from services.protocol.messages import PodStatus
 from services.runtime.cluster.account import ClusterError
-from services.runtime.entry import open_service
-from services.runtime.http.api import serve
-from services.runtime.http.credentials import ApiTokens
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.service import Service
 from services.scaler.__main__ import ReleaseFollower, ScalerSettings

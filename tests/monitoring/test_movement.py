@@ -15,8 +15,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.console.local.redis_server import RedisServer
+from services.http.entry import open_service
 from services.protocol.errors import Damaged, StoreError
-from services.runtime.entry import open_service
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.portal import Portal
 from services.runtime.service import Service

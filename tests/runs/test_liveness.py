@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from services.console.local.redis_server import RedisServer
+from services.http.entry import open_service
 from services.protocol.errors import StoreError
-from services.runtime.entry import open_service
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.service import Service
 from services.tracker.follower import Follower
@@ -115,7 +115,7 @@ async def _status(http: httpx.AsyncClient, live: str, status: int) -> bool:
 STOPPED = """
 import asyncio, sys
 from services.config import load
-from services.runtime.entry import open_service
+from services.http.entry import open_service
 
 async def main():
     async with open_service("dataprep", load(sys.argv[1], environ={}), "stopped") as service:

@@ -14,11 +14,11 @@ from structlog.testing import capture_logs
 
 from services.config import ConfigError
 from services.console.local.redis_server import RedisServer
+from services.http.api import serve
+from services.http.client import ApiError, Client
+from services.http.credentials import ApiTokens
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
-from services.runtime.http.api import serve
-from services.runtime.http.client import ApiError, Client
-from services.runtime.http.credentials import ApiTokens
 from services.runtime.portal import Portal
 from services.runtime.process_tools import free_port
 from services.runtime.service import Service

@@ -25,7 +25,7 @@ def test_tracing_is_off_by_default_and_then_costs_nothing(tmp_path: Path) -> Non
     assert made.begin() == ""
     made.record("train", "", 0.0)
     made.close()
-    code = "import sys, services.runtime.entry; print(any(name.startswith('opentelemetry.sdk.trace') for name in sys.modules))"
+    code = "import sys, services.http.entry; print(any(name.startswith('opentelemetry.sdk.trace') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 

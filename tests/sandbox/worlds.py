@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from services.environment.code_tool.sandboxed import SandboxService, SandboxTool
 from services.environment.programs.frames import SandboxAccess
+from services.http.api import serve
+from services.http.credentials import ApiTokens
 from services.protocol.messages import PodStatus
 from services.protocol.sandboxes import derived_token
 from services.runtime.cluster.account import in_cluster
-from services.runtime.http.api import serve
-from services.runtime.http.credentials import ApiTokens
 from services.runtime.service import Service
 from services.sandbox.api import add_routes
 from services.sandbox.keeper import SandboxKeeper

@@ -21,7 +21,7 @@ from services.config.load import load_resolved
 from services.generator.api import add_routes
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.runtime.entry import open_service
+from services.http.entry import open_service
 from services.runtime.loops import Loop
 from tests.storm.programs import LOOK, note
 from tests.support.scripted import ScriptedEngine

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from services.config.load import load_resolved
-from services.runtime.entry import Arguments
+from services.http.entry import Arguments
 from services.sandbox import __main__ as service
 
 if __name__ == "__main__":

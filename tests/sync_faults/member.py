@@ -19,8 +19,8 @@ import torch
 
 from services.config import RunConfig, load
 from services.generator.metrics import GeneratorMetrics
+from services.http.entry import open_service
 from services.runtime import logs
-from services.runtime.entry import open_service
 from services.runtime.loops import Loop
 from services.weights.checksums import WeightChanged, check, checksums
 from services.weights.collective import Deadline, broadcast, let_go

@@ -15,7 +15,7 @@ import pytest
 
 from services.config import ConfigError, RunConfig, to_toml
 from services.console.local.redis_server import RedisServer
-from services.runtime.entry import EXIT_UNLOADED, Arguments
+from services.http.entry import EXIT_UNLOADED, Arguments
 from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 from services.store import Store
 from services.trainer.node import TrainerNode, _see_through

@@ -19,7 +19,7 @@ from services.console.commands.web import web
 from services.console.errors import ConsoleError
 from services.console.local.plan import plan_units
 from services.console.local.redis_server import RedisServer
-from services.runtime.http.credentials import api_tokens
+from services.http.credentials import api_tokens
 from services.store import Store
 from tests.support.console import LIMIT_S, config_file, environment, grpo, launched, log, processes_of, steps, wait_until
 from tests.support.harness import small_config

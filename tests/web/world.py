@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.config import load_resolved, to_toml
-from services.runtime.http.credentials import redis_login
+from services.http.credentials import redis_login
 from services.runtime.process_tools import free_port
 from services.store import RunState, Store
 from tests.support.harness import save_model_folder, small_config

@@ -19,7 +19,7 @@ from typing import Any
 
 from services.console.cluster.access import chosen, opened, pods_of
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
-from services.runtime.http.credentials import ApiTokens
+from services.http.credentials import ApiTokens
 
 COMPONENT = "web"
 DATA, ERROR = 0, 1

@@ -18,16 +18,16 @@ from services.console import paths
 from services.console.attach import attach, existing, later
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.printable import print_json
+from services.http.credentials import API_TOKEN_ENV, api_tokens
 from services.operations.control import Control, InvalidRequest, Refused, RunControl, modes_of
 from services.protocol.errors import NotFound
-from services.runtime.http.credentials import API_TOKEN_ENV, api_tokens
 from services.store import RunState
 from services.store.records import ROLES, PauseMode, Role
 
 if TYPE_CHECKING:
     from services.config import RunConfig
+    from services.http.client import Client
     from services.operations.inspection.deadletters import RequeueAnswer
-    from services.runtime.http.client import Client
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
     try:
         if target.api:
             with client_of(target.api, target.token_file, target.ca_file, target.run) as client:
-                from services.runtime.http.control import HttpControl
+                from services.http.control import HttpControl
 
                 yield Reached(HttpControl(client), named=f"the run of {target.api}")
             return
@@ -85,7 +85,7 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
 def client_of(url: str, token_file: str = "", ca_file: str = "", run: str = "") -> Iterator[Client]:
     """Open a client with the run's token: from `--token-file`, the environment, or the run's folder."""
     from services.config import load_resolved
-    from services.runtime.http.client import ApiError, Client  # its HTTP library takes long to import
+    from services.http.client import ApiError, Client  # its HTTP library takes long to import
 
     folder = paths.find(run)
     config = load_resolved(folder.config) if folder else None

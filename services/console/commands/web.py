@@ -19,7 +19,7 @@ from services.console.local.lock import holder
 from services.console.paths import RunPaths
 from services.console.printable import print_json
 from services.console.reading.from_folder import NOTE, describe, folder_instead, with_tokens
-from services.runtime.http.credentials import ApiTokens, api_tokens
+from services.http.credentials import ApiTokens, api_tokens
 from services.runtime.process_tools import free_port
 
 WATCH_S = 0.5

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterable
 from services.config import RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.printable import printable
+from services.http.client import ApiError, Client
+from services.http.credentials import redis_login
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
-from services.runtime.http.client import ApiError, Client
-from services.runtime.http.credentials import redis_login
 from services.store import Store
 
 NEEDED = ("dataprep", "trainer", "generator")

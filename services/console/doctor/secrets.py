@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 
 from services.config import ConfigError, RunConfig
 from services.console.doctor import Finding, note, ok, told
-from services.runtime.http.credentials import api_tokens
+from services.http.credentials import api_tokens
 from services.runtime.tracing import check_tracing
 from services.runtime.tracking import check_tracking
 
 
 def secrets(config: RunConfig, environ: Mapping[str, str], own: bool) -> Iterator[Finding]:
     """Check trackers' keys and the endpoints' tokens and certificates; `grpo run` creates the tokens of its `own` runs."""
-    from services.runtime.http.certificate import load_certificate
+    from services.http.certificate import load_certificate
 
     def needed() -> None:
         if config.api.certificate_file:

@@ -52,10 +52,10 @@ from services.console.start.checked import (
     resumed_step,
 )
 from services.console.start.resumption import next_step
+from services.http.credentials import api_tokens, redis_password
 from services.operations.condition import Condition
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
-from services.runtime.http.credentials import api_tokens, redis_password
 from services.runtime.process_tools import free_port
 from services.runtime.processes.child_processes import ServicePlan
 from services.store import Store

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import msgspec
 
-ERROR_PREFIX = "error: "  # prefix of the line in which a service reports the error that ended it (services/runtime/entry.py)
+ERROR_PREFIX = "error: "  # prefix of the line in which a service reports the error that ended it (services/http/entry.py)
 LONGEST = 400  # characters of a cause
 VAGUE = re.compile(
     r"root cause above|see its log|see the (log|stack trace)|EngineDeadError|engine core (proc )?died|died unexpectedly|"

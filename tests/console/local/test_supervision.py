@@ -20,7 +20,7 @@ from services.console.local.supervision import (
     account,
     decide,
 )
-from services.runtime import entry
+from services.http import entry
 
 SHORT: dict[str, Any] = {"lived_s": 1.0, "committed_step": 3, "over": False, "redis_served": False}
 STUCK = Record(deaths=0, committed_step=3)

@@ -36,7 +36,7 @@ LIGHT = (
     "services.console.local.report", "services.dataprep.loop", "services.environment.pod",
     "services.environment.programs.mcp_transport", "services.environment.programs.worker", "services.generator.pod",
     "services.verifiers.builtin.math", "services.verifiers.sandbox.loaded", "services.operations.observe",
-    "services.runtime.entry", "services.runtime.portal", "services.scaler.workload", "services.web.serving", "tokenizers",
+    "services.http.entry", "services.runtime.portal", "services.scaler.workload", "services.web.serving", "tokenizers",
     "uvicorn",
 )  # fmt: skip
 HEAVY = (

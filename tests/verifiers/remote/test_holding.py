@@ -15,7 +15,7 @@ from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
-from services.runtime.entry import open_service
+from services.http.entry import open_service
 from services.runtime.service import Service
 from services.store.records import PauseMode
 from services.verifiers.base import Job

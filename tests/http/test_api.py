@@ -12,11 +12,11 @@ import pytest_asyncio
 
 from services.config import ConfigError
 from services.console.local.redis_server import RedisServer
+from services.http.api import serve
+from services.http.authorization import BODY_LIMIT_BYTES
+from services.http.credentials import ApiTokens, api_tokens
+from services.http.entry import open_service
 from services.protocol.messages import PodStatus
-from services.runtime.entry import open_service
-from services.runtime.http.api import serve
-from services.runtime.http.authorization import BODY_LIMIT_BYTES
-from services.runtime.http.credentials import ApiTokens, api_tokens
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Store

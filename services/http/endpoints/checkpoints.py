@@ -7,11 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from services.http.endpoints.control import run_control
+from services.http.endpoints.parameters import WaitS
+from services.http.models import Reason
+from services.http.problems import problems
 from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore, CheckpointList, inspect_checkpoints
-from services.runtime.http.endpoints.control import run_control
-from services.runtime.http.endpoints.parameters import WaitS
-from services.runtime.http.models import Reason
-from services.runtime.http.problems import problems
 from services.runtime.service import Service
 
 

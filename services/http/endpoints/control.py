@@ -6,10 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, HTTPException
 
+from services.http.endpoints.parameters import WaitS
+from services.http.models import Desired, Pause, PodState, Scaled, ScaleRequest, State
+from services.http.problems import problems
 from services.operations.control import RunControl, reason
-from services.runtime.http.endpoints.parameters import WaitS
-from services.runtime.http.models import Desired, Pause, PodState, Scaled, ScaleRequest, State
-from services.runtime.http.problems import problems
 from services.runtime.service import Service
 from services.store.records import ROLES, Role
 

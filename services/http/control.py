@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from services.http.client import Client
 from services.operations.control import InvalidRequest, modes_of
 from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore
 from services.operations.inspection.deadletters import RequeueAnswer
-from services.runtime.http.client import Client
 from services.store.records import PauseMode, Role
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from services.http.models import Desired, Draining, Live, Ready, RunDesire, Scaled, ScaleRequest, State
 from services.operations.inspection.buffer import Buffer
 from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore, CheckpointList
 from services.operations.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
@@ -20,7 +21,6 @@ from services.operations.inspection.group import Group
 from services.operations.inspection.ledger import AuditReport
 from services.operations.inspection.step import Step
 from services.operations.inspection.sync import SyncAnswer
-from services.runtime.http.models import Desired, Draining, Live, Ready, RunDesire, Scaled, ScaleRequest, State
 from services.store.calls.inspection import Sort
 from services.store.records import PauseMode
 

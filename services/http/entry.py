@@ -24,11 +24,11 @@ from typing import NoReturn
 import structlog
 
 from services.config import ConfigError, RunConfig, load_resolved
+from services.http.api import serve
+from services.http.credentials import api_tokens, redis_login
 from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, RedisUnreachable, StoreError
 from services.protocol.messages import PodStatus
 from services.runtime import logs
-from services.runtime.http.api import serve
-from services.runtime.http.credentials import api_tokens, redis_login
 from services.runtime.loops import FATAL, Broken
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.processes.causes import ERROR_PREFIX, one_line

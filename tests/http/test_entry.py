@@ -18,8 +18,8 @@ import pytest
 from services.config import ConfigError, to_toml
 from services.console.local.redis_server import RedisServer
 from services.generator.pod import GeneratorPod
+from services.http.entry import EXIT_UNLOADED, connect, leaving_at_once, open_service
 from services.protocol.errors import RedisUnreachable
-from services.runtime.entry import EXIT_UNLOADED, connect, leaving_at_once, open_service
 from services.store import Store
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.support.scripted import ScriptedEngine
@@ -34,7 +34,7 @@ def load(*_):
 """
 GENERATOR = "from services.generator import __main__ as generator, pod\nfrom tests.support.scripted import ScriptedEngine\n"
 PROGRAMS = {
-    "entry": "from services.runtime import entry\nasync def work(_): load()\nsys.exit(entry.main('web', work))",
+    "entry": "from services.http import entry\nasync def work(_): load()\nsys.exit(entry.main('web', work))",
     "tokenizer": GENERATOR + "pod.load_tokenizer = load\nsys.exit(generator.main('generator', generator.generate))",
     "engine": GENERATOR + "ScriptedEngine.start = load\nsys.exit(generator.main('generator', generator.generate))",
 }
@@ -64,7 +64,7 @@ def test_sigterm_ends_a_loading_process_at_once(program: str, server: RedisServe
 
 FINALIZING = """
 import atexit, os, signal, sys
-from services.runtime import entry
+from services.http import entry
 async def work(_):
     pass
 atexit.register(print, "over")

@@ -18,12 +18,12 @@ from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.config import ConfigError
-from services.runtime.http.authorization import limit_body, token_guard
-from services.runtime.http.certificate import Certificate
-from services.runtime.http.credentials import ApiTokens
-from services.runtime.http.endpoints.control import control_router
-from services.runtime.http.models import Live, LoopHealth, Ready
-from services.runtime.http.problems import install
+from services.http.authorization import limit_body, token_guard
+from services.http.certificate import Certificate
+from services.http.credentials import ApiTokens
+from services.http.endpoints.control import control_router
+from services.http.models import Live, LoopHealth, Ready
+from services.http.problems import install
 from services.runtime.metrics.declarations import exposition
 from services.runtime.service import Service
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
-from services.runtime.entry import Arguments, open_service, rest
+from services.http.entry import Arguments, open_service, rest
 from services.runtime.process_tools import free_port
 from services.store import Store
 from tests.support.harness import small_config, wait_until
@@ -33,7 +33,7 @@ async def test_a_pod_of_an_unfinished_run_does_not_rest(config: RunConfig, store
 async def test_an_idle_pod_is_ready_and_resumes_with_the_run(
     config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.runtime.entry.REST_POLL_S", 0.05)
+    monkeypatch.setattr("services.http.entry.REST_POLL_S", 0.05)
     await store.run.create("config", "data", 4, 8)
     await store.run.finish("trained 4 of 4 steps")
     resting = asyncio.create_task(rest("generator", Arguments(config, "generator-0", stay=True)))

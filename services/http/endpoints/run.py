@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from services.http.endpoints.control import run_control
+from services.http.endpoints.inspection import inspection_router
+from services.http.endpoints.parameters import WaitS
+from services.http.models import Pause, Reason, RunDesire
+from services.http.problems import problems
 from services.operations.inspection.ledger import AuditReport, audit
-from services.runtime.http.endpoints.control import run_control
-from services.runtime.http.endpoints.inspection import inspection_router
-from services.runtime.http.endpoints.parameters import WaitS
-from services.runtime.http.models import Pause, Reason, RunDesire
-from services.runtime.http.problems import problems
 from services.runtime.service import Service
 from services.store.records import ROLES
 

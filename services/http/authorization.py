@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from fastapi import Depends, HTTPException, Request, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from services.runtime.http.credentials import ApiTokens
-from services.runtime.http.problems import problem
+from services.http.credentials import ApiTokens
+from services.http.problems import problem
 
 BODY_LIMIT_BYTES = 64 * 1024
 BEARER = HTTPBearer(auto_error=False, description="A token of the run. Scope `read` allows reading; `operate` allows everything.")

@@ -6,6 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 
+from services.http.endpoints.control import run_control
+from services.http.models import RequeueRequest
+from services.http.problems import problems
 from services.operations.inspection.answer import MAX_PAGE
 from services.operations.inspection.buffer import Buffer, inspect_buffer
 from services.operations.inspection.completions import MAX_COMPLETIONS
@@ -20,9 +23,6 @@ from services.operations.inspection.group import Group, inspect_group
 from services.operations.inspection.step import Step, inspect_step
 from services.operations.inspection.sync import SyncAnswer, inspect_sync
 from services.operations.inspection.text import TextReader
-from services.runtime.http.endpoints.control import run_control
-from services.runtime.http.models import RequeueRequest
-from services.runtime.http.problems import problems
 from services.runtime.service import Service
 from services.store.calls.inspection import Sort
 
