@@ -1,4 +1,4 @@
-"""Reading back what trackers wrote, by their own readers where they have one."""
+"""Read the files of trackers, with their own readers where available."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-BLOCK = 32768  # of W&B's file, which is a LevelDB log behind a header of 7 bytes
+BLOCK = 32768  # block size of W&B's file, a LevelDB log after a header of 7 bytes
 
 
 def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:

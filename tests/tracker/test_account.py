@@ -1,4 +1,4 @@
-"""The processes of this machine are seen to end; those of other machines, and others of the same number, are not looked at."""
+"""Exits of local processes are detected; processes of other machines, or with a reused id, are ignored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.harness import small_config
 
 
 def status(pid: int, age_s: float, host: str = "", **fields: object) -> PodStatus:
-    """A pod whose process is as old as its account says."""
+    """A pod whose process is as old as its account states."""
     made = PodStatus(
         kind="generator", name="generator-0", boot="a", host=host or socket.gethostname(), pid=pid, url="", phase="", version=0,
         world=0, gauges={"devices": 1.0, "seconds/loading": age_s},
@@ -35,17 +35,17 @@ def status(pid: int, age_s: float, host: str = "", **fields: object) -> PodStatu
     return msgspec.structs.replace(made, **fields)
 
 
-def test_a_process_is_there_until_it_has_ended() -> None:
+def test_a_process_is_alive_until_it_exits() -> None:
     neighbours = Neighbours()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         neighbours.meet([(status(process.pid, process_age_s(process.pid) - 0.3), 0.3)])
         assert neighbours.left() == [("generator-0", "a")]
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert neighbours.left() == [], "nobody has waited for it, but it has ended"
+        assert neighbours.left() == [], "it is a zombie, but has exited"
 
 
-def test_another_process_with_the_number_of_one_that_has_ended_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_process_id_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     neighbours, parent = Neighbours(), os.getppid()
     neighbours.meet([(status(parent, process_age_s(parent)), 0.0)])
     assert neighbours.left() == [("generator-0", "a")]
@@ -53,13 +53,13 @@ def test_another_process_with_the_number_of_one_that_has_ended_is_not_taken_for_
     assert neighbours.left() == []
 
 
-def test_other_processes_are_not_looked_at() -> None:
+def test_other_processes_are_ignored() -> None:
     neighbours, parent = Neighbours(), os.getppid()
     age_s = process_age_s(parent)
     neighbours.meet([
         (status(parent, age_s, host="elsewhere"), 0.0),
-        (status(parent, age_s + 5.0), 0.0),  # another process with its number
-        (status(os.getpid(), process_age_s()), 0.0),  # as in a container, where both are the first
+        (status(parent, age_s + 5.0), 0.0),  # another process with its id
+        (status(os.getpid(), process_age_s()), 0.0),  # as in a container, where both are process 1
         (status(parent, age_s, gauges={}), 0.0),  # holds no devices
     ])  # fmt: skip
     assert neighbours.left() == []
@@ -68,7 +68,7 @@ def test_other_processes_are_not_looked_at() -> None:
 
 
 async def follow_once(store: Store, folder: Path) -> None:
-    """Account for the fleet as a tracker does that is told to stop at once."""
+    """Account for the fleet with a tracker that is stopped at once."""
     stopping = asyncio.Event()
     stopping.set()
     accountant = Accountant(small_config(folder), store, folder, stopping)
@@ -97,9 +97,7 @@ async def test_an_unreadable_account_is_reported_and_started_again(
     assert set(account.read(tmp_path).pods) == {"generator-0"}
 
 
-async def test_an_account_that_cannot_be_read_for_a_moment_is_continued(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_briefly_unreadable_account_is_continued(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.tracker.account.LOOK_S", 0.01)
     monkeypatch.setattr("services.tracker.account.OTHERS_S", 0.1)
     await store.fleet.beat(status(1, 5.0, host="elsewhere"), 60)

@@ -1,4 +1,4 @@
-"""Trackers get every record once and in order, whatever they or their process do; nobody waits for them."""
+"""Trackers get every record once and in order, despite failures of their own or of their process; nothing waits for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def add_round(store: Store, version: int) -> None:
 
 
 class Recorder:
-    """A tracker that remembers, fails as often as it is told, and is slow."""
+    """A tracker that records, fails a given number of times, and can be slow."""
 
     durable = True
 
@@ -98,7 +98,7 @@ def following(store: Store, folder: Path) -> tuple[Follower, asyncio.Event, asyn
 
 
 async def test_every_record_reaches_the_tracker_once_and_in_order(store: Store, recorder: Recorder, tmp_path: Path) -> None:
-    for step in (0, 1, 0, 1, 2, 3, 4):  # a trainer that was killed trains, and records, again
+    for step in (0, 1, 0, 1, 2, 3, 4):  # a killed trainer repeats training and records
         await store.monitor.record(record(step))
     await add_round(store, 0)
     made, stopping, task = following(store, tmp_path)
@@ -106,7 +106,7 @@ async def test_every_record_reaches_the_tracker_once_and_in_order(store: Store, 
     for step in (4, 5):
         await store.monitor.record(record(step))
     await add_round(store, 4)
-    stopping.set()  # what was recorded by then still comes
+    stopping.set()  # records up to here still arrive
     await task
     assert made.done.is_set()
     assert recorder.steps == list(range(6))
@@ -114,7 +114,7 @@ async def test_every_record_reaches_the_tracker_once_and_in_order(store: Store, 
     assert (recorder.opened, recorder.closed) == (1, 1)
 
 
-async def test_a_run_that_was_taken_back_is_recorded_anew(store: Store, recorder: Recorder, tmp_path: Path) -> None:
+async def test_a_restored_run_is_recorded_again(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     for step in range(5):
         await store.monitor.record(record(step))
     await add_round(store, 4)
@@ -131,7 +131,7 @@ async def test_a_run_that_was_taken_back_is_recorded_anew(store: Store, recorder
     assert recorder.steps[5:] == [2, 3, 4]
 
 
-async def test_another_process_takes_up_where_the_last_one_was(store: Store, recorder: Recorder, tmp_path: Path) -> None:
+async def test_a_new_process_continues_where_the_last_one_stopped(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     for step in range(4):
         await store.monitor.record(record(step))
     _, _, task = following(store, tmp_path)
@@ -144,9 +144,7 @@ async def test_another_process_takes_up_where_the_last_one_was(store: Store, rec
     assert recorder.steps == [0, 1, 2, 3, 4]
 
 
-async def test_what_a_tracker_has_not_for_good_is_given_to_the_next_life_again(
-    store: Store, recorder: Recorder, tmp_path: Path
-) -> None:
+async def test_undurable_records_are_sent_again_after_a_restart(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     recorder.durable = False
     for step in range(4):
         await store.monitor.record(record(step))
@@ -159,12 +157,10 @@ async def test_what_a_tracker_has_not_for_good_is_given_to_the_next_life_again(
         _, stopping, task = following(store, tmp_path)
         stopping.set()
         await task
-        assert recorder.steps == [0, 1, 2, 3, 4]  # closed in order, so the last life finds nothing to do
+        assert recorder.steps == [0, 1, 2, 3, 4]  # closed cleanly, so the last process has nothing to do
 
 
-async def test_a_tracker_that_raises_is_logged_once_and_tried_until_it_works(
-    store: Store, recorder: Recorder, tmp_path: Path
-) -> None:
+async def test_a_failing_tracker_is_logged_once_and_retried(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     recorder.failures = 5
     await store.monitor.record(record(0))
     with capture_logs() as logs:
@@ -176,9 +172,7 @@ async def test_a_tracker_that_raises_is_logged_once_and_tried_until_it_works(
     assert recorder.opened == 6
 
 
-async def test_a_tracker_that_never_works_ends_with_the_run_and_its_records_wait(
-    store: Store, recorder: Recorder, tmp_path: Path
-) -> None:
+async def test_a_broken_tracker_ends_with_the_run_and_keeps_records(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     recorder.failures = 10**9
     await store.monitor.record(record(0))
     _, stopping, task = following(store, tmp_path)
@@ -192,9 +186,7 @@ async def test_a_tracker_that_never_works_ends_with_the_run_and_its_records_wait
     assert recorder.steps == [0]
 
 
-async def test_a_slow_tracker_holds_up_neither_its_process_nor_those_who_record(
-    store: Store, recorder: Recorder, tmp_path: Path
-) -> None:
+async def test_a_slow_tracker_blocks_nothing(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     recorder.free.clear()
     await store.monitor.record(record(0))
     _, stopping, task = following(store, tmp_path)
@@ -211,11 +203,11 @@ async def test_a_slow_tracker_holds_up_neither_its_process_nor_those_who_record(
 
 
 def test_event_files_are_read_by_tensorboard(tmp_path: Path) -> None:
-    for steps in ((0, 1), (2,)):  # two lives
+    for steps in ((0, 1), (2,)):  # two processes
         files = EventFiles(tmp_path)
         files.write([record(step) for step in steps], [evaluated(step) for step in steps])
         files.close()
-    torn = EventFiles(tmp_path)  # a third was killed in the midst of a record
+    torn = EventFiles(tmp_path)  # a third was killed while writing a record
     torn.write([record(3)], [])
     newest = max(tmp_path.iterdir())
     newest.write_bytes(newest.read_bytes()[:-5])
@@ -226,7 +218,7 @@ def test_event_files_are_read_by_tensorboard(tmp_path: Path) -> None:
     assert seen["time_s"][2] == pytest.approx(1e9 + 2)
 
 
-def test_a_tracker_that_cannot_work_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_cannot_work_is_rejected_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = small_config(tmp_path, None, "tracking.tensorboard=true", "tracking.wandb=project")
     assert both.tracking.trackers == ("tensorboard", "wandb")
     tracking.check_tracking(both, {})
@@ -249,7 +241,7 @@ def test_a_tracker_that_cannot_work_is_refused_before_the_run(tmp_path: Path, mo
         tracking.check_tracking(both, {})
 
 
-def test_trackers_are_no_part_of_what_a_run_is(tmp_path: Path) -> None:
+def test_trackers_do_not_change_the_digest(tmp_path: Path) -> None:
     assert digest(small_config(tmp_path)) == digest(small_config(tmp_path, None, "tracking.tensorboard=true"))
 
 
@@ -260,7 +252,7 @@ class Pod:
         environ = os.environ | {
             "PYTHONWARNINGS": "error",
             "WANDB_MODE": "offline",
-            "WANDB__SERVICE_WAIT": "120",  # its process takes long to start on a busy machine
+            "WANDB__SERVICE_WAIT": "120",  # its process starts slowly on a busy machine
             "GRPO_API_TOKEN": "t",
             "HOME": str(log.parent),
             PLAIN: "1",  # an import that warns is an error, too
@@ -279,10 +271,8 @@ class Pod:
 
 
 @pytest.mark.timeout(360)
-def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(
-    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_SERVICE", f"3-{os.getpid()}-unix-{tmp_path}")  # of a process that uses W&B and starts a run
+def test_both_trackers_survive_a_kill_without_loss(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SERVICE", f"3-{os.getpid()}-unix-{tmp_path}")  # as in a process that uses W&B and starts a run
     name = f"t-{uuid.uuid4().hex[:12]}"
     config = small_config(tmp_path, server, f"run.name={name}", "tracking.tensorboard=true", "tracking.wandb=project")
     path, folder = tmp_path / "resolved.toml", tmp_path / name / "tracking"
@@ -328,7 +318,7 @@ def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(
     assert seen["reward/train/mean"] == {step: step / 8 for step in range(6)}
     assert seen["eval/main/pass@1"] == {6: 0.5}
     assert position("tensorboard") == position("wandb") == 5, pod.log.read_text()
-    rows = read_wandb(folder / "wandb")  # the first life's may have died with it, and are in the second's
+    rows = read_wandb(folder / "wandb")  # rows lost with the first process are in the second's
     assert {row["step"]: row["reward/train/mean"] for row in rows if "reward/train/mean" in row} == {s: s / 8 for s in range(6)}
     assert [row["eval/version"] for row in rows if "eval/version" in row] == [6]
     assert len({path.stem.split("-")[3] for path in (folder / "wandb").glob("offline-run-*")}) == 1  # one identity

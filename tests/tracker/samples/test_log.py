@@ -1,4 +1,4 @@
-"""Every group that ends is in the log once, whatever becomes of the tracker, and training never waits for it."""
+"""Every finished group is logged once, whatever happens to the tracker, and training never waits for it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def trained(store: Store, team: Team, step: int, groups: int = 2) -> list[
 
 
 async def covered(store: Store, team: Team, step: int) -> int:
-    """Cover a step by a checkpoint; how many steps are retired."""
+    """Cover a step by a checkpoint; return how many steps are retired."""
     await store.steps.checkpointed(team.trainer, step)
     return await store.steps.retire()
 
@@ -67,7 +67,7 @@ def config_of(folder: Path, server: RedisServer | None = None, *overrides: str) 
 
 
 async def follow_once(store: Store, config: RunConfig, folder: Path) -> CollectorRegistry:
-    """Log everything that there is, in a tracker that is told to stop at once. Return its metrics."""
+    """Log everything available with a tracker that is stopped at once. Return its metrics."""
     stopping, registry = asyncio.Event(), CollectorRegistry()
     stopping.set()
     made = SampleLog(config, store, folder, stopping, TrackerMetrics(registry))
@@ -84,7 +84,7 @@ def outcomes(folder: Path, where: str = "") -> Counter[tuple[str, str, int]]:
     return Counter((row["group"], row["outcome"], row["step"]) for row in logged(folder, where))
 
 
-async def test_every_group_that_ends_is_logged_with_its_completions(store: Store, quick: None, tmp_path: Path) -> None:
+async def test_every_finished_group_is_logged_with_its_completions(store: Store, quick: None, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     team = await start(store, slots=64)
     await follow_once(store, config, tmp_path)  # takes the lease
@@ -114,7 +114,7 @@ async def test_every_group_that_ends_is_logged_with_its_completions(store: Store
     assert (row["sample"], row["reason"], row["prompt_tokens"]) == (None, "the engine refused it", 3)
     [row] = logged(tmp_path, "outcome == 'filtered' and sample == 0")
     assert row["reason"] == "zero"
-    assert len(row["tokens"]) == 2, "its tokens waited"
+    assert len(row["tokens"]) == 2, "its tokens were kept until logged"
     assert await store.samples.waiting(10) == []
     assert await covered(store, team, 0) == 1
 
@@ -128,14 +128,14 @@ def gaps_of(payload: str, value: float) -> LogprobGaps:
 async def test_the_trainers_gaps_are_logged_with_the_tokens(
     store: Store, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step waits for gaps that are on their way, and no longer than it may; other payloads' gaps, and damage, are ignored."""
+    """A step waits for outstanding gaps up to a limit; gaps of other payloads and damaged ones are ignored."""
     config = config_of(tmp_path)
     team = await start(store, slots=64)
     await follow_once(store, config, tmp_path)
     names = [await trained(store, team, step, 1) for step in range(4)]
     payloads = [record.payload for [name] in names for record in (await store.inspection.group_records([name])).values()]
     await store.samples.send_gaps(0, 0, gaps_of(payloads[0], 0.5))
-    await store.samples.send_gaps(1, 0, gaps_of("0-1.99", 0.5))  # of the step before a restore
+    await store.samples.send_gaps(1, 0, gaps_of("0-1.99", 0.5))  # from a step before a restore
     await store.client.set(store.keys.logprob_gaps(2, 0), b"damaged", ex=60)
     real, late = store.samples.gaps, asyncio.Event()
 
@@ -158,10 +158,10 @@ async def test_the_trainers_gaps_are_logged_with_the_tokens(
     assert 0 < ttl_s <= 300
 
 
-async def test_a_tracker_that_dies_anywhere_logs_nothing_twice(
+async def test_a_tracker_killed_at_any_point_logs_nothing_twice(
     store: Store, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before and after every acknowledgement and every file, by an error that nothing handles."""
+    """Killed before and after every acknowledgement and every file, by an unhandled error."""
     config, chance = config_of(tmp_path), random.Random(5)
     team = await start(store, slots=64)
     await follow_once(store, config, tmp_path)
@@ -231,7 +231,7 @@ async def test_undone_steps_are_replaced_after_a_restore(store: Store, quick: No
     assert outcomes(tmp_path, "undone").keys() == {(before[1][0], "trained", 1), (before[2][0], "trained", 2)}
 
 
-async def test_a_share_is_logged_and_a_step_without_any_of_it_is_done(store: Store, quick: None, tmp_path: Path) -> None:
+async def test_a_share_is_logged_and_steps_without_samples_are_done(store: Store, quick: None, tmp_path: Path) -> None:
     config = config_of(tmp_path, None, "samples.share=0.3")
     team = await start(store, slots=64)
     await follow_once(store, config, tmp_path)
@@ -242,7 +242,7 @@ async def test_a_share_is_logged_and_a_step_without_any_of_it_is_done(store: Sto
     assert {part.position.share for part in SampleFolder(tmp_path / SAMPLES).refresh()} == {0.3}
 
 
-async def test_a_log_that_begins_late_says_so(store: Store, quick: None, tmp_path: Path) -> None:
+async def test_a_log_that_starts_late_reports_missed_groups(store: Store, quick: None, tmp_path: Path) -> None:
     team = await start(store, slots=64)
     for step in range(3):
         await trained(store, team, step)
@@ -252,7 +252,7 @@ async def test_a_log_that_begins_late_says_so(store: Store, quick: None, tmp_pat
     assert SampleFolder(tmp_path / SAMPLES).status().first_step == 2
 
 
-async def test_what_was_missed_is_in_the_folder(store: Store, quick: None, tmp_path: Path) -> None:
+async def test_missed_groups_are_recorded_in_the_folder(store: Store, quick: None, tmp_path: Path) -> None:
     team = await start(store, slots=64)
     await store.samples.log(1, -1, 1.0, 0.0)
     await dropped(store, team, "filtered:zero", 0)
@@ -261,7 +261,7 @@ async def test_what_was_missed_is_in_the_folder(store: Store, quick: None, tmp_p
     assert metrics.get_sample_value("grpo_tracker_missed_groups") == 1
 
 
-async def test_counts_of_a_redis_that_is_lost_are_kept(store: Store, quick: None, tmp_path: Path) -> None:
+async def test_counts_survive_the_loss_of_redis(store: Store, quick: None, tmp_path: Path) -> None:
     team = await start(store, slots=64)
     await store.samples.log(1, -1, 1.0, 0.0)
     await dropped(store, team, "filtered:zero", 0)
@@ -272,8 +272,8 @@ async def test_counts_of_a_redis_that_is_lost_are_kept(store: Store, quick: None
     assert metrics.get_sample_value("grpo_tracker_missed_groups") == 1
 
 
-async def test_a_log_that_is_seldom_written_misses_no_step(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first file the next is due in a million seconds, or once enough steps wait."""
+async def test_a_rarely_written_log_misses_no_step(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first file, the next is due in a million seconds or once enough steps wait."""
     for name, value in {"POLL_S": 0.01, "SHARE": 1e-12, "LONGEST_S": 1e6, "WAITING_BYTES": 1 << 60}.items():
         monkeypatch.setattr(pace, name, value)
     team, stopping, steps = await start(store, slots=256), asyncio.Event(), 33
@@ -292,7 +292,7 @@ async def test_a_log_that_is_seldom_written_misses_no_step(store: Store, tmp_pat
     assert len(SampleFolder(tmp_path / SAMPLES).refresh()) <= steps / pace.WAITING_STEPS + 3
 
 
-async def test_a_process_killed_again_and_again_logs_every_group_once(store: Store, server: RedisServer, tmp_path: Path) -> None:
+async def test_a_repeatedly_killed_process_logs_every_group_once(store: Store, server: RedisServer, tmp_path: Path) -> None:
     """Real processes and SIGKILL, while groups end."""
     config = config_of(tmp_path, server, f"run.name={store.keys.name}")
     folder = tmp_path / store.keys.name

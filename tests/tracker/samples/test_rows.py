@@ -1,4 +1,4 @@
-"""A row has what header and payload say of a rollout, and what can be read where they are damaged."""
+"""A row has the data of a rollout's header and payload, or what is readable if they are damaged."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def test_segments_and_tool_tokens_are_in_the_row() -> None:
     assert (first["outcome"], first["reason"], first["payload"]) == ("filtered", "zero", "0-0.7")
 
 
-def test_gaps_are_at_the_tokens_that_the_policy_sampled() -> None:
+def test_gaps_belong_to_sampled_tokens() -> None:
     payload = msgspec.structs.replace(PAYLOAD, tool_spans=np.array([[1, 0, 1]], np.int32))
     gaps = {("0-0.7", 0): np.array([0.5, np.nan], np.float32), ("0-0.7", 1): np.array([-2.0, 0.5], np.float32)}
     first, second = rows_of(group(HEADER), payload, "centered", gaps)
     assert first["gaps"] == pytest.approx([0.5, np.nan, np.nan, -2.0, 0.5], nan_ok=True)
     assert (first["gap_mean"], first["gap_max"]) == (1.0, 2.0)
-    assert (second["gaps"], second["gap_mean"], second["gap_max"]) == (None, None, None), "its segment has none"
+    assert (second["gaps"], second["gap_mean"], second["gap_max"]) == (None, None, None), "its segment has no gaps"
 
 
-def test_gaps_of_another_length_are_left_out() -> None:
+def test_gaps_of_another_length_are_omitted() -> None:
     gaps = {("0-0.7", place): np.ones(4, np.float32) for place in range(3)}
     assert [row["gaps"] for row in rows_of(group(HEADER), PAYLOAD, "centered", gaps)] == [None, None]
 
@@ -78,7 +78,7 @@ def test_a_damaged_header_leaves_a_row_with_the_reason(body: bytes) -> None:
     assert (row["group"], row["outcome"], row["reason"], row["reward"]) == ("0-0", "failed", "corrupt header", None)
 
 
-def test_tokens_that_do_not_fit_the_header_are_left_out() -> None:
+def test_tokens_that_do_not_match_the_header_are_omitted() -> None:
     other = Payload(PAYLOAD.prompt, PAYLOAD.lengths[:2], PAYLOAD.tokens, PAYLOAD.logprobs, PAYLOAD.spans)
     cut = Payload(PAYLOAD.prompt, PAYLOAD.lengths, PAYLOAD.tokens[:3], PAYLOAD.logprobs[:3], PAYLOAD.spans)
     for payload in (other, cut, None):
@@ -88,13 +88,13 @@ def test_tokens_that_do_not_fit_the_header_are_left_out() -> None:
     assert [row["reward"] for row in rows_of(group(torn), PAYLOAD, "standard")] == [1.0, 0.0]
 
 
-def test_a_ticket_that_failed_in_generation_has_its_prompt() -> None:
+def test_a_ticket_that_failed_in_generation_keeps_its_prompt() -> None:
     made: Ticket = ticket(0)
     [row] = rows_of(group(codec.encode(made), "failed:refused"), None, "standard")
     assert (row["source"], row["prompt_tokens"], row["seq"], row["sample"]) == ("main", len(made.prompt), 0, None)
 
 
-def test_a_value_that_fits_no_column_is_null_and_its_row_keeps_the_others(tmp_path: Path) -> None:
+def test_a_value_that_does_not_fit_its_column_is_null(tmp_path: Path) -> None:
     huge = msgspec.structs.replace(HEADER, prompt_tokens=2**40, generator="\ud800")
     rows = LoggedRows(TextReader(None), "standard", 5.0)
     for header in (huge, HEADER):
@@ -106,7 +106,7 @@ def test_a_value_that_fits_no_column_is_null_and_its_row_keeps_the_others(tmp_pa
     ]  # fmt: skip
 
 
-def test_segments_of_rollouts_that_do_not_follow_each_other_leave_the_figures() -> None:
+def test_interleaved_segments_keep_only_the_figures() -> None:
     mixed = msgspec.structs.replace(HEADER, rollout=[0, 1, 0])
     rows = rows_of(group(mixed), PAYLOAD, "standard")
     assert [(row["reward"], row["length"], row["tokens"]) for row in rows] == [(1.0, 3, None), (0.0, 3, None)]
@@ -124,8 +124,8 @@ def test_rollouts_without_tokens_have_no_gaps() -> None:
     assert [row["tokens"] for row in rows] == [[], [0, 1, 2], [], [3]]
 
 
-def test_groups_that_are_written_together_have_the_rows_that_each_has_alone() -> None:
-    """Columns are made of whole files at once: groups of other sizes, without tokens, gaps or header shift nothing."""
+def test_batched_groups_have_the_same_rows_as_alone() -> None:
+    """Columns are built per file: groups of other sizes, or without tokens, gaps or header, must not shift them."""
     plain = msgspec.structs.replace(
         HEADER, lengths=[2, 3, 1], rewards=[1.0, 0.0, 0.5], scores={"exact": [1.0, 0.0, 0.5], "form": [0.0, 1.0]}, rollout=[],
         contexts=[], context_tokens=[], turns=[], tool_s=[], solved=[], truncated=[False] * 3,
@@ -160,7 +160,7 @@ def test_groups_that_are_written_together_have_the_rows_that_each_has_alone() ->
         {"tokens": np.zeros((6, 1), np.int32)},
     ],
 )  # fmt: skip
-def test_a_damaged_payload_leaves_its_own_rows_without_tokens_and_the_others_whole(damage: dict[str, np.ndarray]) -> None:
+def test_a_damaged_payload_affects_only_its_own_rows(damage: dict[str, np.ndarray]) -> None:
     rows = LoggedRows(TextReader(None), "standard", 5.0)
     rows.add(group(HEADER), msgspec.structs.replace(PAYLOAD, **damage))
     rows.add(group(HEADER), PAYLOAD)
@@ -170,6 +170,6 @@ def test_a_damaged_payload_leaves_its_own_rows_without_tokens_and_the_others_who
     assert column("reward", columns["reward"]).to_pylist() == [1.0, 0.0, 1.0, 0.0]
 
 
-def test_a_segment_of_no_rollout_leaves_the_figures() -> None:
+def test_a_segment_of_no_rollout_keeps_only_the_figures() -> None:
     before = msgspec.structs.replace(HEADER, rollout=[-1, 0, 1])
     assert [(row["reward"], row["tokens"]) for row in rows_of(group(before), PAYLOAD, "standard")] == [(1.0, None), (0.0, None)]
