@@ -1,4 +1,4 @@
-"""The extension class of a vLLM worker that does not load one of its weights, when told so."""
+"""The extension class of a vLLM worker that skips loading a given weight."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from services.weights.receivers.gloo import WorkerExtension as HonestExtension
 
 
 class WorkerExtension(HonestExtension):
-    """Loads nothing into the weight that it forgets."""
+    """Skips loading the given weight."""
 
     def forget_weight(self, name: str) -> None:
-        """Leave out a weight from now on; an empty name: none."""
+        """Skip a weight from now on, or none if the name is empty."""
         engine = self.weight_transfer_engine
         engine.load = lambda weights: JoiningEngine.load(engine, ((n, w) for n, w in weights if n != name))  # type: ignore

@@ -1,4 +1,4 @@
-"""The wire of NCCL replaced: what vLLM asks of the NCCL library is done over gloo, with tensors in host memory.
+"""A replacement of the NCCL library for vLLM, over gloo, with tensors in host memory.
 
 Everything above the library is vLLM's and ours: communicators, packed producer and consumer, engines, sender. What CUDA would
 have to be there for beside it is a device to name, streams, and waiting for them.
@@ -23,7 +23,7 @@ from vllm.distributed.device_communicators import pynccl, pynccl_wrapper
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, ncclDataTypeEnum, ncclUniqueId
 from vllm.distributed.weight_transfer import packed_tensor
 
-LIMIT_S = 15.0  # NCCL waits for ever; an abort does not release gloo, so a test of one takes this long
+LIMIT_S = 15.0  # NCCL waits forever; an abort does not release gloo, so a test of an abort takes this long
 POLL_S = 0.001
 CPU = torch.device("cpu")
 SIZES = {ncclDataTypeEnum.ncclUint8: 1, ncclDataTypeEnum.ncclInt64: 8, ncclDataTypeEnum.ncclFloat32: 4}
@@ -41,7 +41,7 @@ class Communicator:
         self.aborted = False
 
     def finish(self, work: Any) -> None:
-        """As a kernel on a stream: an abort ends it, and whoever waits for the stream goes on."""
+        """Finish like a kernel on a stream: an abort ends it and releases those who wait for the stream."""
         while not work.is_completed() and not self.aborted:
             time.sleep(POLL_S)
 
@@ -79,7 +79,7 @@ class Library:
 
     def ncclCommAbort(self, comm: Communicator) -> None:
         comm.aborted = True
-        comm.group.abort()  # nothing is left pending, for which its end would wait
+        comm.group.abort()  # no pending work that the shutdown would wait for
 
 
 def _tensor(pointer: Any, count: int, datatype: int) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _tensor(pointer: Any, count: int, datatype: int) -> torch.Tensor:
 
 
 class Stream:
-    """A CUDA stream that has always done what it was given."""
+    """A CUDA stream whose work is always done."""
 
     cuda_stream = 0
 
@@ -99,7 +99,7 @@ class Stream:
 
 @contextlib.contextmanager
 def wired() -> Iterator[None]:
-    """NCCL goes over gloo inside."""
+    """Replace NCCL by gloo inside this block."""
     packed_tensor._get_streams.cache_clear()
     replaced: list[tuple[Any, str, Any]] = [
         (pynccl_wrapper, "NCCLLibrary", Library),

@@ -1,4 +1,4 @@
-"""Kills whoever writes or reads a store of versions, over and over: `python -m tests.weights.store_storm --kills 500 --seed 1`.
+"""Repeatedly kills writers and readers of a version store: `python -m tests.weights.store_storm --kills 500 --seed 1`.
 
 Writers and readers are processes, forked once torch is loaded, and killed by SIGKILL after a random time: while they encode,
 write a part, a manifest or the catalogue, sweep, fetch or apply. After every kill of a writer, an empty receiver fetches the
@@ -38,24 +38,24 @@ from tests.support.tiny_vllm import make_config
 
 LENGTH, TENSORS = 200_000, 3
 LIMIT_S = 60.0
-"""Within which a writer has published, or a reader applied; else something hangs."""
+"""Seconds within which a writer must publish or a reader apply; otherwise something hangs."""
 SEEN_S = 0.05, 0.1
-"""Mean seconds from the first sign of a reader, and of a writer, to its end."""
+"""Mean seconds from the first sign of life of a reader, and of a writer, to its kill."""
 AWAY_S = 0.5
-"""Mean seconds for which the server of a bucket is away: the client's own attempts end in about one."""
+"""Mean downtime of a bucket's server in seconds: the client's own retries end after about one."""
 
 Tell = Callable[..., None]
 
 
 def first_of(fence: int) -> torch.nn.ParameterDict:
-    """Return the weights that a trainer begins with."""
+    """Return a trainer's initial weights."""
     torch.manual_seed(fence)
     return torch.nn.ParameterDict({f"w{i}": torch.nn.Parameter(torch.randn(LENGTH).bfloat16()) for i in range(TENSORS)})
 
 
 @torch.no_grad()
 def step(fence: int, version: int, model: torch.nn.ParameterDict) -> None:
-    """Turn the weights of the version before into those of `version`."""
+    """Turn the weights of the previous version into those of `version`."""
     torch.manual_seed(fence * 1_000_003 + version)
     for weight in model.values():
         places = torch.randint(0, LENGTH, (LENGTH // 50,))
@@ -63,12 +63,12 @@ def step(fence: int, version: int, model: torch.nn.ParameterDict) -> None:
 
 
 def checksum(weights: dict[str, torch.Tensor]) -> str:
-    """By nothing that the transfer uses."""
+    """A checksum independent of the transfer's code."""
     return hashlib.blake2b(b"".join(weights[name].view(torch.int16).numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 
 class Forked:
-    """A process that tells JSON lines."""
+    """A process that prints JSON lines."""
 
     def __init__(self, body: Callable[[Tell], None]) -> None:
         self._lines, writing = os.pipe()
@@ -89,7 +89,7 @@ class Forked:
         os._exit(1)
 
     def told(self, limit_s: float) -> list[dict[str, Any]]:
-        """Return what it has said by now; waits up to `limit_s` for something."""
+        """Return its output so far; wait up to `limit_s` for any."""
         found: list[dict[str, Any]] = []
         while select.select([self._lines], [], [], 0.0 if found else limit_s)[0]:
             data = os.read(self._lines, 1 << 16)
@@ -100,7 +100,7 @@ class Forked:
         return found
 
     def kill(self) -> list[dict[str, Any]]:
-        """Kill it, and return the rest of what it said."""
+        """Kill it, and return the rest of its output."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         found = self.told(1.0)
@@ -119,7 +119,7 @@ def write(place: str, fence: int, tell: Tell) -> None:
             if version == 0:
                 sender.open()
             sender.send()
-        except SendFailed as error:  # the server is away: the attempt is repeated, as a round is
+        except SendFailed as error:  # the server is down: retry, as a sync round would
             tell(repeated=str(error)[:200])
             continue
         tell(published=version, fence=fence)
@@ -140,7 +140,7 @@ def read(place: str, fence: int, tell: Tell) -> None:
                 time.sleep(0.002)
                 continue
             held = dict(reader.take(Deadline(20), newest))
-        except (RuntimeError, OSError) as error:  # the version was swept under its hands, or the bucket's server is away
+        except (RuntimeError, OSError) as error:  # the version was swept meanwhile, or the bucket's server is down
             if isinstance(error, OSError) and "://" not in place:
                 raise
             tell(failed=str(error)[:200])
@@ -160,7 +160,7 @@ def fetch(place: str, fence: int, version: int, tell: Tell) -> None:
 
 @dataclass
 class Tally:
-    """What a storm has seen."""
+    """Counts of a storm."""
 
     writers: int = 0
     readers: int = 0
@@ -182,7 +182,7 @@ class Storm:
         self._last = (0, -1)
 
     def run(self, kills: int) -> Tally:
-        """Kill so many processes."""
+        """Kill `kills` processes."""
         fence = 0
         while self.tally.writers + self.tally.readers + self.tally.servers < kills:
             fence += 1
@@ -203,18 +203,18 @@ class Storm:
         return self.tally
 
     def _strike(self, writer: Forked, reader: Forked) -> None:
-        """Kill the bucket's server in half of the cases. Both go on once it is back."""
+        """Kill the bucket's server in half of the cases. Both processes continue once it is back."""
         if self._bucket is None or self.random.random() < 0.5:
             return
         self._bucket.kill(self.random.expovariate(1 / AWAY_S))
         self.tally.servers += 1
         for one in (writer, reader):
-            self._heed(one.told(0.0))  # what it said before
+            self._heed(one.told(0.0))  # earlier output
         self._await(writer, "published", "a writer published nothing after its store was back")
         self._await(reader, "applied", "a reader applied nothing after its store was back")
 
     def _await(self, one: Forked, fact: str, otherwise: str) -> None:
-        """Wait until a process tells that fact."""
+        """Wait until a process reports that fact."""
         until = time.monotonic() + LIMIT_S
         while time.monotonic() < until:
             said = one.told(until - time.monotonic())
@@ -248,7 +248,7 @@ class Storm:
             self.tally.wrong.append(f"{what} other weights than version {version} of {line['fence']}")
 
     def _fetch(self) -> None:
-        """Have what was published last fetched, by a process of its own: threads of the client do not outlive a fork."""
+        """Fetch the last published version in a separate process, as threads of the client do not survive a fork."""
         fence, version = self._last
         receiver = Forked(lambda tell: fetch(self.place, fence, version, tell))
         self._await(receiver, "fetched", f"version {version} of {fence} was not fetched")
@@ -265,8 +265,8 @@ class Storm:
 
 
 def storm(kills: int, seed: int, with_server: bool = False) -> Tally:
-    """Run a storm in a folder or bucket of its own, with anchors and sweeps every few versions."""
-    torch.set_num_threads(1)  # a forked process has no threads but its own
+    """Run a storm in a separate folder or bucket, with anchors and sweeps every few versions."""
+    torch.set_num_threads(1)  # a forked process has only one thread
     place, every = tempfile.mkdtemp(), catalogue.ANCHOR_EVERY
     bucket = S3Server(Path(place)) if with_server else None
     os.environ |= bucket.environment if bucket else {}

@@ -1,4 +1,4 @@
-"""Rounds of `gloo` and `filesystem` that send what changed: exact, only to those who hold the base, and whole after any fault."""
+"""Rounds of `gloo` and `filesystem` that send deltas: exact, only to members with the base, and all weights after a fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUCKET = 64 << 10
 
 
 class Tied(torch.nn.Module):
-    """Two layers, a head that is the first one's weight, and a weight that is not trained."""
+    """Two layers, a head tied to the first one's weight, and a frozen weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, server: RedisServer) -
 
 
 def trained(world: World, version: int) -> bool:
-    """Train and send a version; return whether it went as a delta."""
+    """Train and send a version; return whether it was sent as a delta."""
     step_of_trained(world, version)
     world.train(version)
     assert_equal(world, *[name for name, engine in world.engines.items() if engine.version == version])
@@ -57,7 +57,7 @@ def trained(world: World, version: int) -> bool:
 
 
 def step_of_trained(world: World, seed: int) -> None:
-    """Change about a fiftieth of the weights that are trained."""
+    """Change about a fiftieth of the trained weights."""
     still = {name: weight.detach().clone() for name, weight in world.model.named_parameters() if not weight.requires_grad}
     step(world, seed)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def step_of_trained(world: World, seed: int) -> None:
             world.model.get_parameter(name).copy_(weight)
 
 
-def test_members_get_all_weights_once_and_then_what_changed(world: World) -> None:
+def test_members_get_all_weights_first_and_deltas_afterwards(world: World) -> None:
     members = {world.member("a"), world.member("b")}
     assert [trained(world, version) for version in range(4)] == [False, True, True, True]
     assert world.sender.sent["share"] < 0.1
@@ -75,7 +75,7 @@ def test_members_get_all_weights_once_and_then_what_changed(world: World) -> Non
     assert_equal(world)
 
 
-def test_a_newcomer_gets_all_weights_alone_and_then_deltas_like_the_others(world: World) -> None:
+def test_a_newcomer_gets_all_weights_alone_and_then_deltas(world: World) -> None:
     world.member("a")
     assert [trained(world, version) for version in range(2)] == [False, True]
     late = world.member("late")
@@ -84,10 +84,10 @@ def test_a_newcomer_gets_all_weights_alone_and_then_deltas_like_the_others(world
     assert report.members == (late,)
     assert not world.sender.sent["delta"]
     assert_equal(world)
-    assert trained(world, 2), "all hold version 1, in whatever group they got it"
+    assert trained(world, 2), "all hold version 1, whichever group delivered it"
 
 
-def test_a_newcomer_that_was_not_caught_up_costs_one_whole_round(world: World) -> None:
+def test_a_newcomer_not_caught_up_costs_one_full_round(world: World) -> None:
     world.member("a")
     assert [trained(world, version) for version in range(2)] == [False, True]
     world.member("late")
@@ -104,15 +104,15 @@ def test_a_member_that_leaves_costs_nothing(world: World) -> None:
         await world.store.client.delete(world.store.keys.fleet)
 
     world.portal.call(forget())
-    assert trained(world, 1), "the others hold the base still"
+    assert trained(world, 1), "the others still hold the base"
 
 
 def test_a_member_that_missed_a_round_gets_all_weights(world: World) -> None:
     world.member("a")
     world.member("b")
     assert not trained(world, 0)
-    world.hold("b", 0)  # it evaluates, and declines
-    assert not trained(world, 1), "a group was torn down, and everything is sent after that"
+    world.hold("b", 0)  # it evaluates and declines
+    assert not trained(world, 1), "the group was torn down, so everything is sent"
     assert trained(world, 2)
     world.release("b")
     assert not trained(world, 3)
@@ -120,7 +120,7 @@ def test_a_member_that_missed_a_round_gets_all_weights(world: World) -> None:
     assert world.versions() == {"a": 4, "b": 4}
 
 
-def test_a_damaged_delta_is_refused_and_all_weights_follow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_delta_is_rejected_and_all_weights_follow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.member("a")
     assert not trained(world, 0)
     engine = world.engines["a"]
@@ -143,18 +143,18 @@ def test_a_damaged_delta_is_refused_and_all_weights_follow(world: World, monkeyp
     assert report.attempts == 2
     assert len(made) == 1
     assert not world.sender.sent["delta"]
-    assert seen, "the member was left out for the rest of the attempts"
-    assert all(torch.equal(weight, seen[0][name]) for name, weight in before.items()), "what was there stayed whole"
+    assert seen, "the member was excluded from the remaining attempts"
+    assert all(torch.equal(weight, seen[0][name]) for name, weight in before.items()), "existing weights must stay intact"
     assert_equal(world)
     monkeypatch.undo()
     assert trained(world, 2)
 
 
-def test_a_delta_of_another_base_is_refused_by_whoever_does_not_hold_it(world: World) -> None:
+def test_a_delta_for_another_base_is_rejected(world: World) -> None:
     world.member("a")
     assert not trained(world, 0)
     engine = world.engines["a"]
-    engine._mirror.held = (world.fence, 77)  # as after a delta that was applied, and whose acknowledgement was lost
+    engine._mirror.held = (world.fence, 77)  # as after an applied delta whose acknowledgement was lost
     step_of_trained(world, 1)
     assert world.train(1).attempts == 2
     assert_equal(world)
@@ -177,8 +177,8 @@ def test_a_sender_that_breaks_in_mid_delta_sends_all_weights(world: World, monke
     assert trained(world, 2)
 
 
-def test_a_member_without_a_mirror_takes_no_part_in_what_needs_one(world: World) -> None:
-    """A process that begins again has another name; one that lost its copy refuses the delta, and gets all weights."""
+def test_a_member_without_a_mirror_rejects_deltas(world: World) -> None:
+    """A restarted process has another name; one that lost its copy rejects the delta and gets all weights."""
     world.member("a")
     assert not trained(world, 0)
     world.engines["a"]._mirror.forget()
@@ -187,13 +187,13 @@ def test_a_member_without_a_mirror_takes_no_part_in_what_needs_one(world: World)
     assert_equal(world)
 
 
-def test_with_auto_both_are_tried(tmp_path: Path, server: RedisServer) -> None:
+def test_auto_tries_both_encodings(tmp_path: Path, server: RedisServer) -> None:
     with open_world(tmp_path, server, "sync.encoding=auto", model=Tied(), bucket_bytes=BUCKET) as world:
         world.member("a")
         assert [trained(world, version) for version in range(3)] == [False, True, False]
 
 
-def test_full_sends_no_heading_and_keeps_no_copy(tmp_path: Path, server: RedisServer) -> None:
+def test_full_encoding_sends_no_heading_and_keeps_no_copy(tmp_path: Path, server: RedisServer) -> None:
     with open_world(tmp_path, server, model=Tied(), bucket_bytes=BUCKET) as world:
         world.member("a")
         for version in range(2):
@@ -205,7 +205,7 @@ def test_full_sends_no_heading_and_keeps_no_copy(tmp_path: Path, server: RedisSe
         assert world.sender._encoder is None  # type: ignore[attr-defined]
 
 
-def test_the_choice_is_the_faster_one_and_the_other_now_and_then() -> None:
+def test_auto_uses_the_faster_encoding_and_retries_the_other() -> None:
     choice = EncodingChoice("auto")
     used: list[bool] = []
     for _ in range(2 * TRY_AGAIN + 6):
@@ -220,7 +220,7 @@ def test_the_choice_is_the_faster_one_and_the_other_now_and_then() -> None:
     assert [EncodingChoice("full").delta(), EncodingChoice("delta").delta()] == [False, True]
 
 
-def test_a_delta_that_exceeds_the_deadline_is_the_slower_one() -> None:
+def test_a_delta_that_exceeds_the_deadline_counts_as_slower() -> None:
     choice, used = EncodingChoice("auto"), list[bool]()
     for _ in range(2 * TRY_AGAIN + 6):
         used.append(choice.delta())
@@ -232,7 +232,7 @@ def test_a_delta_that_exceeds_the_deadline_is_the_slower_one() -> None:
     assert used.count(True) == 3
 
 
-def test_a_delta_that_describes_something_else_changes_nothing() -> None:
+def test_a_mismatched_delta_changes_nothing() -> None:
     from services.weights.collective import plan_buckets
     from services.weights.host_memory import describe
 

@@ -1,4 +1,4 @@
-"""Checksums of tensors: what changes them, and what does not."""
+"""Checksums of tensors: which changes they detect, and what they do not depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = st.one_of(st.integers(1, 40), st.integers(1, 40_000))  # below and above
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """[n] of any type; few different values, so that sums meet by chance, or any bytes at all."""
+    """[n] of any type, with few different values, so that sums may collide, or with arbitrary bytes."""
     dtype, size = draw(st.sampled_from(DTYPES)), draw(SIZES)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     values = draw(st.sampled_from([2, 3, 256]))
@@ -23,7 +23,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Byte for byte: a NaN is itself."""
+    """Whether bytes are equal: a NaN equals itself."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -32,7 +32,7 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @given(tensors(), st.data())
-def test_one_changed_bit_changes_it(tensor: torch.Tensor, data: st.DataObject) -> None:
+def test_one_changed_bit_changes_the_checksum(tensor: torch.Tensor, data: st.DataObject) -> None:
     changed = tensor.clone()
     raw = changed.view(torch.uint8)
     raw[data.draw(st.integers(0, raw.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -40,7 +40,7 @@ def test_one_changed_bit_changes_it(tensor: torch.Tensor, data: st.DataObject) -
 
 
 @given(tensors(), st.data())
-def test_two_swapped_elements_change_it(tensor: torch.Tensor, data: st.DataObject) -> None:
+def test_two_swapped_elements_change_the_checksum(tensor: torch.Tensor, data: st.DataObject) -> None:
     places = st.integers(0, tensor.numel() - 1)
     i, j = data.draw(places), data.draw(places)
     changed = tensor.clone()
@@ -50,7 +50,7 @@ def test_two_swapped_elements_change_it(tensor: torch.Tensor, data: st.DataObjec
 
 
 @given(tensors(), st.data())
-def test_elements_that_moved_change_it(tensor: torch.Tensor, data: st.DataObject) -> None:
+def test_moved_elements_change_the_checksum(tensor: torch.Tensor, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, tensor.numel() - 1))
     by = data.draw(st.sampled_from([1, 2, 1024, 2048]))
     changed = torch.cat([tensor[:start], tensor[start:].roll(by)])
@@ -58,8 +58,8 @@ def test_elements_that_moved_change_it(tensor: torch.Tensor, data: st.DataObject
     assert not agree(tensor, changed)
 
 
-def test_opposite_signs_that_are_swapped_change_it() -> None:
-    """They differ in the highest bit alone, which a weighted sum modulo 2^64 does not tell apart."""
+def test_swapped_opposite_signs_change_the_checksum() -> None:
+    """They differ only in the highest bit, which a weighted sum modulo 2^64 cannot distinguish."""
     tensor = torch.zeros(40_000)
     tensor[[1, 30_001]] = torch.tensor([0.5, -0.5])
     changed = tensor.clone()
@@ -68,7 +68,7 @@ def test_opposite_signs_that_are_swapped_change_it() -> None:
 
 
 @given(tensors(), st.integers(0, 16))
-def test_it_depends_on_the_values_alone(tensor: torch.Tensor, offset: int) -> None:
+def test_the_checksum_depends_only_on_the_values(tensor: torch.Tensor, offset: int) -> None:
     inside = torch.cat([torch.zeros(offset, dtype=tensor.dtype), tensor])[offset:]
     assert agree(tensor, inside)
     twice = torch.stack([tensor, tensor])
@@ -76,7 +76,7 @@ def test_it_depends_on_the_values_alone(tensor: torch.Tensor, offset: int) -> No
     assert agree(twice, twice.view(-1))
 
 
-def test_it_is_the_same_everywhere_and_for_ever() -> None:
+def test_the_checksum_is_the_same_on_all_machines() -> None:
     """Sender and receiver may run different machines."""
     numbers = torch.arange(5000, dtype=torch.int32)
     assert checksums([numbers]).tolist() == [[-6245662841737281971, 5524801111106019727]]
@@ -90,7 +90,7 @@ def test_it_is_the_same_everywhere_and_for_ever() -> None:
 
 
 @given(st.lists(tensors(), max_size=5))
-def test_it_is_the_same_alone_and_among_others(several: list[torch.Tensor]) -> None:
+def test_a_tensors_checksum_does_not_depend_on_others(several: list[torch.Tensor]) -> None:
     several.insert(len(several) // 2, torch.empty(0))
     assert checksums(several).tolist() == [checksums([tensor])[0].tolist() for tensor in several]
 

@@ -1,4 +1,4 @@
-"""Weights in host memory: where they lie, and which of them are sent without being copied."""
+"""Weights in host memory: their layout, and which of them are sent without a copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.tiny_model import make_payloads, make_samples
 
 
 class Odd(torch.nn.Module):
-    """Tensors of sizes that do not end where the next may begin, of two types, one under two names."""
+    """Tensors of unaligned sizes and two types, one under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def bucket(tensors: dict[str, torch.Tensor]) -> Bucket:
 
 
 def sent(given: dict[str, torch.Tensor], fleeting: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The memory of a bucket of these, and what a receiver finds in it."""
+    """The memory of a bucket of these weights, and the weights that a receiver finds in it."""
     whole = bucket(given)
     memory = HostBuckets(1, fleeting).memory(0, whole, list(given.values()))
     assert memory.dtype == torch.uint8
@@ -39,7 +39,7 @@ def sent(given: dict[str, torch.Tensor], fleeting: bool = False) -> tuple[torch.
     return memory, dict(whole.views(memory))
 
 
-def test_a_model_laid_end_to_end_is_the_same_and_sent_from_where_it_lies() -> None:
+def test_a_contiguous_model_is_unchanged_and_sent_in_place() -> None:
     model = Odd()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     lay_end_to_end(model)
@@ -48,8 +48,8 @@ def test_a_model_laid_end_to_end_is_the_same_and_sent_from_where_it_lies() -> No
     assert both["tied"].data_ptr() == both["a"].data_ptr()
     assert [weight.dtype for weight in weights.values()] == [weight.dtype for weight in before.values()]
     assert all(torch.equal(weights[name], before[name]) for name in before)
-    assert all(weight.data_ptr() % 64 == 0 for weight in weights.values()), "as fast as in memory of their own"
-    del weights["empty"]  # lies nowhere
+    assert all(weight.data_ptr() % 64 == 0 for weight in weights.values()), "as fast as in separate memory"
+    del weights["empty"]  # has no memory
     memory, found = sent(weights)
     assert memory.data_ptr() == model.a.data_ptr(), "nothing is copied"
     with torch.no_grad():
@@ -57,14 +57,14 @@ def test_a_model_laid_end_to_end_is_the_same_and_sent_from_where_it_lies() -> No
     assert torch.equal(found["c"], model.c)
 
 
-def test_weights_that_lie_otherwise_are_copied() -> None:
+def test_other_layouts_are_copied() -> None:
     model = Odd()
     lay_end_to_end(model)
     laid = {name: weight.detach() for name, weight in model.named_parameters()}
     a, b, c = laid["a"], laid["b"], laid["c"]
     alone = torch.randn(4, 4)
     for given in (
-        laid,  # with one that is empty
+        laid,  # including an empty one
         {"b": b, "a": a},
         {"a": a, "c": c},
         {"a": a, "alone": alone},
@@ -75,11 +75,11 @@ def test_weights_that_lie_otherwise_are_copied() -> None:
         assert memory.data_ptr() not in {tensor.data_ptr() for tensor in given.values()}
         assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
     memory, found = sent({"a": a, "b": b}, fleeting=True)
-    assert memory.data_ptr() != a.data_ptr(), "it is gone when the next bucket is asked for"
+    assert memory.data_ptr() != a.data_ptr(), "it may be gone when the next bucket is requested"
     assert torch.equal(found["b"], b)
 
 
-def test_a_buffer_is_used_again_after_as_many_buckets_as_there_are_buffers() -> None:
+def test_buffers_are_reused_in_turn() -> None:
     tensors = [torch.randn(3, size) for size in (6, 5, 4)]
     buckets = HostBuckets(2, True)
     first, second = (buckets.memory(i, bucket({"x": tensors[i]}), [tensors[i]]) for i in range(2))
@@ -90,7 +90,7 @@ def test_a_buffer_is_used_again_after_as_many_buckets_as_there_are_buffers() -> 
     assert third.data_ptr() == first.data_ptr()
 
 
-def test_the_order_is_that_of_memory_within_a_piece_and_of_names_between_pieces() -> None:
+def test_weights_are_ordered_by_memory_within_a_piece() -> None:
     matrices, vectors = torch.zeros(40), torch.zeros(8)
     given = {
         "alone": torch.zeros(3),
@@ -106,9 +106,7 @@ def test_the_order_is_that_of_memory_within_a_piece_and_of_names_between_pieces(
 
 
 @pytest.mark.parametrize(("stage", "dtype", "copied"), [(0, "float32", 0), (1, "float32", 1), (2, "bfloat16", 1)])
-def test_what_deepspeed_trains_is_sent_from_where_it_lies(
-    stage: int, dtype: str, copied: int, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_deepspeeds_weights_are_sent_in_place(stage: int, dtype: str, copied: int, tiny_model: Path, tmp_path: Path) -> None:
     """After a step, too: DeepSpeed writes new weights where the old were. It has two pieces of memory, and copied is the bucket
     that goes over from one into the other."""
     sections = {"trainer": {"zero_stage": stage}, "model": {"dtype": dtype}, "loss": {"kl_beta": 0.0}}

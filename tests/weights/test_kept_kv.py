@@ -1,4 +1,4 @@
-"""`sync.kv = "keep"`: completions go on with the KV that they have, and nobody else ever uses it."""
+"""`sync.kv = "keep"`: completions continue with their KV, which no other request uses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def keeping(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pai
 
 
 def mixed_logprobs(old: Any, new: Any, prompt: list[int], tokens: np.ndarray, cut: int) -> np.ndarray:
-    """Return the logprobs of tokens[cut:] by `new`, over KV that `old` computed for all but the last token before the cut."""
+    """Return the logprobs of tokens[cut:] by `new`, with KV by `old` for all but the last token before the cut."""
     import torch
 
     whole = torch.tensor([prompt + tokens.tolist()])
@@ -56,7 +56,7 @@ def mixed_logprobs(old: Any, new: Any, prompt: list[int], tokens: np.ndarray, cu
         return logprobs.gather(1, whole[0, kept + 1 :, None])[:, 0].numpy()
 
 
-async def test_completions_go_on_with_the_kv_that_they_have(keeping: Pair) -> None:
+async def test_completions_continue_with_their_kv(keeping: Pair) -> None:
     await keeping.make_group()
     await keeping.update()
     old, before = deepcopy(keeping.model), keeping.version
@@ -93,8 +93,8 @@ async def test_later_requests_never_see_kv_of_older_weights(keeping: Pair) -> No
         np.testing.assert_allclose(answer.logprobs, reference_logprobs(keeping.model, prompt, answer.tokens), atol=1e-4)
 
 
-async def test_waiting_requests_do_not_use_the_kv_of_their_group(keeping: Pair) -> None:
-    """They were sent before the update, with a prompt whose KV by the older weights is in use."""
+async def test_waiting_requests_do_not_use_their_groups_kv(keeping: Pair) -> None:
+    """They were sent before the update, with a prompt whose KV of older weights is in use."""
     prompt = [11 + i % 300 for i in range(150)]
     await keeping.make_group()
     tasks = [
@@ -129,7 +129,7 @@ async def test_requests_of_one_version_still_share_their_prompt(keeping: Pair) -
 
 
 @pytest.mark.parametrize(("sync", "kept"), [({}, True), ({"in_flight": "drain"}, False), ({"kv": "recompute"}, False)])
-async def test_a_pause_keeps_kv_where_completions_go_on_with_it(
+async def test_a_pause_keeps_kv_only_if_completions_continue_with_it(
     keeping: Pair, monkeypatch: pytest.MonkeyPatch, sync: dict[str, str], kept: bool
 ) -> None:
     changed = keeping.config.model_copy(update={"sync": keeping.config.sync.model_copy(update=sync)})

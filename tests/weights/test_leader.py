@@ -34,12 +34,12 @@ def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
 
 @pytest.fixture
 def hasty(tmp_path: Path, server: RedisServer) -> Iterator[World]:
-    """A world for tests that wait the deadline out."""
+    """A world with short deadlines, for tests that wait for them."""
     with open_world(tmp_path, server, "sync.join_deadline_s=4") as world:
         yield world
 
 
-def test_every_member_gets_the_version_and_the_group_stays(world: World) -> None:
+def test_every_member_gets_the_version_and_the_group_is_kept(world: World) -> None:
     members = {world.member("a"), world.member("b")}
     first, second = world.rounds.run(0), world.rounds.run(1)
     assert world.versions() == {"a": 1, "b": 1}
@@ -56,7 +56,7 @@ def test_a_latecomer_joins_under_a_new_epoch(world: World) -> None:
     assert second.epoch > first.epoch
 
 
-def test_only_those_behind_take_part_in_a_catch_up_round(world: World) -> None:
+def test_only_outdated_members_take_part_in_a_catch_up_round(world: World) -> None:
     world.member("a")
     world.rounds.run(0)
     late = world.member("b")
@@ -64,10 +64,10 @@ def test_only_those_behind_take_part_in_a_catch_up_round(world: World) -> None:
     assert report is not None
     assert report.members == (late,)
     assert world.versions() == {"a": 0, "b": 0}
-    assert world.rounds.catch_up(0) is None, "what a member acknowledged counts before its heartbeat says so"
+    assert world.rounds.catch_up(0) is None, "an acknowledgement counts before the next heartbeat"
 
 
-def test_a_member_that_never_answers_is_left_out_within_its_deadline(hasty: World) -> None:
+def test_an_unresponsive_member_is_excluded_at_its_deadline(hasty: World) -> None:
     world = hasty
     alive = world.member("a")
     world.member("stopped", follows=False)
@@ -76,7 +76,7 @@ def test_a_member_that_never_answers_is_left_out_within_its_deadline(hasty: Worl
     assert report.total_s < world.config.sync.join_deadline_s + 10
 
 
-def test_a_member_that_is_gone_is_not_awaited(world: World) -> None:
+def test_a_lost_member_is_not_awaited(world: World) -> None:
     alive, gone = world.member("a"), world.member("b", follows=False)
     world.portal.call(world.store.fleet.beat(PodStatus("generator", "b", "next-boot", "here", 2, "", "loading", -1, 0, {}), 60))
     report = world.rounds.run(0)
@@ -89,27 +89,27 @@ def status(name: str, unreached: str = "") -> PodStatus:
     return PodStatus("generator", name, "boot", "here", 1, "", "unsynced", -1, 1, {}, unreached=unreached)
 
 
-def test_a_member_that_cannot_reach_the_trainer_is_counted_on_again_when_it_says_that_it_can(hasty: World) -> None:
+def test_an_unreachable_member_returns_when_it_reports_a_route(hasty: World) -> None:
     world = hasty
     alive = world.member("a")
     cut = world.member("b", follows=False)
     world.portal.call(world.store.fleet.beat(status("b", unreached="here:1"), 60))
     first = world.rounds.run(0)
     assert (first.members, first.attempts) == ((alive,), 1)
-    assert world.rounds.catch_up(0) is None, "nor is a latecomer's round tried with it"
+    assert world.rounds.catch_up(0) is None, "it does not join a catch-up round either"
     assert cut not in world.gathered
     world.portal.call(world.store.fleet.beat(status("b"), 60))
     assert world.rounds.run(1).members == (alive,)
     assert cut in world.gathered
 
 
-def test_when_nobody_can_reach_the_trainer_they_are_asked_again(world: World) -> None:
+def test_if_no_member_reaches_the_trainer_all_are_tried_again(world: World) -> None:
     member = world.member("a")
     world.portal.call(world.store.fleet.beat(status("a", unreached="here:1"), 60))
     assert world.rounds.run(0).members == (member,)
 
 
-def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(hasty: World) -> None:
+def test_a_member_reports_whether_it_reaches_the_trainer(hasty: World) -> None:
     world = hasty
     member = world.member("a")
 
@@ -129,7 +129,7 @@ def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(hasty: W
             "failed",
             f"cannot reach the trainer at 127.0.0.1:{port} within 2 s: check sync.host, name service and network policies",
         )
-        assert await unreached() == f"127.0.0.1:{port}", "its heartbeat said so before it answered"
+        assert await unreached() == f"127.0.0.1:{port}", "its heartbeat reported it before it answered"
         listener.listen()
         await world.store.fleet.set_round(world.fence, opened("done", {}))
 
@@ -140,12 +140,12 @@ def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(hasty: W
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]  # nobody listens yet
+        port = listener.getsockname()[1]  # nothing listens yet
         world.portal.call(tell(listener))
 
 
 class Breaking(ScriptedEngine):
-    """Fails once in the phase it is told to."""
+    """Fails once in the given phase."""
 
     def __init__(self, phase: str, stages: bool = True) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Breaking(ScriptedEngine):
 
 @pytest.mark.parametrize("stages", [True, False])
 @pytest.mark.parametrize("phase", ["join", "pause", "transfer"])
-def test_a_member_that_fails_is_out_of_the_round_and_back_in_the_next(world: World, phase: str, stages: bool) -> None:
+def test_a_failed_member_misses_only_that_round(world: World, phase: str, stages: bool) -> None:
     good = world.member("a")
     world.member("b", Breaking(phase, stages))
     first = world.rounds.run(0)
@@ -179,10 +179,10 @@ def test_a_member_that_fails_is_out_of_the_round_and_back_in_the_next(world: Wor
     second = world.rounds.run(1)
     assert world.versions() == {"a": 1, "b": 1}
     assert len(second.members) == 2
-    assert all(engine._go.is_set() for engine in world.engines.values()), "somebody stayed paused"
+    assert all(engine._go.is_set() for engine in world.engines.values()), "some member stayed paused"
 
 
-def test_a_fleet_that_fails_as_a_whole_is_tried_again(world: World) -> None:
+def test_a_fleet_that_fails_as_a_whole_is_retried(world: World) -> None:
     world.member("a", Breaking("transfer"))
     report = world.rounds.run(0)
     assert world.versions() == {"a": 0}
@@ -211,7 +211,7 @@ class Flipping(ScriptedEngine):
         return work
 
 
-def test_weights_that_arrive_changed_are_not_applied_and_come_again(world: World) -> None:
+def test_corrupted_weights_are_not_applied_and_are_resent(world: World) -> None:
     good, bad = world.member("a"), world.member("b", Flipping(0))
     world.rounds.run(0)
     before = world.engines["b"].weights["weight"].clone()
@@ -228,10 +228,10 @@ def test_weights_that_arrive_changed_are_not_applied_and_come_again(world: World
     assert report.members == (bad,)
     for engine in world.engines.values():
         assert torch.equal(engine.weights["weight"], world.model.weight)
-        assert engine._go.is_set(), "somebody stayed paused"
+        assert engine._go.is_set(), "some member stayed paused"
 
 
-def test_a_weight_that_arrives_changed_twice_in_a_row_ends_the_run(world: World) -> None:
+def test_two_corrupted_transfers_in_a_row_end_the_run(world: World) -> None:
     world.member("a")
     world.member("b", Flipping(2))
     world.rounds.run(0)
@@ -240,7 +240,7 @@ def test_a_weight_that_arrives_changed_twice_in_a_row_ends_the_run(world: World)
     assert world.versions() == {"a": 1, "b": -1}
 
 
-def test_faults_with_a_good_transfer_between_them_end_nothing(world: World) -> None:
+def test_corrupted_transfers_that_are_not_in_a_row_end_nothing(world: World) -> None:
     world.member("a", Flipping(1))
     world.rounds.run(0)
     world.engines["a"].faults = 1  # type: ignore[attr-defined]
@@ -248,7 +248,7 @@ def test_faults_with_a_good_transfer_between_them_end_nothing(world: World) -> N
     assert world.versions() == {"a": 1}
 
 
-def test_without_verification_nobody_looks(tmp_path: Path, server: RedisServer) -> None:
+def test_without_verification_corruption_is_not_detected(tmp_path: Path, server: RedisServer) -> None:
     with open_world(tmp_path, server, "sync.verify=false") as world:
         world.member("a", Flipping(1))
         assert world.rounds.run(0).attempts == 1
@@ -265,7 +265,7 @@ def test_an_engine_that_stages_samples_while_it_receives(world: World, stages: b
             await super().stage(version, limit_s)
 
         async def receive(self, version: int) -> None:
-            assert not self._go.is_set(), "weights are applied in a pause"
+            assert not self._go.is_set(), "weights must be applied in a pause"
             await super().receive(version)
 
     engine = Watched()
@@ -282,7 +282,7 @@ def files(tmp_path: Path, server: RedisServer) -> Iterator[World]:
         yield world
 
 
-def test_weights_pass_through_files_by_the_same_rounds(files: World) -> None:
+def test_the_filesystem_backend_uses_the_same_rounds(files: World) -> None:
     members = {files.member("a"), files.member("b")}
     for version in range(3):
         with torch.no_grad():
@@ -298,7 +298,7 @@ def test_weights_pass_through_files_by_the_same_rounds(files: World) -> None:
     assert files.versions() == {"a": 3, "b": 3, "late": 3}
 
 
-def test_a_member_without_the_volume_is_left_out_and_says_why(files: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_without_the_volume_is_excluded_with_a_reason(files: World, monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(ScriptedEngine):
         async def start(self, config: RunConfig) -> None:
             elsewhere = config.sync.model_copy(update={"folder": "/nowhere"})
@@ -317,28 +317,28 @@ def test_a_member_without_the_volume_is_left_out_and_says_why(files: World, monk
     assert "put sync.folder on a volume that trainer and generators share" in refusals[0]
 
 
-def test_a_volume_that_refuses_a_write_costs_an_attempt(files: World, tmp_path: Path) -> None:
+def test_a_failed_write_costs_one_attempt(files: World, tmp_path: Path) -> None:
     files.member("a")
     files.rounds.run(0)
     group = next((tmp_path / "volume").iterdir())
-    (group / "1.0.partial").mkdir()  # where the next file is to be written
+    (group / "1.0.partial").mkdir()  # path of the next file
     report = files.rounds.run(1)
     assert report.attempts == 2
     assert files.versions() == {"a": 1}
 
 
-def test_a_member_that_declines_costs_no_deadline(world: World) -> None:
+def test_a_declining_member_costs_no_deadline(world: World) -> None:
     trains = world.member("a")
     world.member("b")
     world.rounds.run(0)
-    world.hold("b", 0)  # it evaluates, and its heartbeat has not said so yet
+    world.hold("b", 0)  # it evaluates, but its heartbeat has not reported that yet
     first, second = world.rounds.run(1), world.rounds.run(2)
     assert first.members == second.members == (trains,)
     assert world.versions() == {"a": 2, "b": 0}
     assert first.total_s + second.total_s < world.config.sync.join_deadline_s
     world.release("b")
-    assert len(world.rounds.run(3).members) == 2, "a member declines a round, not those after it"
-    assert all(engine._go.is_set() for engine in world.engines.values()), "somebody stayed paused"
+    assert len(world.rounds.run(3).members) == 2, "a member declines one round, not later ones"
+    assert all(engine._go.is_set() for engine in world.engines.values()), "some member stayed paused"
 
 
 def test_an_operators_pause_outlasts_a_round(world: World) -> None:
@@ -354,14 +354,14 @@ def test_an_operators_pause_outlasts_a_round(world: World) -> None:
     world.portal.call(wait_until(world.engines["a"]._go.is_set))
 
 
-def test_a_run_that_is_to_end_waits_for_no_generator(world: World) -> None:
+def test_an_ending_run_waits_for_no_generator(world: World) -> None:
     with pytest.raises(Alone):
         world.rounds.run(0, lambda: True)
     world.member("a")
-    assert world.rounds.run(0, lambda: True).version == 0, "who is there is served, even at the end"
+    assert world.rounds.run(0, lambda: True).version == 0, "present members are served, even at the end"
 
 
-def test_an_engine_that_dies_in_a_pause_ends_its_process(world: World) -> None:
+def test_an_engine_that_dies_during_a_pause_ends_its_process(world: World) -> None:
     class Stuck(ScriptedEngine):
         async def pause(self) -> None:
             raise EngineDead("did not answer")
@@ -375,8 +375,8 @@ def test_an_engine_that_dies_in_a_pause_ends_its_process(world: World) -> None:
     world.portal.call(wait_until(ended))
 
 
-def test_when_a_member_dies_in_mid_broadcast_the_others_hear_at_once(tmp_path: Path) -> None:
-    """Not at their own deadline: the sender's end of the group closes with it, whatever the error's traceback holds."""
+def test_a_member_that_dies_in_mid_broadcast_is_noticed_at_once(tmp_path: Path) -> None:
+    """Not only at the deadline: the sender closes its end of the group, whatever the error's traceback references."""
     config = small_config(tmp_path, None, "sync.backend=gloo", "sync.host=127.0.0.1")
     sender = make_weight_sender(config, torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))), 0, 1 << 20)
     host, port = sender.open()
@@ -386,7 +386,7 @@ def test_when_a_member_dies_in_mid_broadcast_the_others_hear_at_once(tmp_path: P
         group = collective.make_group(collective.join_store(host, port, 20), rank, 3, host, port, 20)
         manifest = collective.read_manifest(collective.join_store(host, port, 20))
         if rank == 2:
-            return  # its connections end, as those of a killed process
+            return  # its connections end like those of a killed process
         try:
             collective.receive(group, manifest, collective.Deadline(100))
         except RuntimeError as error:
@@ -395,7 +395,7 @@ def test_when_a_member_dies_in_mid_broadcast_the_others_hear_at_once(tmp_path: P
     members = [threading.Thread(target=member, args=(rank,)) for rank in (1, 2)]
     for thread in members:
         thread.start()
-    gc.disable()  # it would end the group some time, too
+    gc.disable()  # a collection would end the group eventually, too
     try:
         sender.connect(3)
         with pytest.raises(SendFailed):

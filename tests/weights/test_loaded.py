@@ -1,4 +1,4 @@
-"""What an engine holds, compared with what was loaded into it: by loaders as vLLM's, and by a real vLLM."""
+"""Compare an engine's weights with those loaded into it, with loaders like vLLM's and with a real vLLM."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def given() -> list[tuple[str, torch.Tensor]]:
     return [("q", first), ("k", torch.randn(4, 4).bfloat16()), ("embed", torch.randn(5, 4)), ("packed", torch.randn(4, 4))]
 
 
-def test_a_model_that_holds_what_it_was_given() -> None:
+def test_a_correctly_loaded_model_passes() -> None:
     model, weights = Fused(), given()
     model.load_weights(weights[:3])
     assert compare(model, weights) == LoadedWeights("", 3, 4)
 
 
 @pytest.mark.parametrize(("tensor", "place", "name"), [("both", (3, 3), "q"), ("both", (4, 0), "k"), ("padded", (4, 3), "embed")])
-def test_one_bit_is_enough_and_nothing_is_written(tensor: str, place: tuple[int, int], name: str) -> None:
+def test_one_changed_bit_is_detected_and_nothing_written(tensor: str, place: tuple[int, int], name: str) -> None:
     model, weights = Fused(), given()
     model.load_weights(weights[:3])
     held = getattr(model, tensor).data

@@ -1,4 +1,4 @@
-"""Membership of sync rounds: ranges of ranks, when a group may be used again, epochs that never return."""
+"""Membership of sync rounds: ranges of ranks, when a group may be reused, epochs that only grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.weights.membership import Membership, answered, form
 MEMBERS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 8), min_size=1)
 
 
-def test_ranks_follow_the_sender_in_order_of_name() -> None:
+def test_ranks_follow_the_sender_ordered_by_name() -> None:
     group = form(3, {"b": 2, "a": 1, "c": 4})
     assert (group.epoch, dict(group.ranks), group.world_size) == (3, {"a": 1, "b": 2, "c": 4}, 8)
 
@@ -22,7 +22,7 @@ def test_ranges_are_disjoint_and_fill_the_world(worlds: dict[str, int]) -> None:
     assert sorted([0, *taken]) == list(range(group.world_size))
 
 
-def test_a_group_is_used_again_only_with_the_same_members() -> None:
+def test_a_group_is_reused_only_with_the_same_members() -> None:
     membership = Membership(epoch=7)
     assert not membership.fits({"a": 1})
     membership.remake({"a": 1, "b": 1})
@@ -32,7 +32,7 @@ def test_a_group_is_used_again_only_with_the_same_members() -> None:
 
 
 @given(st.lists(st.tuples(MEMBERS, st.sampled_from(["remake", "break", "exclude", "begin"])), max_size=30))
-def test_epochs_only_grow_and_excluded_members_stay_out_until_the_next_round(
+def test_epochs_grow_and_members_are_excluded_for_one_round(
     events: list[tuple[dict[str, int], str]],
 ) -> None:
     membership, epochs = Membership(epoch=0), [0]
@@ -56,7 +56,7 @@ def test_epochs_only_grow_and_excluded_members_stay_out_until_the_next_round(
 
 
 @given(MEMBERS)
-def test_every_rank_has_its_owner(worlds: dict[str, int]) -> None:
+def test_every_rank_has_an_owner(worlds: dict[str, int]) -> None:
     group = form(1, worlds)
     for member, first in group.ranks.items():
         assert group.owners(range(first, first + worlds[member])) == {member}
@@ -64,18 +64,16 @@ def test_every_rank_has_its_owner(worlds: dict[str, int]) -> None:
 
 
 @given(MEMBERS.filter(lambda worlds: len(worlds) > 1), st.integers(0, 100), st.data())
-def test_a_fault_that_always_strikes_with_the_same_members_leaves_others_a_group(
-    worlds: dict[str, int], epoch: int, data: st.DataObject
-) -> None:
-    """`together` cannot be in one group: one member that breaks every group, or two with no way between them."""
+def test_a_fault_of_certain_members_leaves_others_a_group(worlds: dict[str, int], epoch: int, data: st.DataObject) -> None:
+    """`together` cannot be in one group: one member that breaks every group, or two that cannot reach each other."""
     together = data.draw(st.sets(st.sampled_from(sorted(worlds)), min_size=1, max_size=2))
     membership = Membership(epoch)
     served, rounds = False, 0
     while not served:
         membership.begin()
         rounds += 1
-        assert rounds < 40, "left to chance, a group of others comes soon"
-        for attempt in range(6):  # each but the first leaves half out
+        assert rounds < 40, "a group of other members must be found soon"
+        for attempt in range(6):  # each attempt except the first excludes half
             if not (chosen := membership.choose(worlds)):
                 break
             group = membership.remake(chosen)
@@ -93,14 +91,14 @@ def test_an_answer_counts_for_its_phase_only() -> None:
     assert (answers.done, answers.failed, answers.declined) == ({"a"}, {"c"}, {"d"})
 
 
-def test_nobody_waits_for_a_member_that_declined_failed_or_is_gone() -> None:
+def test_members_that_declined_failed_or_left_are_not_awaited() -> None:
     acks = {"a": ("present", ""), "b": ("declined", "evaluates 3"), "c": ("failed", "why")}
     assert answered(acks, "abcde", "gather").awaited("abcde", live="abcd") == {"d"}
     assert answered(acks | {"d": ("declined", "")}, "abcde", "gather").awaited("abcde", live="abcd") == set()
 
 
 @given(MEMBERS, st.data())
-def test_a_round_goes_on_with_exactly_those_who_did_not_decline(worlds: dict[str, int], data: st.DataObject) -> None:
+def test_a_round_continues_with_members_that_did_not_decline(worlds: dict[str, int], data: st.DataObject) -> None:
     membership = Membership(epoch=0)
     membership.begin()
     declined = data.draw(st.sets(st.sampled_from(sorted(worlds))))
@@ -109,4 +107,4 @@ def test_a_round_goes_on_with_exactly_those_who_did_not_decline(worlds: dict[str
     membership.exclude(set(worlds) - answers.done)
     assert set(membership.choose(worlds)) == set(worlds) - declined
     membership.begin()
-    assert membership.choose(worlds) == worlds, "a member declines a round, not those after it"
+    assert membership.choose(worlds) == worlds, "a member declines one round, not later ones"

@@ -54,7 +54,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
         await engine.close()
 
 
-async def test_the_engine_equals_transformers_after_every_update(pair: Pair) -> None:
+async def test_the_engine_matches_transformers_after_every_update(pair: Pair) -> None:
     for group in range(2):
         await pair.make_group()
         for step in range(2):
@@ -64,9 +64,7 @@ async def test_the_engine_equals_transformers_after_every_update(pair: Pair) -> 
             await pair.assert_equal()
 
 
-async def test_the_engine_follows_by_deltas_and_a_damaged_one_leaves_no_mixture(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_damaged_delta_leaves_the_engine_consistent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with pair.deltas():
         await pair.follow_by_deltas()
         version = pair.version
@@ -75,15 +73,15 @@ async def test_the_engine_follows_by_deltas_and_a_damaged_one_leaves_no_mixture(
         with pytest.raises(TransferFailed):
             await pair.update()
         monkeypatch.undo()
-        assert (pair.engine.version, pair.engine.whole) == (version, True), "unlike after a broken transfer of all weights"
+        assert (pair.engine.version, pair.engine.whole) == (version, True), "unlike after a failed transfer of all weights"
         await pair.engine.resume()
         await pair.make_group()
         await pair.update()
         await pair.assert_equal()
 
 
-async def test_an_engine_that_repacks_its_weights_takes_no_patches_and_gets_them_whole(pair: Pair) -> None:
-    """On a CPU, that is any; what patches are is in tests/weights/sparse."""
+async def test_an_engine_that_repacks_its_weights_gets_all_of_them(pair: Pair) -> None:
+    """On a CPU, every engine repacks; for patches see tests/weights/sparse."""
     from services.trainer.weight_sender import make_sender
 
     before, sync = pair.sender, pair.config.sync.model_copy(update={"encoding": "sparse"})
@@ -99,15 +97,13 @@ async def test_an_engine_that_repacks_its_weights_takes_no_patches_and_gets_them
     pair.sender = before
 
 
-async def test_weights_that_change_on_their_way_leave_a_mixture_that_samples_nothing(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_corrupted_weights_are_never_sampled_from(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.weights.nccl_wire import Library
 
     honest, sent = Library.ncclBroadcast, []
 
     def flipping(self: Library, sendbuff: Any, recvbuff: Any, count: int, *rest: Any) -> None:
-        if not sent:  # the first bucket as it leaves, after its checksums were made
+        if not sent:  # the first bucket when sent, after its checksums were computed
             import ctypes
 
             ctypes.c_uint8.from_address(recvbuff.value + 5).value ^= 1
@@ -131,8 +127,8 @@ async def test_weights_that_change_on_their_way_leave_a_mixture_that_samples_not
     await pair.assert_equal()
 
 
-async def test_an_abort_by_the_timer_leaves_a_mixture_and_a_full_update_mends_it(pair: Pair) -> None:
-    """The sender never sends: the member's own limit ends its broadcast, in the worker, which goes on answering."""
+async def test_a_full_update_repairs_a_timed_out_transfer(pair: Pair) -> None:
+    """The sender never sends: the member's limit ends the broadcast in the worker, which keeps responding."""
     config = pair.engine._loaded._config
     pair.engine._loaded._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
     await pair.make_group()
@@ -151,7 +147,7 @@ async def test_an_abort_by_the_timer_leaves_a_mixture_and_a_full_update_mends_it
     await pair.assert_equal()
 
 
-async def test_a_sender_whose_member_never_receives_ends_at_its_own_limit(pair: Pair) -> None:
+async def test_a_sender_times_out_if_a_member_never_receives(pair: Pair) -> None:
     from services.weights.sender import SendFailed
 
     await pair.make_group()

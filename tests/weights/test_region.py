@@ -1,4 +1,4 @@
-"""A region with nothing but Redis over TLS and a bucket, both over a slow link, is a fleet like any other."""
+"""A region that reaches only Redis over TLS and a bucket, over a slow link, works like any other fleet."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
 
 
 def serve_tls(world: World, certificates: Certificates) -> int:
-    """Have the world's Redis listen for TLS, too, and return the port."""
+    """Make the world's Redis listen with TLS, too; return the port."""
     port, client = free_port(), world.store.client
     files = {"cert-file": certificates.certificate, "key-file": certificates.key, "ca-cert-file": certificates.authority}
     for name, value in {**files, "auth-clients": "no", "port": port}.items():
@@ -86,7 +86,7 @@ def test_a_region_follows_rounds_and_joins_late(
     ):
         monkeypatch.setenv(
             "AWS_ENDPOINT_URL", f"http://127.0.0.1:{link.port_to(bucket.port)}"
-        )  # the trainer's client has its own
+        )  # the trainer's client already exists
         address = f"rediss://127.0.0.1:{link.port_to(serve_tls(world, certificates))}/0"
         login = Login(redis.password, ca_file=str(certificates.authority))
         world.store = world.portal.call(Store.connect(address, "rounds", login))

@@ -1,4 +1,4 @@
-"""Weights through a folder: what is read is what was put there, or nothing is taken."""
+"""Weights through a folder: a reader gets exactly what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def manifest(verified: bool = True) -> WeightManifest:
 
 
 def send(outbox: Outbox, of: WeightManifest, add: float = 0.0, wrong_sums: bool = False) -> dict[str, torch.Tensor]:
-    """Put one transfer there; what was sent."""
+    """Write one transfer; return its weights."""
     sent = {name: tensor + add for name, tensor in WEIGHTS.items()}
     outbox.begin()
     for i, bucket in enumerate(of.buckets):
@@ -45,9 +45,7 @@ def outbox(tmp_path: Path) -> Outbox:
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_every_transfer_of_a_group_arrives_and_takes_the_place_of_the_one_before(
-    outbox: Outbox, tmp_path: Path, verified: bool
-) -> None:
+def test_every_transfer_of_a_group_replaces_the_previous_one(outbox: Outbox, tmp_path: Path, verified: bool) -> None:
     given = manifest(verified)
     assert len(given.buckets) == 2
     inbox = Inbox(tmp_path / "weights" / outbox.open(given))
@@ -62,7 +60,7 @@ def test_every_transfer_of_a_group_arrives_and_takes_the_place_of_the_one_before
     assert not list((tmp_path / "weights").iterdir())
 
 
-def test_a_new_group_removes_what_a_killed_sender_left(outbox: Outbox, tmp_path: Path) -> None:
+def test_a_new_group_removes_leftovers_of_a_killed_sender(outbox: Outbox, tmp_path: Path) -> None:
     left = outbox.open(manifest())
     send(outbox, manifest())
     folder = Outbox(tmp_path / "weights").open(manifest())
@@ -71,14 +69,14 @@ def test_a_new_group_removes_what_a_killed_sender_left(outbox: Outbox, tmp_path:
         Inbox(tmp_path / "weights" / left)
 
 
-def test_weights_that_changed_on_the_way_are_named(outbox: Outbox, tmp_path: Path) -> None:
+def test_corrupted_weights_are_named(outbox: Outbox, tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "weights" / outbox.open(manifest()))
     send(outbox, manifest(), wrong_sums=True)
     with pytest.raises(WeightChanged, match="of a differ from"):
         inbox.take(Deadline(10))
 
 
-def test_a_transfer_that_is_not_there_or_not_whole_is_refused(outbox: Outbox, tmp_path: Path) -> None:
+def test_a_missing_or_incomplete_transfer_is_rejected(outbox: Outbox, tmp_path: Path) -> None:
     folder = tmp_path / "weights" / outbox.open(manifest())
     inbox = Inbox(folder)
     with pytest.raises(RuntimeError, match=r"cannot read .*0\.0\.safetensors"):
@@ -98,7 +96,7 @@ def test_a_transfer_that_is_not_there_or_not_whole_is_refused(outbox: Outbox, tm
             inbox.take(Deadline(10))
 
 
-def test_a_late_reader_gives_up(outbox: Outbox, tmp_path: Path) -> None:
+def test_a_late_reader_times_out(outbox: Outbox, tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "weights" / outbox.open(manifest()))
     send(outbox, manifest())
     with pytest.raises(TimeoutError):

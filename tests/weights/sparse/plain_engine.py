@@ -24,11 +24,11 @@ from services.weights.receivers.nccl import NcclWeightTransferEngine
 
 LIMIT_S = 20.0
 CHUNK_BYTES = 256
-"""Size of a patch's chunks where a member dies, so that it has many."""
+"""Chunk size for tests in which a member dies, so that a patch has many chunks."""
 
 
 class PlainModel(torch.nn.Module):
-    """Tensors under the names of a checkpoint; a tied one is held once more."""
+    """Tensors under the names of a checkpoint; a tied one is stored twice."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PlainEngine(NcclWeightTransferEngine):
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(quantization=None))
-        with mock.patch.dict(os.environ, {OWNER: str(os.getppid())}):  # a receiver ends with the process that started it
+        with mock.patch.dict(os.environ, {OWNER: str(os.getppid())}):  # a receiver exits with the process that started it
             super().__init__(None, config, torch.device("cpu"), PlainModel(weights))
 
     @contextmanager
@@ -58,13 +58,13 @@ class PlainEngine(NcclWeightTransferEngine):
         self.whole = True
 
     def join(self, host: str, port: int, rank: int, size: int, limit_s: float = LIMIT_S) -> None:
-        """Join a group, and wait for it."""
+        """Join a group and wait until it is complete."""
         self.init_transfer_engine(JoinInfo(host, port, rank, size, BUCKET_BYTES, limit_s))
         assert self._joining is not None
         self._joining.result(limit_s)
 
     def take(self, limit_s: float = LIMIT_S) -> None:
-        """Take one transfer."""
+        """Receive one transfer."""
         self.receive_weights(ReceiveInfo(limit_s))
 
     @property
@@ -81,7 +81,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Receive, and end in mid-transfer."""
+    """Receive, and die in mid-transfer."""
     from services.weights.receivers.patching import Patcher
     from services.weights.sparse import patch
     from tests.weights.nccl_wire import wired

@@ -40,11 +40,11 @@ class PlainExtension(WiredExtension):
         }
 
     def takes_patches(self) -> bool:
-        """Return whether the next transfer to this worker may be a patch."""
+        """Return whether this worker accepts a patch as the next transfer."""
         return self.patcher().able
 
     def mirrors(self) -> int:
-        """Return the bytes of weights that this worker keeps in host memory."""
+        """Return the bytes of weights stored in this worker's host memory."""
         return sum(tensor.nbytes for tensor in self.weight_transfer_engine.mirror._tensors)
 
     def rot(self, name: str) -> None:
@@ -53,11 +53,11 @@ class PlainExtension(WiredExtension):
             self.weight_transfer_engine.model.get_parameter(name).data.view(torch.int32).bitwise_xor_(1)
 
     def trust(self) -> None:
-        """Let the worker take patches again."""
+        """Let the worker accept patches again."""
         self.patcher()._distrusted = ""
 
     def lack_memory(self, lack: bool) -> None:
-        """Fail to look for where a patch goes, in the first chunk."""
+        """Run out of memory while placing the first chunk of a patch."""
         from services.weights.sparse.placement import Placement
 
         if lack:
@@ -70,7 +70,7 @@ class PlainExtension(WiredExtension):
             Placement.find = self.find  # type: ignore[method-assign]
 
     def lose_writes(self, lose: bool) -> None:
-        """Write nothing of the next patches."""
+        """Drop all writes of the next patches."""
         from services.weights.sparse.placement import Landing
 
         if lose:

@@ -1,4 +1,4 @@
-"""Positions on a device: the bytes are those that versions of a store have, and hostile ones are refused."""
+"""Positions encoded on a device have the same bytes as in a version store, and invalid ones are rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chosen(draw: st.DrawFn) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(chosen())
-def test_positions_have_the_bytes_that_the_host_gives_them(positions: np.ndarray) -> None:
+def test_positions_have_the_same_bytes_as_on_the_host(positions: np.ndarray) -> None:
     encoded = encode_gaps(torch.from_numpy(positions))
     assert np.array_equal(encoded.numpy(), host.encode_gaps(positions))
     assert torch.equal(decode_gaps(encoded, positions.size, COUNT), torch.from_numpy(positions))
@@ -34,7 +34,7 @@ def test_positions_have_the_bytes_that_the_host_gives_them(positions: np.ndarray
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from((0, 1, 7, 254, 255)), max_size=40), st.integers(0, 40), st.integers(0, 4000))
-def test_what_the_host_refuses_is_refused_and_nothing_else(listed: list[int], changed: int, count: int) -> None:
+def test_exactly_the_positions_rejected_by_the_host_are_rejected(listed: list[int], changed: int, count: int) -> None:
     encoded = np.array(listed, np.uint8)
     assert decoded_by(decode_gaps, torch.from_numpy(encoded), changed, count) == decoded_by(
         host.decode_gaps, encoded, changed, count
@@ -49,9 +49,9 @@ def decoded_by(decode: Any, *given: Any) -> list[int] | str:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_bits_are_compared_and_not_values(dtype: torch.dtype) -> None:
+def test_bits_are_compared_instead_of_values(dtype: torch.dtype) -> None:
     values = special(dtype)
     zeros = torch.zeros_like(values)
-    assert changed_positions(bits(values), bits(values)).numel() == 0, "a NaN is itself"
+    assert changed_positions(bits(values), bits(values)).numel() == 0, "a NaN equals itself"
     differing = changed_positions(bits(values), bits(zeros)).tolist()
-    assert differing == [i for i in range(len(values)) if i != 1], "all but +0, -0 among them"
+    assert differing == [i for i in range(len(values)) if i != 1], "all but +0, including -0"

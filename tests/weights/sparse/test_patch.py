@@ -1,4 +1,4 @@
-"""The format of a patch: what one rank or several encode comes back to the bit, and what is damaged or impossible is refused."""
+"""The patch format: patches encoded by one or several ranks decode bitwise, and damaged or impossible ones are rejected."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def encoded_by(
             new[name] = old[name]  # frozen
     made = [each.encode() for each in shares]
     patch = assemble(6, [row for rows, _ in made for row in rows], manifest)
-    assert all(not each.encode()[0] for each in shares), "the base is at the present bits"
+    assert all(not each.encode()[0] for each in shares), "the base has the current bits"
     return manifest, old, new, patch, [block for _, data in made for block in data]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("share", [0.001, 0.05, 1.0])
-def test_what_changed_comes_back_in_chunks_of_one_rank_each(ranks: int, share: float) -> None:
+def test_changes_are_decoded_in_chunks_of_one_rank_each(ranks: int, share: float) -> None:
     manifest, old, new, patch, data = encoded_by(ranks, share)
     heading = patch.heading(2, 7)
     table = patch.encoded(2, 7)
@@ -81,13 +81,13 @@ def test_what_changed_comes_back_in_chunks_of_one_rank_each(ranks: int, share: f
     assert patch.changed == sum(int((bits(new[name]) != bits(old[name])).sum()) for name in new)
 
 
-def test_nothing_changed_is_a_table_without_rows() -> None:
+def test_no_changes_give_a_table_without_rows() -> None:
     manifest, _, _, patch, data = encoded_by(2, 0.0)
     assert (patch.rows, data, list(patch.chunks())) == ([], [], [])
     assert decode(patch.encoded(2, 7), patch.heading(2, 7), manifest) == patch
 
 
-def test_every_flipped_byte_of_a_table_is_seen() -> None:
+def test_every_flipped_byte_of_a_table_is_detected() -> None:
     manifest, _, _, patch, _ = encoded_by(1, 0.002)
     table, heading = patch.encoded(2, 7), patch.heading(2, 7)
     for place in range(table.numel()):
@@ -107,14 +107,14 @@ IMPOSSIBLE: list[dict[str, int]] = [
 
 
 @pytest.mark.parametrize("change", IMPOSSIBLE)
-def test_an_impossible_row_is_refused_though_its_checksum_is_right(change: dict[str, int]) -> None:
+def test_an_impossible_row_is_rejected_despite_its_checksum(change: dict[str, int]) -> None:
     manifest, _, _, patch, _ = encoded_by(1)
     rows = [patch.rows[0]._replace(**change), *patch.rows[1:]]
     with pytest.raises(InvalidVersion, match="impossible"):
         decode(Patch(6, rows, patch.sizes).encoded(2, 7), patch.heading(2, 7), manifest)
 
 
-def test_rows_that_overlap_and_headings_of_another_patch_are_refused() -> None:
+def test_overlapping_rows_and_mismatched_headings_are_rejected() -> None:
     manifest, _, _, patch, _ = encoded_by(1)
     twice = Patch(6, [*patch.rows, patch.rows[0]], [*patch.sizes, patch.sizes[0]])
     with pytest.raises(InvalidVersion, match="overlap"):

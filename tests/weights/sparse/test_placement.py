@@ -1,4 +1,4 @@
-"""What changed, written into a model that keeps its weights fused, sliced and padded: the bits that a reload leaves."""
+"""Changes written into a model with fused, sliced and padded weights give the same bits as a reload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def changed(weights: dict[str, torch.Tensor], seed: int, share: float) -> dict[str, torch.Tensor]:
-    """Return weights of which a share has other bits, any bits at all."""
+    """Return weights of which a share has different, arbitrary bits."""
     random = torch.Generator().manual_seed(seed)
     found = {name: weight.clone() for name, weight in weights.items()}
     for name, weight in found.items():
@@ -28,7 +28,7 @@ def changed(weights: dict[str, torch.Tensor], seed: int, share: float) -> dict[s
         most = 2 ** (8 * weight.element_size() - 1) - 1
         other = torch.randint(-most - 1, most, held.shape, generator=random, dtype=held.dtype)
         if name == "head" and weight.element_size() == 2:
-            other &= ~0x0480  # no NaN, since what a conversion to float32 makes of one depends on the instruction
+            other &= ~0x0480  # no NaN, as its conversion to float32 depends on the instruction
         held[mask] = other[mask]
     return found
 
@@ -39,7 +39,7 @@ def raw(elements: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from((0.0, 0.01, 0.3, 1.0)), st.sampled_from((1, 2, 4)), st.sampled_from(DTYPES))
-def test_changes_land_where_a_reload_puts_them(seed: int, share: float, ranks: int, dtype: torch.dtype) -> None:
+def test_changes_are_written_where_a_reload_puts_them(seed: int, share: float, ranks: int, dtype: torch.dtype) -> None:
     old = checkpoint(seed, dtype)
     new = changed(old, seed, share)
     manifest = manifest_of(old)
@@ -65,7 +65,7 @@ def test_changes_land_where_a_reload_puts_them(seed: int, share: float, ranks: i
 
 
 @pytest.mark.parametrize("name", ["embed", "k", "o", "turned", "head", "experts", "counts"])
-def test_an_element_that_is_not_what_it_should_be_is_seen(name: str) -> None:
+def test_an_unexpected_element_is_detected(name: str) -> None:
     old = checkpoint()
     manifest, model = manifest_of(old), FusedModel(1, 2)
     model.load_weights(old.items())
@@ -106,7 +106,7 @@ class Loading(FusedModel):
         (lambda held, given: torch.zeros(24, dtype=held.dtype).copy_(given), "more than copy"),
     ],
 )
-def test_a_loader_that_does_more_than_copy_is_refused_and_has_written_nothing(load: Any, reason: str) -> None:
+def test_a_loader_that_does_more_than_copy_is_rejected(load: Any, reason: str) -> None:
     model, manifest = Loading(load), manifest_of(checkpoint())
     before = model.state()
     with pytest.raises(NotPlaceable, match=reason):
@@ -114,7 +114,7 @@ def test_a_loader_that_does_more_than_copy_is_refused_and_has_written_nothing(lo
     assert_same_bits(model.state(), before)
 
 
-def test_a_model_in_a_narrower_type_is_refused() -> None:
+def test_a_model_in_a_narrower_type_is_rejected() -> None:
     manifest = manifest_of(checkpoint(dtype=torch.float32))
     with pytest.raises(NotPlaceable, match=r"converts torch\.float32 to torch\.bfloat16"):
         trace(FusedModel(), manifest.tensors, manifest.aliases)

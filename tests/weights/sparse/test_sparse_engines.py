@@ -44,7 +44,7 @@ class SparsePair(Pair):
         return await self.engine._llm.collective_rpc(what, args=given)
 
     async def step(self, seed: int) -> bool:
-        """Change a fiftieth of the weights and send them; return whether that was a patch."""
+        """Change a fiftieth of the weights and send them; return whether as a patch."""
         perturb(self.model, seed, share=0.02)
         await self.update()
         return bool(self.sender.sent["delta"])
@@ -59,7 +59,7 @@ class SparsePair(Pair):
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Give the member `seconds` for a transfer."""
+        """Limit the member's transfers to `seconds`."""
         config = self.engine._loaded._config
         self.engine._loaded._config = config.model_copy(
             update={"sync": config.sync.model_copy(update={"transfer_deadline_s": seconds})}
@@ -100,25 +100,25 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         await engine.close()
 
 
-async def test_patches_leave_the_bits_that_a_reload_leaves_and_nothing_in_host_memory(pair: SparsePair) -> None:
+async def test_patches_give_the_same_bits_as_a_reload(pair: SparsePair) -> None:
     await pair.whole()
     assert await pair.ask("takes_patches") == [True] * pair.engine.world
     for seed in range(3):
         assert await pair.step(400 + seed)
-        assert pair.sender.sent["share"] < 0.4, "float32: nine bytes for each element that changed"
+        assert pair.sender.sent["share"] < 0.4, "float32: nine bytes per changed element"
         assert 0.01 < pair.sender.sent["changed"] < 0.03
         await pair.assert_equal()
     patched = await pair.ask("digests")
     await pair.whole()
     assert await pair.ask("digests") == patched
     assert await pair.ask("mirrors") == [0] * pair.engine.world
-    assert await pair.step(410), "in a new group too, since they hold what was sent last"
+    assert await pair.step(410), "in a new group, too, as members hold the last version sent"
     await pair.make_group()
-    assert await pair.step(411), "and in a group that they have only just joined"
+    assert await pair.step(411), "and in a group that they have just joined"
     await pair.assert_equal()
 
 
-async def test_everything_changed_goes_as_all_weights(pair: SparsePair) -> None:
+async def test_a_complete_change_is_sent_as_all_weights(pair: SparsePair) -> None:
     await pair.whole()
     perturb(pair.model, 420)
     await pair.update()
@@ -127,16 +127,14 @@ async def test_everything_changed_goes_as_all_weights(pair: SparsePair) -> None:
     assert await pair.step(421)
 
 
-async def test_all_weights_are_sent_now_and_then(pair: SparsePair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_weights_are_sent_periodically(pair: SparsePair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(senders, "WHOLE_EVERY", 3)
     await pair.whole()
     assert [await pair.step(430 + i) for i in range(6)] == [True, True, False, True, True, False]
     await pair.assert_equal()
 
 
-async def test_a_patch_that_changes_on_its_way_is_refused_and_a_reload_mends(
-    pair: SparsePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_corrupted_patch_is_rejected_and_a_reload_recovers(pair: SparsePair, monkeypatch: pytest.MonkeyPatch) -> None:
     await pair.whole()
     before, version = await pair.ask("digests"), pair.engine.version
     honest = SparseWeightSender._collected
@@ -155,7 +153,7 @@ async def test_a_patch_that_changes_on_its_way_is_refused_and_a_reload_mends(
     if pair.engine.world == 1:
         assert pair.engine.whole
         await pair.engine.resume()
-    else:  # one worker may have taken what another refused
+    else:  # one worker may have accepted what another rejected
         with pytest.raises(TransferFailed, match="applied only in part"):
             await pair.engine.resume()
     await pair.whole()
@@ -163,7 +161,7 @@ async def test_a_patch_that_changes_on_its_way_is_refused_and_a_reload_mends(
     assert await pair.step(441)
 
 
-async def test_writes_that_are_lost_are_seen_and_a_reload_mends(pair: SparsePair) -> None:
+async def test_lost_writes_are_detected_and_a_reload_recovers(pair: SparsePair) -> None:
     await pair.whole()
     await pair.ask("lose_writes", True)
     with pytest.raises(WeightsMisloaded):
@@ -177,11 +175,9 @@ async def test_writes_that_are_lost_are_seen_and_a_reload_mends(pair: SparsePair
     assert await pair.step(451)
 
 
-async def test_a_sender_that_stops_in_mid_patch_leaves_the_model_as_it_was(
-    pair: SparsePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sender_that_stops_in_mid_patch_changes_nothing(pair: SparsePair, monkeypatch: pytest.MonkeyPatch) -> None:
     if pair.engine.world > 1:
-        pytest.skip("an engine of several workers ends when a transfer fails")
+        pytest.skip("an engine with several workers exits when a transfer fails")
     await pair.whole()
     before, version = await pair.ask("digests"), pair.engine.version
 
@@ -209,7 +205,7 @@ async def test_a_sender_that_stops_in_mid_patch_leaves_the_model_as_it_was(
     await pair.assert_equal()
 
 
-async def test_a_worker_without_memory_for_a_patch_holds_nobody_up_and_gets_all_weights(pair: SparsePair) -> None:
+async def test_a_worker_without_memory_for_a_patch_gets_all_weights(pair: SparsePair) -> None:
     await pair.whole()
     before, version = await pair.ask("digests"), pair.engine.version
     await pair.ask("lack_memory", True)
@@ -225,9 +221,9 @@ async def test_a_worker_without_memory_for_a_patch_holds_nobody_up_and_gets_all_
     await pair.ask("trust")
 
 
-async def test_a_transfer_that_never_begins_leaves_the_model_as_it_was(pair: SparsePair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_that_never_starts_changes_nothing(pair: SparsePair, monkeypatch: pytest.MonkeyPatch) -> None:
     if pair.engine.world > 1:
-        pytest.skip("an engine of several workers ends when a transfer fails")
+        pytest.skip("an engine with several workers exits when a transfer fails")
     await pair.whole()
     before, version = await pair.ask("digests"), pair.engine.version
     await pair.engine.pause()
@@ -241,11 +237,11 @@ async def test_a_transfer_that_never_begins_leaves_the_model_as_it_was(pair: Spa
 
 
 @pytest.mark.parametrize(("fence", "of_another_version"), [(1, 1), (2, 0)])
-async def test_a_patch_for_other_weights_is_refused(pair: SparsePair, fence: int, of_another_version: int) -> None:
+async def test_a_patch_for_other_weights_is_rejected(pair: SparsePair, fence: int, of_another_version: int) -> None:
     await pair.whole()
     before, version = await pair.ask("digests"), pair.engine.version
     base = version + of_another_version
-    pair.sender._sent = (fence, base)  # as after an acknowledgement of what was not applied, or of another trainer's weights
+    pair.sender._sent = (fence, base)  # as after an acknowledgement of an unapplied version, or of another trainer's weights
     pair.version += 2
     pair.sender.label(pair.version, fence)
     pair.sender.members_hold(base)
@@ -261,7 +257,7 @@ async def test_a_patch_for_other_weights_is_refused(pair: SparsePair, fence: int
     await pair.assert_equal()
 
 
-async def test_a_model_that_is_not_what_was_sent_samples_nothing_and_takes_no_patch_again(pair: SparsePair) -> None:
+async def test_a_changed_model_stops_sampling_and_accepts_no_patch(pair: SparsePair) -> None:
     await pair.whole()
     name = "model.layers.1.mlp.gate_up_proj.weight"
     await pair.ask("rot", name)

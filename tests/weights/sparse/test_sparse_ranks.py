@@ -32,7 +32,7 @@ from services.trainer import ranks
 from services.trainer.weight_sender import make_sender
 from services.weights.versions import encoder
 from tests.support.tiny_vllm import make_config, make_model
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of compiling, where it never ran before
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
 encoder.PIECE_BYTES = 8 << 10  # several pieces for each rank
 rank, root, stage, versions = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 folder = root / str(rank)
@@ -82,7 +82,7 @@ with wired():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-async def test_every_rank_finds_what_changed_in_its_share(tmp_path: Path, stage: int) -> None:
+async def test_every_rank_finds_the_changes_in_its_share(tmp_path: Path, stage: int) -> None:
     from tests.support.tiny_vllm import make_model
     from tests.weights.nccl_wire import wired
     from tests.weights.sparse.plain_engine import PlainEngine
@@ -110,9 +110,7 @@ async def test_every_rank_finds_what_changed_in_its_share(tmp_path: Path, stage:
         assert_same_bits(weights, torch.load(tmp_path / f"{version}.pt"))
 
 
-async def test_a_member_killed_in_mid_patch_leaves_no_mixture_in_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_member_killed_in_mid_patch_leaves_others_consistent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.weights import nccl_wire
     from tests.weights.nccl_wire import wired
     from tests.weights.sparse.plain_engine import CHUNK_BYTES, PlainEngine, weights
@@ -151,7 +149,7 @@ async def test_a_member_killed_in_mid_patch_leaves_no_mixture_in_the_other(
         try:
             joining = pool.submit(survivor.join, host, port, 1, 3)
             async with asyncio.timeout(120):
-                while sender.absent([2]):  # it imports vLLM
+                while sender.absent([2]):  # it is still importing vLLM
                     assert dying.returncode is None
                     await asyncio.sleep(0.05)
             sender.connect(3)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarn
 
 
 class PatchedEngine(ScriptedEngine):
-    """Samples with what a receiver over NCCL has, as vLLM does."""
+    """Samples with the weights of a receiver over NCCL, like vLLM."""
 
     def __init__(self, receiver: PlainEngine) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def join(world: World, name: str) -> str:
     return world.member(name, PatchedEngine(PlainEngine(weights)))
 
 
-def test_members_get_all_weights_once_and_then_patches_and_a_newcomer_catches_up(world: World) -> None:
+def test_members_get_all_weights_first_and_patches_afterwards(world: World) -> None:
     join(world, "a")
     join(world, "b")
     assert [trained(world, version) for version in range(4)] == [False, True, True, True]
@@ -83,7 +83,7 @@ def test_members_get_all_weights_once_and_then_patches_and_a_newcomer_catches_up
     assert report.members == (late,)
     assert not world.sender.sent["delta"]
     assert_equal(world)
-    assert trained(world, 4), "all hold version 3, in whatever group they got it"
+    assert trained(world, 4), "all hold version 3, whichever group delivered it"
     assert world.versions() == {"a": 4, "b": 4, "late": 4}
 
 
@@ -91,15 +91,15 @@ def test_a_member_that_missed_a_round_gets_all_weights(world: World) -> None:
     join(world, "a")
     join(world, "b")
     assert [trained(world, version) for version in range(2)] == [False, True]
-    world.hold("b", 1)  # it evaluates, and declines
-    assert not trained(world, 2), "a group was torn down, and everything is sent after that"
+    world.hold("b", 1)  # it evaluates and declines
+    assert not trained(world, 2), "the group was torn down, so everything is sent"
     assert trained(world, 3)
     world.release("b")
     assert [trained(world, version) for version in (4, 5)] == [False, True]
     assert world.versions() == {"a": 5, "b": 5}
 
 
-def test_a_damaged_patch_is_refused_and_all_weights_follow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_patch_is_rejected_and_all_weights_follow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     join(world, "a")
     assert not trained(world, 0)
     engine = world.engines["a"]
@@ -108,7 +108,7 @@ def test_a_damaged_patch_is_refused_and_all_weights_follow(world: World, monkeyp
 
     def damaged(self: SparseWeightSender, *given: Any) -> Iterator[torch.Tensor]:
         for part in honest(self, *given):
-            part[0] ^= 4  # where the first change is
+            part[0] ^= 4  # the position of the first change
             yield part
 
     monkeypatch.setattr(SparseWeightSender, "_collected", damaged)
@@ -122,25 +122,25 @@ def test_a_damaged_patch_is_refused_and_all_weights_follow(world: World, monkeyp
     assert_equal(world)
     whole, held = seen[0]
     assert whole
-    assert all(torch.equal(held[name], weight) for name, weight in before.items()), "what was there stayed"
+    assert all(torch.equal(held[name], weight) for name, weight in before.items()), "existing weights must stay"
     monkeypatch.undo()
     assert trained(world, 2)
 
 
-def test_a_member_whose_weights_are_not_those_sent_reloads_and_takes_no_patch_again(world: World) -> None:
+def test_a_member_with_changed_weights_reloads_all_of_them(world: World) -> None:
     join(world, "a")
     join(world, "b")
     assert [trained(world, version) for version in range(2)] == [False, True]
     broken = world.engines["b"]
     broken.weights["wide.weight"].neg_()
     step_of_trained(world, 2)
-    assert world.train(2).members == ("a:boot",), "a has applied the patch that b refused"
+    assert world.train(2).members == ("a:boot",), "a has applied the patch that b rejected"
     assert_equal(world, "a")
-    assert not broken.whole, "so it samples nothing"
+    assert not broken.whole, "it must not sample"
     assert world.rounds.catch_up(2) is not None
     assert broken.whole
     assert_equal(world)
-    assert not trained(world, 3), "a group with a worker that takes no patches"
+    assert not trained(world, 3), "the group has a worker that accepts no patches"
     assert world.versions() == {"a": 3, "b": 3}
 
 

@@ -1,4 +1,4 @@
-"""When a patch is sent, and that ranks stay in step whatever fails: senders of several ranks in threads, with a transport that
+"""When patches are sent, and that ranks stay in step despite failures: senders of several ranks in threads, with a transport that
 records."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS = 3
 
 
 class Recording:
-    """A transport whose members take whatever it sends."""
+    """A transport whose members accept everything."""
 
     backend, ahead = "nccl", False
 
@@ -104,7 +104,7 @@ class Trainer:
                 weights[name].data.add_(change)
 
     def send(self, held: int | None = None, share: float = 0.02, newcomers: bool = False) -> str:
-        """Train and send, to members that hold `held` or the last version, or to newcomers alone; return what went."""
+        """Train and send to members that hold `held` or the last version, or only to newcomers; return what was sent."""
         self.version += 1
         self.train(share)
         lead = self.senders[0]
@@ -127,7 +127,7 @@ def trainer(tmp_path: Path) -> Trainer:
     return Trainer(tmp_path)
 
 
-def test_all_weights_go_first_and_then_what_each_rank_found(trainer: Trainer) -> None:
+def test_all_weights_are_sent_first_and_each_ranks_changes_then(trainer: Trainer) -> None:
     assert [trainer.send() for _ in range(4)] == ["whole", "patch", "patch", "patch"]
     assert all(len(parts) == RANKS for kind, _, parts in trainer.transport.sent if kind == "patch")
     assert 0.01 < trainer.senders[0].sent["changed"] < 0.03
@@ -136,7 +136,7 @@ def test_all_weights_go_first_and_then_what_each_rank_found(trainer: Trainer) ->
     assert trainer.transport.sent[-1][2] == []
 
 
-def test_members_that_hold_another_version_or_take_no_patches_get_all_weights(trainer: Trainer) -> None:
+def test_members_on_another_version_get_all_weights(trainer: Trainer) -> None:
     assert [trainer.send(), trainer.send(held=7), trainer.send()] == ["whole", "whole", "patch"]
     trainer.transport.refusing = [2]
     assert [trainer.send(), trainer.send()] == ["whole", "whole"]
@@ -147,14 +147,14 @@ def test_members_that_hold_another_version_or_take_no_patches_get_all_weights(tr
     assert trainer.send() == "whole"
 
 
-def test_a_patch_that_would_not_be_shorter_is_not_sent(trainer: Trainer) -> None:
+def test_a_patch_that_saves_nothing_is_not_sent(trainer: Trainer) -> None:
     assert [trainer.send(), trainer.send(share=1.0), trainer.send()] == ["whole", "whole", "patch"]
 
 
-def test_a_broken_send_leaves_no_rank_waiting_and_all_weights_follow(trainer: Trainer) -> None:
+def test_a_broken_send_leaves_no_rank_waiting(trainer: Trainer) -> None:
     assert [trainer.send(), trainer.send()] == ["whole", "patch"]
     trainer.transport.fails = True
-    for _ in range(2):  # the first breaks a patch, the second a transfer of all weights
+    for _ in range(2):  # the first fails in a patch, the second in a transfer of all weights
         with pytest.raises(SendFailed, match="a member is gone"):
             trainer.send()
     trainer.transport.fails = False
@@ -162,9 +162,7 @@ def test_a_broken_send_leaves_no_rank_waiting_and_all_weights_follow(trainer: Tr
 
 
 @pytest.mark.parametrize("method", ["encode", "load"])
-def test_a_rank_without_memory_costs_transfers_of_all_weights(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_a_rank_out_of_memory_causes_full_transfers(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     assert trainer.send() == "whole"
     honest = getattr(ChangeEncoder, method)
 
@@ -180,14 +178,12 @@ def test_a_rank_without_memory_costs_transfers_of_all_weights(
     assert [trainer.send(), trainer.send()] == (["whole", "patch"] if method == "load" else ["patch", "patch"])
 
 
-def test_all_weights_go_every_so_often(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_weights_are_sent_periodically(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(senders, "WHOLE_EVERY", 4)
     assert [trainer.send() for _ in range(9)] == ["whole", *["patch"] * 3, "whole", *["patch"] * 3, "whole"]
 
 
-def test_newcomers_do_not_put_off_the_transfer_of_all_weights_to_the_others(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newcomers_do_not_delay_the_periodic_full_transfer(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(senders, "WHOLE_EVERY", 4)
     assert trainer.send() == "whole"
     for _ in range(3):
@@ -196,7 +192,7 @@ def test_newcomers_do_not_put_off_the_transfer_of_all_weights_to_the_others(
     assert [trainer.send(), trainer.send()] == ["whole", "patch"]
 
 
-def test_adapters_are_refused(tmp_path: Path) -> None:
+def test_adapters_are_rejected(tmp_path: Path) -> None:
     parts = {"w": [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)]}
     with pytest.raises(ConfigError, match="sends no adapters"):
         SparseWeightSender(make_config(tmp_path), parts, lambda w: w[0], 0, 1, lambda v: [v], lambda *_: None)

@@ -1,4 +1,4 @@
-"""Adapters alone travel, and the receiver merges them as the trainer does."""
+"""Only adapters are sent, and the receiver merges them as the trainer does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.versions import assert_same_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_adapters_alone_travel_and_are_merged_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_only_adapters_are_sent_and_merged_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
     model = make_model(tmp_path, tied=True).to(dtype)
     config = make_config(tmp_path, sync={"backend": "store", "folder": f"{tmp_path}/volume"}, lora={"rank": 2, "alpha": 8.0})
     lora.attach(model, config.lora, str(tmp_path))
@@ -41,4 +41,4 @@ def test_adapters_alone_travel_and_are_merged_to_the_bit(tmp_path: Path, dtype: 
     sent = sender.sent
     assert sent["delta"]
     assert sent["bytes"] <= sum(weight.numel() * dtype.itemsize for weight in adapters)
-    assert {weight.dtype for weight in adapters} == {torch.float32}, "they are trained in float32 and travel in the model's dtype"
+    assert {weight.dtype for weight in adapters} == {torch.float32}, "trained in float32, but sent in the model's dtype"

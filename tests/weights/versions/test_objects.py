@@ -1,5 +1,5 @@
-"""Objects in a folder, in a bucket of a real S3 server and by the client for Google's buckets: the same behaviour, and versions
-that travel by them.
+"""Objects in a folder, in a bucket of a real S3 server and through the client for Google's buckets behave alike, and versions
+can be sent through them.
 
 The client for Google's buckets speaks their XML interface, which the S3 server answers. gcp-storage-emulator 2026.7.19 does not:
 it answers 501 to a list and to a delete there, and leaves out ETag.
@@ -28,7 +28,7 @@ from tests.weights.test_store_rounds import assert_equal, step
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the URL of a bucket at a server of its own."""
+    """Return the URL of a bucket on a separate server."""
     with served(tmp_path_factory, signed=True) as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
@@ -65,7 +65,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
     return open_objects(f"{request.getfixturevalue(request.param)}-{request.param}-{tmp_path.name}")
 
 
-def test_objects_are_put_read_listed_and_deleted(objects: Objects) -> None:
+def test_objects_are_written_read_listed_and_deleted(objects: Objects) -> None:
     assert objects.names() == []
     objects.put("1/catalogue.json", [b"{}"])
     objects.put("1/0.anchor/0.0", [b"ab", memoryview(b"cd"), bytearray(b"ef")])
@@ -81,7 +81,7 @@ def test_objects_are_put_read_listed_and_deleted(objects: Objects) -> None:
         objects.get("1/0.anchor/0.0")
 
 
-def test_runs_of_an_object_are_read_to_where_they_belong(objects: Objects) -> None:
+def test_ranges_of_an_object_are_read_into_place(objects: Objects) -> None:
     objects.put("1/0.anchor/0.0", [b"abcdefgh"])
     memory = bytearray(b"........")
     objects.read_into(
@@ -94,7 +94,7 @@ def test_runs_of_an_object_are_read_to_where_they_belong(objects: Objects) -> No
         objects.read_into("1/0.anchor/0.1", 8, [])
 
 
-def test_an_empty_folder_goes_with_its_last_object(tmp_path: Path) -> None:
+def test_an_empty_folder_is_deleted_with_its_last_object(tmp_path: Path) -> None:
     objects = FolderObjects(tmp_path)
     objects.put("1/0.anchor/0.0", [b"x"])
     objects.put("1/0.anchor/manifest", [b"x"])
@@ -104,7 +104,7 @@ def test_an_empty_folder_goes_with_its_last_object(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     objects = FolderObjects(tmp_path)
     (tmp_path / "1" / "name").mkdir(parents=True)
     with pytest.raises(OSError, match="name"):
@@ -112,7 +112,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert objects.names() == []
 
 
-def test_a_server_that_is_not_there_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}
     for name, value in nobody.items():
         monkeypatch.setenv(name, value)
@@ -122,7 +122,7 @@ def test_a_server_that_is_not_there_is_an_error_in_time(monkeypatch: pytest.Monk
     assert time.monotonic() - began < 20
 
 
-def test_a_place_that_is_none_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_location_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="nowhere://bucket"):
         open_objects("nowhere://bucket")
     monkeypatch.setitem(sys.modules, "obstore", None)
@@ -130,14 +130,14 @@ def test_a_place_that_is_none_names_the_remedy(monkeypatch: pytest.MonkeyPatch) 
         open_objects("s3://weights/run")
 
 
-def test_a_large_object_travels_in_parts(objects: Objects) -> None:
-    data = bytes(range(256)) * (11 << 12)  # 11 MiB: clients of buckets put 5 at a time
+def test_a_large_object_is_sent_in_parts(objects: Objects) -> None:
+    data = bytes(range(256)) * (11 << 12)  # 11 MiB: clients of buckets send 5 at a time
     objects.put("1/0.anchor/0.0", [data[:1000], data[1000:]])
     assert bytes(objects.get("1/0.anchor/0.0")) == data
 
 
 @pytest.mark.parametrize("kind", ["bucket", "google"])
-def test_rounds_and_latecomers_by_a_bucket(
+def test_rounds_and_latecomers_use_a_bucket(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, server: RedisServer
 ) -> None:
     import torch
