@@ -1,4 +1,4 @@
-"""`python -m tests.api_fuzz --minutes 10`: fuzz the endpoints of every kind of service for so long."""
+"""`python -m tests.api_fuzz --minutes 10`: fuzz the endpoints of every kind of service for this long."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def fuzzed(folder: Path, seconds: float, seed: int, wanted: Collection[str] = ()) -> dict[str, int]:
-    """Serve every kind of service over a Redis of its own, and fuzz it."""
+    """Serve every kind of service on a separate Redis, and fuzz it."""
     server, portal = RedisServer(folder / "redis"), Portal()
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""The fuzzer: every endpoint in turn, until the time is over, valid and invalid requests with and without the right token."""
+"""The fuzzer: every endpoint in turn until time is up, with valid and invalid requests, with and without a valid token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHECKS = [
     content_type_conformance, not_a_server_error, response_headers_conformance, response_schema_conformance,
     status_code_conformance, unsupported_method,
 ]  # fmt: skip
-ROUND = 20  # requests to an endpoint in a turn
+ROUND = 20  # requests to an endpoint per turn
 LONGEST_WAIT_S = 0.05
 
 SESSION = requests.Session()
@@ -83,5 +83,5 @@ def _turn(operation: Any, mode: GenerationMode, url: str, seed: int, answers: Co
                 raise AssertionError(f"{operation.label}: {answer.status_code} {answer.text}\n{case.as_curl_command(headers)}")
             case.validate_response(answer, checks=CHECKS)
 
-    with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # no request to this endpoint can be wrong
+    with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # no request to this endpoint can be invalid
         send()

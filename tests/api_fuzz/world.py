@@ -1,4 +1,4 @@
-"""The endpoints of every kind of service on real sockets, over one run with something of everything in it."""
+"""The endpoints of every kind of service on real sockets, for one run that contains something of every kind."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.rounds_world import AnyVerifier
 from tests.support.scripted import ScriptedEngine
 
 KINDS = ("generator", "dataprep", "trainer", "tracker", "web")
-ENDLESS = "/v1/console/live"  # a stream of events: an answer that does not end
+ENDLESS = "/v1/console/live"  # an event stream: a response that does not end
 TOKENS = ApiTokens("operate-token", "read-token")
 
 
 def add_routes(service: Service) -> None:
-    """Those of the service's own kind; a tracker has none."""
+    """Routes of the service's kind; a tracker has none."""
     match service.kind:
         case "generator":
             given = (ScriptedEngine(), PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
@@ -45,7 +45,7 @@ def add_routes(service: Service) -> None:
 
 
 async def fill(store: Store) -> None:
-    """Groups in every place: issued, claimed, settled, planned, trained, buried."""
+    """Groups in every place: issued, claimed, settled, planned, trained, dead-lettered."""
     team = await flow.start(store, steps=100, slots=40)
     await flow.buffer(store, team, 6)
     await flow.prepare(store, team, 0, ["0-0", "0-1"])
@@ -58,7 +58,7 @@ async def fill(store: Store) -> None:
 
 @contextlib.asynccontextmanager
 async def endpoints(folder: Path, server: RedisServer, run: str) -> AsyncIterator[dict[str, tuple[str, FastAPI]]]:
-    """Address and app by kind of service."""
+    """Addresses and apps by kind of service."""
     config = small_config(folder, server, f"run.name={run}")
     save_tokenizer_folder(folder / "model")
     async with contextlib.AsyncExitStack() as stack:

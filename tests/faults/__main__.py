@@ -26,7 +26,7 @@ from tests.support.preloading import starter
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a campaign; the exit code."""
+    """Run a campaign; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=20, help="how many to apply")
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of faults")
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         folder.resolve(), code.resolve(), options.profile, options.engine, options.steps, options.generators, options.token_s,
         options.appendfsync,
     )  # fmt: skip
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries say as they are imported is no part of the result
+    with contextlib.redirect_stdout(sys.stderr):  # output of libraries on import is not part of the result
         config = load(setting.write("shape"), environ={})
     shape = Shape(config.generator.count, config.trainer.ranks, bool(config.environments))
     try:
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.preloaded:
         starter.start("heavy")
     outcome, faults = Outcome(), sequence(options.seed, options.faults, kinds, shape)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either way nothing is left running
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal leaves nothing running
     try:
         asyncio.run(campaign(setting, faults, tell, outcome, 60 * options.minutes))
     except KeyboardInterrupt:

@@ -22,42 +22,42 @@ from tests.faults.strike import Strike
 from tests.faults.verdict import Verdict, judge
 from tests.faults.watcher import POLL_S, Look, Watcher
 
-MOMENT_LIMIT_S = 5.0  # how long a phase is waited for: not every run passes through it again
-LAST_STEPS = 8  # no fault comes in the last of a run: the run could end before it is steady again
+MOMENT_LIMIT_S = 5.0  # limit of waiting for a phase: not every run passes through it again
+LAST_STEPS = 8  # no faults in the last steps: the run could end before it is steady again
 STEADY_LIMIT_S = {"scripted": 120.0, "vllm": 300.0}
-START_LIMIT_S = 600.0  # until a run is steady for the first time
+START_LIMIT_S = 600.0  # limit until a run is steady for the first time
 END_LIMIT_S = {"scripted": 240.0, "vllm": 900.0}
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A fault that was applied, and what it cost."""
+    """An applied fault and its cost."""
 
     fault: Fault
     run: str
     victim: str
     recovery_s: float | None
-    """From the end of the fault to the steady state; None where the next one came before that, or the run ended."""
+    """From the end of the fault to the steady state; None if the next one came before that, or the run ended."""
 
 
 @dataclass
 class Outcome:
-    """What a campaign came to."""
+    """Results of a campaign."""
 
     applied: list[Applied] = field(default_factory=list)
     missed: int = 0
-    """Faults for which there was no victim, or no call whose reply could be lost."""
+    """Faults without a victim, or without a call whose reply could be lost."""
     verdicts: list[Verdict] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     inconclusive: str = ""
-    """Why nothing can be said of the last run: it never came to the state in which faults are applied."""
+    """Why the last run gives no result: it never reached the state in which faults are applied."""
     wall_s: float = 0.0
 
 
 async def campaign(
     setting: Setting, faults: Iterable[Fault], tell: Callable[[str], None], outcome: Outcome, limit_s: float = inf
 ) -> None:
-    """Apply `faults` to runs of `setting`, none after `limit_s`; what comes of it is put into `outcome` as it comes."""
+    """Apply `faults` to runs of `setting`, none after `limit_s`; results are added to `outcome` as they arrive."""
     left, started = deque(faults), time.monotonic()
     comparable, calm, number = setting.profile != "replay" and setting.engine == "scripted", None, 0
     while left and not outcome.violations and not outcome.inconclusive and time.monotonic() - started < limit_s:
@@ -73,7 +73,7 @@ async def campaign(
             outcome.wall_s = time.monotonic() - started
         outcome.violations += watcher.violations
         if not watcher.violations and not outcome.inconclusive:
-            if comparable and calm is None:  # not before it is needed: most of what can go wrong shows earlier
+            if comparable and calm is None:  # only when needed: most problems show earlier
                 calm = await run_calmly(setting, "calm")
             verdict = await judge(run, watcher, calm)
             outcome.verdicts.append(verdict)
@@ -84,7 +84,7 @@ async def campaign(
 
 
 class _Attack:
-    """The faults of one run."""
+    """Applies the faults of one run."""
 
     def __init__(
         self, run: RunUnderTest, watcher: Watcher, left: deque[Fault], outcome: Outcome, tell: Callable[[str], None],
@@ -96,7 +96,7 @@ class _Attack:
         self._strike = Strike(run, watcher, self.limit_s)
 
     async def carry_out(self) -> None:
-        """Start the run, apply faults while it has steps left, and see it to its end."""
+        """Start the run, apply faults while it has steps left, and wait for its end."""
         await self.run.open()
         helpers = [asyncio.create_task(self.watcher.follow()), asyncio.create_task(self.run.keep_standby())]
         try:
@@ -153,7 +153,7 @@ class _Attack:
             self.outcome.missed += 1
             return
         ended = time.monotonic()
-        # A console's end is that of all pods, and rank 0 speaks for its commands.
+        # The console's exit ends all pods, and rank 0 acts for its commands.
         pod = "trainer-0" if fault.target in ("console", "trainer") else victim
         new = {pod: before.get(pod, "")} if fault.verb in ENDS and fault.target != "redis" else {}
         recovery_s = None
@@ -191,7 +191,7 @@ class _Attack:
         return None
 
     async def _end(self) -> None:
-        """Wait for the run and the command to end by themselves. The limit counts from each step, however slow they are."""
+        """Wait for the run and the command to end by themselves. The limit restarts with each step, however slow."""
         limit_s, committed = END_LIMIT_S[self.run.setting.engine], -1
         deadline = time.monotonic() + limit_s
         while self.run.ended is None and time.monotonic() < deadline and not self.watcher.violations:

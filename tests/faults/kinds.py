@@ -13,15 +13,15 @@ from typing import Any
 
 VERBS = {
     "kill": ("generator", "dataprep", "trainer", "console", "redis", "environment"),  # SIGKILL
-    "stop": ("generator", "dataprep", "trainer", "console", "redis", "environment"),  # SIGSTOP, and SIGCONT after a while
+    "stop": ("generator", "dataprep", "trainer", "console", "redis", "environment"),  # SIGSTOP, then SIGCONT after a while
     "term": ("generator", "dataprep", "trainer", "console", "redis", "environment"),  # SIGTERM
     "drop": ("generator", "dataprep", "trainer"),  # CLIENT KILL of all connections of a pod
-    "cut": ("generator", "dataprep", "trainer"),  # nothing passes between a pod and Redis for a while
-    "lose": ("generator", "dataprep", "trainer"),  # a call takes effect, its reply is lost with the connection
+    "cut": ("generator", "dataprep", "trainer"),  # no traffic between a pod and Redis for a while
+    "lose": ("generator", "dataprep", "trainer"),  # a call takes effect, but its reply is lost with the connection
     "pause": ("redis",),  # CLIENT PAUSE
     "twin": ("trainer",),  # the trainer is stopped, another takes its place, and it wakes
 }
-"""Verb -> what it is done to."""
+"""Verb -> kinds of victims."""
 
 KINDS = tuple(f"{verb}-{target}" for verb, targets in VERBS.items() for target in targets)
 ENDS = ("kill", "term", "twin")
@@ -40,9 +40,9 @@ CALLS = {
 }  # fmt: skip
 """Functions whose reply may be lost."""
 AT_THE_START = ("create", "attach_trainer", "desire")
-"""Those of them that a pod calls when it starts: it is killed once its reply is awaited."""
+"""Those that a pod calls when it starts: it is killed while it awaits the reply."""
 AT_THE_END = ("save_partial", "release", "step_down", "leave")
-"""Those that it calls when it ends: it is told to."""
+"""Those that a pod calls when it exits: it is terminated."""
 ELSEWHERE = {
     "audit": "reads",
     "snapshot_hold": "only while a copy takes seconds",
@@ -68,19 +68,19 @@ ELSEWHERE = {
         "only in runs that evaluate",
     ),
 }  # fmt: skip
-"""Functions that the runs under test do not call, and when they are. Their replies are lost in tests/repeats."""
+"""Functions that the runs under test do not call, and when they are called. tests/repeats loses their replies."""
 
 TRAINER = ("training", "syncing", "saving", "waiting for data")
 ROUND = ("gather", "join", "pause", "transfer")
 RECOVERY = ("starting", "loading", "catching up", "unsynced", "standby", "syncing")
 LONGEST_STOP_S, LONGEST_PAUSE_S = 8.0, 4.0
 LONGEST_DELAY_S = 2.0
-HURRIED = 0.15  # share of faults that come while the run still recovers from the one before
+HURRIED = 0.15  # share of faults applied while the run still recovers from the previous one
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run consists of."""
+    """The pods of a run."""
 
     generators: int
     ranks: int
@@ -88,7 +88,7 @@ class Shape:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds that it can suffer: a second trainer is one process, so it cannot take the place of two ranks."""
+        """Kinds that apply to it: a second trainer is one process, so it cannot replace two ranks."""
         absent = {"twin-trainer"} if self.ranks > 1 else set[str]()
         absent |= set() if self.environments else {f"{verb}-environment" for verb in VERBS}
         return tuple(kind for kind in KINDS if kind not in absent)
@@ -103,15 +103,15 @@ class Fault:
     victim: str
     """Pod, `leader`, `standby`, `console` or `redis`."""
     delay_s: float
-    """Seconds to wait first; with a phase, after that has been seen."""
+    """Seconds to wait first; with a phase, after it has been observed."""
     phase: str
-    """`<who> <phase>` to wait for, who a pod or `round`; empty: none."""
+    """`<who> <phase>` to wait for, where who is a pod or `round`; empty for none."""
     duration_s: float
-    """Of stop, cut and pause."""
+    """Duration of stop, cut and pause."""
     call: str
-    """Of lose: the function."""
+    """The function of lose."""
     hurried: bool
-    """It does not wait until the run is steady after the fault before."""
+    """Whether it does not wait until the run is steady after the previous fault."""
 
     @property
     def verb(self) -> str:
@@ -120,7 +120,7 @@ class Fault:
 
     @property
     def target(self) -> str:
-        """To what kind of victim."""
+        """The kind of victim."""
         return self.kind.partition("-")[2]
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ def sequence(seed: int, count: int, kinds: Sequence[str], shape: Shape) -> Itera
 
 
 def _fault(dice: random.Random, number: int, kind: str, shape: Shape) -> Fault:
-    # Every fault takes the same number of draws, so that a change to one leaves those after it alone.
+    # Every fault uses the same number of draws, so that a change to one does not affect later ones.
     verb, _, target = kind.partition("-")
     which, late, share, long, hurry, call, moment = (dice.random() for _ in range(7))
     hurried = number > 0 and hurry < HURRIED and verb != "twin"

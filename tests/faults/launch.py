@@ -24,7 +24,7 @@ _places: dict[str, Path] = {}  # pod -> its own configuration
 
 def proxied(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[ServicePlan]:
     """The real plan, with each pod's own configuration."""
-    if not _places:  # the launcher asks again and again, and pods are reading
+    if not _places:  # the launcher asks repeatedly, while pods are reading
         _places.update(_own_places(config, path.parent / "pods"))
 
     def own_place(pod: ProcessPlan) -> ProcessPlan:

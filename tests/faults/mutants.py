@@ -1,4 +1,4 @@
-"""The code that a run under test runs: a copy of `services`, whole or with one guard removed.
+"""The code of a run under test: a copy of `services`, complete or with one guard removed.
 
 Guarantees: runs do not see what becomes of the working tree meanwhile; a guard that is no longer there, word for word, is an
 error and no silent pass.
@@ -38,7 +38,7 @@ MUTANTS = {
         "",
     ),
 }
-"""Name -> file, the guard, and what stands in its place."""
+"""Name -> file, guard and replacement."""
 
 
 def copy_code(to: Path, mutant: str = "") -> None:

@@ -14,7 +14,7 @@ CHUNK_BYTES = 2**16
 
 
 class Proxy:
-    """Listens on `port` once started; `upstream` says where Redis is at the moment."""
+    """Listens on `port` once started; `upstream` returns the current address of Redis."""
 
     def __init__(self, upstream: Callable[[], tuple[str, int] | None]) -> None:
         self._upstream = upstream
@@ -38,25 +38,25 @@ class Proxy:
             downstream.close()
 
     def cut(self) -> None:
-        """Let nothing through."""
+        """Block all traffic."""
         self._flows.clear()
 
     def mend(self) -> None:
-        """Let everything through again."""
+        """Unblock traffic."""
         self._flows.set()
 
     def lose_reply(self, function: str) -> None:
-        """Pass the next call of a Redis Function on, and end its connection when the reply comes; sets `lost` then."""
+        """Forward the next call of a Redis Function, and close its connection when the reply arrives; then set `lost`."""
         self._lose = f"_{function}\r\n".encode()
         self.lost.clear()
 
     def spare(self) -> None:
-        """Lose no reply after all."""
+        """Cancel losing a reply."""
         self._lose = b""
 
     @property
     def addresses(self) -> list[str]:
-        """This pod's connections as the server names them."""
+        """This pod's connections, by the server's names."""
         return ["{}:{}".format(*upstream.get_extra_info("sockname")) for upstream in self._ends]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -65,7 +65,7 @@ class Proxy:
             if place is None:
                 raise OSError("no Redis")
             replies, upstream = await asyncio.open_connection(*place)
-        except OSError:  # Redis is away: the pod sees its connection end
+        except OSError:  # Redis is down: the pod's connection is closed
             writer.close()
             return
         self._ends[upstream] = writer

@@ -43,7 +43,7 @@ PROFILES = {
     ),
     "replay": ("replay.sampler=prioritized", "replay.max_uses=2", "replay.capacity=64"),
 }
-"""What a run is like, beside what all have in common. The groups of a step depend on timing in `replay` alone."""
+"""Settings of a kind of run beyond the common ones. Only in `replay` do the groups of a step depend on timing."""
 
 SCRIPTED = (
     "run.seed=3", "generator.lease_s=2.0", "generator.verifier_workers=1", "generator.drain_s=3",
@@ -58,12 +58,12 @@ VLLM = (
     f'model.path="{ROOT / "build/arithmetic"}"',
 )  # fmt: skip
 STANDBY = "dataprep-1"
-KEEP_S = 0.5  # how long a second dataprep may be dead before it is started again
+KEEP_S = 0.5  # delay before a dead second dataprep is restarted
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What kind of run: where, how long, of what."""
+    """The kind of run, its folder, length and pods."""
 
     folder: Path
     code: Path
@@ -96,7 +96,7 @@ class Setting:
 
 @dataclass
 class RunUnderTest:
-    """A run of `setting`, and who may be a victim in it."""
+    """A run of `setting` and its possible victims."""
 
     setting: Setting
     name: str
@@ -111,12 +111,12 @@ class RunUnderTest:
         self.shape = Shape(self.config.generator.count, self.config.trainer.ranks, bool(self.config.environments))
         self.log = self.setting.folder / f"{self.name}.log"
         self._console: subprocess.Popen[bytes] | None = None
-        self._beside: dict[str, subprocess.Popen[bytes]] = {}  # pods the console knows nothing of
+        self._beside: dict[str, subprocess.Popen[bytes]] = {}  # pods unknown to the console
         self.twins = 0
 
     @property
     def pods(self) -> list[str]:
-        """Pods that are heard of when all is well."""
+        """Pods with a heartbeat when all is well."""
         generators = [f"generator-{i}" for i in range(self.shape.generators)]
         environments = [f"environment-{i}" for i in range(self.shape.environments)]
         return ["dataprep-0", *([STANDBY] if self.standby else []), "trainer-0", *generators, *environments]
@@ -129,7 +129,7 @@ class RunUnderTest:
         self.start()
 
     async def close(self) -> None:
-        """End all that is left of the run."""
+        """Stop everything left of the run."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ class RunUnderTest:
             await proxy.close()
 
     def start(self, module: str = "tests.faults.launch") -> None:
-        """The command, as a person gives it: the first time, and again after the console has ended."""
+        """Run the command as a person would: the first time, and again after the console has exited."""
         ports = json.dumps({name: proxy.port for name, proxy in self.proxies.items()})
         command = [sys.executable, "-m", module, "run", str(self.path), "--no-screen"]
         with self.log.open("ab") as log:
@@ -156,12 +156,12 @@ class RunUnderTest:
 
     @property
     def last_line(self) -> str:
-        """The last that the console said."""
+        """The end of the console's output."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def place(self) -> tuple[str, int] | None:
-        """Where Redis is at the moment; None before the run has one."""
+        """The current address of Redis; None before the run has one."""
         with contextlib.suppress(OSError, ValueError):
             url = urlsplit(load_resolved(self.folder.config).redis.url)
             return url.hostname or "", url.port or 0
@@ -184,16 +184,16 @@ class RunUnderTest:
                 words = (proc / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
                 inherited = f"GRPO_CONFIG={self.folder.path}/".encode() in (proc / "environ").read_bytes()
                 in_redis = os.readlink(proc / "cwd") == str(self.folder.redis)
-            except OSError:  # gone meanwhile, or another user's
+            except OSError:  # exited meanwhile, or another user's
                 continue
             is_console = words[-2:] == [str(self.path), "--no-screen"]
             named = {"console": is_console, "redis": in_redis, "": is_console or in_redis or inherited}.get(pod, own in words)
-            if named and words != [""]:  # one that has ended and was not waited for has none
+            if named and words != [""]:  # a zombie has none
                 found.append(int(proc.name))
         return found
 
     def signal(self, victim: str, sig: signal.Signals) -> list[int]:
-        """Signal a victim's processes; a stop and its end go to all that it started, as when a machine is frozen."""
+        """Signal a victim's processes; SIGSTOP and SIGCONT also go to its children, as when a machine freezes."""
         pids = self.processes(victim)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -204,7 +204,7 @@ class RunUnderTest:
         return pids
 
     def wake(self, pids: Sequence[int]) -> None:
-        """End a stop of these processes and all that they started."""
+        """Continue these processes and their children."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 group = os.getpgid(pid)
@@ -219,7 +219,7 @@ class RunUnderTest:
             await asyncio.sleep(KEEP_S)
 
     def start_twin(self) -> subprocess.Popen[bytes]:
-        """Another trainer of the same name, as when a pod is replaced that still lives."""
+        """Start another trainer of the same name, as when a pod is replaced while still alive."""
         self.twins += 1
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return self._start_beside("trainer", "trainer-0", f"twin-{self.twins}", alone)
@@ -238,7 +238,7 @@ class RunUnderTest:
         return process
 
     def _environ(self, **more: str) -> dict[str, str]:
-        # The copy comes before the tree, which has the scripted engine and this package.
+        # The copy precedes the tree, which has the scripted engine and this package.
         return {**os.environ, "PYTHONPATH": f"{self.setting.code}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "", **more}
 
     def weights(self) -> str:
@@ -247,7 +247,7 @@ class RunUnderTest:
 
 
 async def run_calmly(setting: Setting, name: str) -> RunUnderTest:
-    """A run that nothing happens to, quick and small: scripted tokens depend neither on time nor on who makes them."""
+    """A short undisturbed run: scripted tokens depend neither on time nor on the generator."""
     run = RunUnderTest(setting, name, ("generator.engine_options.token_s=0.0", "generator.count=1"), standby=False)
     try:
         run.start("services.console")

@@ -1,4 +1,4 @@
-"""Doing it: each verb of kinds.py on a real process, connection or server."""
+"""Applies each verb of kinds.py to a real process, connection or server."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tests.faults.kinds import AT_THE_END, AT_THE_START, Fault
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import POLL_S, Watcher
 
-LOST_LIMIT_S, LOST_STEPS = 5.0, 2  # how long a call is waited for whose reply is to be lost, and for how many steps at least
-STARTED_LIMIT_S, ENDED_LIMIT_S = 30.0, 8.0  # the same for a call that a pod makes when it starts, or when it ends
+LOST_LIMIT_S, LOST_STEPS = 5.0, 2  # limit, and least steps, of waiting for a call whose reply is to be lost
+STARTED_LIMIT_S, ENDED_LIMIT_S = 30.0, 8.0  # the same for a call that a pod makes when it starts or exits
 
 
 class Strike:
-    """Applies faults to `run`; what must not follow from them goes to `watcher` as a violation, within `limit_s`."""
+    """Applies faults to `run`; reports violations to `watcher` within `limit_s`."""
 
     def __init__(self, run: RunUnderTest, watcher: Watcher, limit_s: float) -> None:
         self.run, self.watcher, self.limit_s = run, watcher, limit_s
 
     def victim(self, fault: Fault) -> str:
-        """Whom it hits: who leads, or stands by, is known at the moment alone."""
+        """The victim: who leads or stands by is known only at this moment."""
         roles = {"leader": "leading", "standby": "standby"}
         return (self.watcher.last.dataprep(roles[fault.victim]) if fault.victim in roles else fault.victim) or "dataprep-0"
 
     async def carry_out(self, fault: Fault, victim: str) -> bool:
-        """Do it; returns once it is over. False: there was nobody to do it to."""
+        """Apply it; return once it is over, or False if there was no victim."""
         match fault.verb:
             case "kill" | "term":
                 return await self._kill(victim, signal.SIGKILL if fault.verb == "kill" else signal.SIGTERM)
@@ -52,7 +52,7 @@ class Strike:
         return True
 
     async def _kill(self, victim: str, sig: signal.Signals) -> bool:
-        """A trainer of many ranks heeds a SIGTERM on rank 0 alone, which speaks for all."""
+        """With several trainer ranks, only a SIGTERM to rank 0 has an effect, for all of them."""
         if victim == "redis" and self.run.setting.appendfsync != "always":
             self.watcher.may_go_back = True
         pids = self.run.signal("trainer-0" if sig == signal.SIGTERM and victim.startswith("trainer") else victim, sig)
@@ -78,7 +78,7 @@ class Strike:
         return proxy.lost.is_set()
 
     async def _lost(self, lost: asyncio.Event, limit_s: float, steps: int) -> None:
-        """Wait for as long as it takes a busy machine: at least until so many more steps are committed."""
+        """Wait long enough for a busy machine: at least until this many more steps are committed."""
         began, since = self.watcher.last.committed, time.monotonic()
         while not lost.is_set() and self.run.ended is None and not self.watcher.violations:
             slow = self.watcher.last.committed < began + steps
@@ -87,7 +87,7 @@ class Strike:
             await asyncio.sleep(POLL_S)
 
     async def _command(self, fault: Fault, victim: str) -> bool:
-        """What the server itself is told; past the retries of a store, which would wait a pause out."""
+        """Send a command directly to the server, without the retries of a store, which would wait out a pause."""
         try:
             store = await self.run.store()
             try:
@@ -99,12 +99,12 @@ class Strike:
                         await store.client.execute_command("CLIENT", "KILL", "ADDR", address)
             finally:
                 await store.close()
-        except (StoreError, RedisError, OSError):  # it is away, by a fault before this one; or that connection is gone
+        except (StoreError, RedisError, OSError):  # it is down from an earlier fault, or that connection is gone
             return False
         return True
 
     async def _twin(self) -> None:
-        """The old trainer wakes when the new one has trained; one of them has to go, whichever was not last to attach."""
+        """The old trainer wakes after the new one has trained; the one that was not last to attach must exit."""
         old = self.run.signal("trainer-0", signal.SIGSTOP)
         twin = self.run.start_twin()
         try:

@@ -1,4 +1,4 @@
-"""What became of a run, when it is over: judged from its own files and from what its Redis holds.
+"""The verdict on a finished run, from its files and from the contents of its Redis.
 
 Guarantees: reads the append-only file that the run left through a server of its own, so nothing that Redis held escapes.
 """
@@ -18,7 +18,7 @@ from services.store.records import RunState
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import Watcher
 
-LEAVE_S = 15.0  # how long processes of a run may take to go once it is over
+LEAVE_S = 15.0  # limit for the processes of a finished run to exit
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Verdict:
     lost: int
     doubled: int
     skipped: int
-    """Prompts before the cursor of the run that are nowhere: neither trained nor dropped nor under way."""
+    """Prompts before the run's cursor that are nowhere: neither trained nor dropped nor in flight."""
     leaked: int
-    """Payloads that nothing refers to and that will not expire."""
+    """Unreferenced payloads that will not expire."""
     dropped: int
-    """Tickets with another outcome than trained: none has to be in a run like this."""
+    """Tickets with an outcome other than trained: such a run must have none."""
     max_lag: int
     plans_seen: int
     in_order: bool | None
-    """Whether the groups of every plan seen are those of the run without faults; None: they may differ."""
+    """Whether the groups of every observed plan equal those of the run without faults; None if they may differ."""
     bit_identical: bool | None
-    """Whether the weights are; None: they may differ."""
+    """Whether the weights are equal; None if they may differ."""
     restarts: dict[str, int]
     audits: int
     went_back: int
@@ -56,7 +56,7 @@ class Verdict:
 
 
 async def judge(run: RunUnderTest, watcher: Watcher, calm: RunUnderTest | None) -> Verdict:
-    """Judge a finished run; `calm` is one of the same configuration that nothing happened to, None: it need not agree with it."""
+    """Judge a finished run; `calm` is an undisturbed run of the same configuration, or None if they need not agree."""
     summary = json.loads(run.folder.summary.read_text())
     rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
     violations = []
@@ -103,7 +103,7 @@ async def judge(run: RunUnderTest, watcher: Watcher, calm: RunUnderTest | None) 
 
 
 def _order(run: RunUnderTest, count: int = 0) -> list[str]:
-    """The first tickets of the run, as many as it trains on unless `count` says."""
+    """The first `count` tickets of the run, by default as many as it trains on."""
     config = run.config
     order = PromptOrder(PromptSource(config).spans, config.run.seed, config.data.shuffle, config.slots)
     count = count or config.admission.prompts_per_step * config.run.steps
@@ -111,7 +111,7 @@ def _order(run: RunUnderTest, count: int = 0) -> list[str]:
 
 
 async def _skipped(run: RunUnderTest, store: Store, state: RunState) -> int:
-    """Of the tickets before the cursor, those in no place and with no outcome."""
+    """Tickets before the cursor that have neither a place nor an outcome."""
     keys, places = store.keys, set()
     client: Any = store.client  # replies are bytes
     for name in (keys.outstanding, keys.replay_order, keys.prefix + ":reissue"):
@@ -133,7 +133,7 @@ async def _skipped(run: RunUnderTest, store: Store, state: RunState) -> int:
 
 
 async def _leaked(store: Store) -> int:
-    """Payloads without an expiry that no header, group or plan leads to."""
+    """Payloads without an expiry that no header, group or plan refers to."""
     keys = store.keys
     client: Any = store.client
     known = {fields[b"payload"].decode() for _, fields in await client.xrange(keys.headers)}

@@ -1,4 +1,4 @@
-"""What a run under test must keep to at every instant, and what its pods are doing.
+"""The invariants of a run under test, checked at every poll, and the state of its pods.
 
 Guarantees: reads only; what it holds against the run it saw in one atomic read. It looks past the proxies, some twenty times a
 second, and audits five times a second; while Redis is away it sees nothing.
@@ -22,7 +22,7 @@ from tests.faults.run_under_test import RunUnderTest
 
 POLL_S = 0.05
 AUDIT_EVERY_S = 0.2
-HEARD_S = 1.0  # a pod is there that beat its heart within five of its periods
+HEARD_S = 1.0  # a pod is alive if its last heartbeat is within five periods
 ANSWER_S = 2.0  # a look that takes longer is given up: Redis is away
 
 
@@ -95,7 +95,7 @@ class Watcher:
 
     async def look(self) -> Look:
         """Look now; the last look when Redis is away."""
-        async with self._looking:  # one after the other, else an older look would be judged after a newer one
+        async with self._looking:  # one at a time, otherwise an older poll could be judged after a newer one
             try:
                 async with asyncio.timeout(ANSWER_S):
                     if self._store is None:

@@ -1,4 +1,4 @@
-"""`python -m tests.storm --kills 1000`: exit code 1 if anything was lost, doubled, run or sampled twice, or leaked."""
+"""`python -m tests.storm --kills 1000`: exit code 1 if anything was lost, duplicated, run or sampled twice, or leaked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.preloading import starter
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Have the storm; return the exit code."""
+    """Run the storm; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.storm", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

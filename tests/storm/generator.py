@@ -1,4 +1,4 @@
-"""A generator of a storm: the real endpoint over an engine that calls tools; it follows published versions without weights.
+"""A generator in a storm: the real endpoint with an engine that calls tools; it follows published versions without weights.
 
 `python -m tests.storm.generator CONFIG NAME LOG`. The number in what it says names the turn: it depends on the tokens before it.
 """
@@ -31,7 +31,7 @@ END = "<|im_end|>"
 
 
 class CallingEngine(ScriptedEngine):
-    """Says calls of a tool, or something that ends the rollout."""
+    """Samples tool calls, or text that ends the rollout."""
 
     def __init__(self, log: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class CallingEngine(ScriptedEngine):
 
 
 def turn_number(prompt: list[int], seed: int) -> int:
-    """Return the number of the turn that is sampled after a context."""
+    """Return the number of the turn sampled after a context."""
     key = hashlib.blake2b(np.array([seed, *prompt], np.int64).tobytes(), digest_size=7).digest()
     return int.from_bytes(key, "little")
 
@@ -71,8 +71,8 @@ async def serve(config: RunConfig, name: str, log: str) -> None:
     async with open_service("generator", config, name) as service:
         engine = CallingEngine(log)
         await engine.start(config)
-        tokenizer: Any = range(engine.tokenizer.get_vocab_size())  # of which its length alone is asked
-        nobody: Any = None  # scores: this pod serves turns alone
+        tokenizer: Any = range(engine.tokenizer.get_vocab_size())  # only its length is used
+        nobody: Any = None  # scoring: this pod serves only turns
         add_routes(service, RolloutLoop(service, engine, tokenizer, nobody, GeneratorMetrics(service.registry)))
 
         async def follow(loop: Loop) -> None:

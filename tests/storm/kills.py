@@ -1,4 +1,4 @@
-"""Kills in a storm, and what is counted after it.
+"""Kills in a storm, and the counts after it.
 
 `lost`, `doubled`: tickets, by the audit. `tools_twice`: calls of a tool that were made again. `resampled_turns`: turns that were
 sampled again after their tool had been called, hence after they were committed. `leaked`: processes, scratch folders that no pod
@@ -23,13 +23,13 @@ from tests.kubernetes.pod_cluster import PodCluster
 from tests.storm.world import POLL_S, Pod, World, world
 
 PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0, "sandbox": 3.0, "node": 1.0}
-"""Longest time from when a pod is ready until it is killed. A new leader waits for the lease of the one before."""
+"""Maximum time from a pod's readiness to its kill. A new leader waits for the lease of the previous one."""
 END_LIMIT_S = 60.0
 
 
 @dataclass
 class Storm:
-    """What came of it."""
+    """Results of a storm."""
 
     kills: Counter[str] = field(default_factory=Counter[str])
     turns: int = 0
@@ -44,7 +44,7 @@ class Storm:
 
     @property
     def harm(self) -> dict[str, int]:
-        """What must be 0."""
+        """Counts that must be 0."""
         return {name: getattr(self, name) for name in ("lost", "doubled", "tools_twice", "resampled_turns", "leaked")}
 
 
@@ -72,7 +72,7 @@ async def storm(
         if place.cluster is not None:
             storms.append(_lose_nodes(place.cluster, enough, seed, found))
         await asyncio.gather(*storms)
-        await _progress(place)  # what was in progress is taken up
+        await _progress(place)  # work in progress is resumed
         await _ended(place)
         await _counted(place, found)
     found.seconds = time.monotonic() - began
@@ -103,12 +103,12 @@ async def _lose_nodes(cluster: PodCluster, enough: Callable[[], bool], seed: int
             try:
                 await asyncio.to_thread(*dice.choice([(cluster.lose, dice.choice(held)), (cluster.cut,)]))
                 found.kills["node"] += 1
-            except KeyError:  # it has gone meanwhile
+            except KeyError:  # it has been deleted meanwhile
                 continue
 
 
 async def _progress(place: World, steps: int = 2) -> None:
-    """Wait until so many more steps were trained."""
+    """Wait until this many more steps are trained."""
     state = await place.store.run.state()
     assert state is not None
     target, deadline = state.committed_step + steps, time.monotonic() + 120
@@ -118,7 +118,7 @@ async def _progress(place: World, steps: int = 2) -> None:
 
 
 async def _ended(place: World) -> None:
-    """Tell environments to end, then the others, and wait for them."""
+    """Terminate environments, then the others, and wait for them."""
     for kind in ("environment", "generator", "dataprep", "sandbox"):
         if kind == "sandbox" and place.cluster is not None:
             deadline = time.monotonic() + END_LIMIT_S
@@ -150,7 +150,7 @@ async def _counted(place: World, found: Storm) -> None:
 
 
 def _read_notes(log: Path, found: Storm) -> None:
-    called: dict[str, int] = {}  # turn -> when its tool was called
+    called: dict[str, int] = {}  # turn -> time of its tool call
     for line in sorted(log.read_text().splitlines(), key=lambda line: int(line.split()[2])):
         what, turn, at = line.split()
         if what == "tool":
@@ -161,12 +161,12 @@ def _read_notes(log: Path, found: Storm) -> None:
 
 
 def _left(place: World) -> list[str]:
-    """Return processes, and scratch folders after the sweep that a pod would make a minute later."""
+    """Return processes, and the scratch folders left after a pod's sweep a minute later."""
     deadline = time.monotonic() + END_LIMIT_S
     while (processes := place.processes()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     pods: list[str] = []
-    if place.cluster is not None:  # those that are ready, with a process each, belong there
+    if place.cluster is not None:  # warm pods, with one process each, are expected
         pods = place.cluster.held() + [f"process {pid} in a pod" for pid in place.cluster.processes()[len(place.cluster.pods) :]]
     folders = place.folder / "scratch"
     with patch.object(scratch, "YOUNG_S", 0.0), patch.object(scratch.tempfile, "gettempdir", lambda: str(folders)):

@@ -1,4 +1,4 @@
-"""The environment of a storm: its tool and its turns note what reaches them, each by the number that names a turn."""
+"""The environment of a storm: its tool and turns record every call, with the number of the turn."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def looking(path: str) -> str:
 
 
 def note(path: str, what: str, number: int) -> None:
-    """Append a line, whole even where several processes do."""
+    """Append a line atomically, even from several processes."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, f"{what} {number} {time.time_ns()}\n".encode())
     os.close(file)
 
 
 class Noted:
-    """Has a tool that must not run twice for one turn; it can be restored."""
+    """Has a tool that must not run twice for a turn; it can be restored."""
 
     tools = ["look"]
 

@@ -1,4 +1,4 @@
-"""The run of a storm: its Redis, a trainer that only commits and publishes, and pods that are started again whenever they die."""
+"""The run of a storm: its Redis, a trainer that only commits and publishes, and pods that are restarted when they die."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.support.harness import small_config
 ENDLESS = 100_000  # steps
 POLL_S = 0.05
 MARK = "STORM_FOLDER"
-"""Environment variable by which processes of a storm are found."""
+"""Environment variable that identifies processes of a storm."""
 
 
 @dataclass
 class Pod:
-    """A pod that is started again when it has died."""
+    """A pod that is restarted when it has died."""
 
     name: str
     command: Sequence[str]
@@ -48,20 +48,20 @@ class Pod:
 
 @dataclass
 class World:
-    """A run that a storm goes over."""
+    """A run exposed to a storm."""
 
     folder: Path
     config: RunConfig
     store: Store
     pods: list[Pod] = field(default_factory=list[Pod])
     environ: dict[str, str] = field(default_factory=dict[str, str])
-    """Further variables of the pods."""
+    """Additional variables of the pods."""
     cluster: PodCluster | None = None
-    """Where sandboxes are, if code of the policy runs in some."""
+    """The cluster with sandboxes, if the policy's code runs in them."""
 
     @property
     def log(self) -> Path:
-        """What programs and generators note."""
+        """Records of programs and generators."""
         return self.folder / "notes"
 
     def start(self, pod: Pod) -> None:
@@ -73,7 +73,7 @@ class World:
             )  # fmt: skip
 
     async def ready(self, pod: Pod) -> None:
-        """Wait until a pod that was just started does its work."""
+        """Wait until a newly started pod works."""
         assert pod.process is not None
         while pod.process.poll() is None:
             members = await self.store.fleet.members(self.config.fleet.ttl_s)
@@ -84,7 +84,7 @@ class World:
         raise RuntimeError(f"{pod.name} ended by itself: {(self.folder / f'{pod.name}.log').read_text()[-2000:]}")
 
     async def train(self) -> None:
-        """Commit every step that is prepared, and publish its weights."""
+        """Commit every prepared step, and publish its weights."""
         while await self.store.run.state() is None:
             await asyncio.sleep(POLL_S)
         fence = await self.store.run.attach_trainer()
@@ -110,7 +110,7 @@ class World:
         """Return the processes that belong to the storm, apart from its Redis and this one."""
         found: list[int] = []
         for proc in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # exited meanwhile
                 if f"{MARK}={self.folder}".encode() in (proc / "environ").read_bytes() and proc.name != str(os.getpid()):
                     found.append(int(proc.name))
         return found
@@ -131,7 +131,7 @@ def _sandboxed(place: World, path: Path) -> None:
 
 @asynccontextmanager
 async def world(folder: Path, environments: int, generators: int, sandboxes: bool = False) -> AsyncIterator[World]:
-    """Give a run whose pods are ready; nothing of it is left afterwards. `sandboxes`: its tool is code that runs in some."""
+    """Yield a run whose pods are ready; nothing of it is left afterwards. `sandboxes`: its tool runs code in sandboxes."""
     (folder / "scratch").mkdir(parents=True)
     (folder / "model").mkdir()
     save_family(FAMILIES[0], folder / "model")

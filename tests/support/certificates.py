@@ -19,7 +19,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path, bears: str = "IP:127.0.0.1") -> Certificates:
-    """Valid for a day, under the names that it `bears`."""
+    """Make a certificate for the names in `bears`, valid for a day."""
     authority, certificate, key, authority_key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem", "ca-key.pem"))
     elliptic = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
     _openssl("req", "-x509", *elliptic, "-subj", "/CN=tests", "-keyout", authority_key, "-out", authority)
@@ -30,7 +30,7 @@ def make_certificates(folder: Path, bears: str = "IP:127.0.0.1") -> Certificates
 
 
 def put(certificates: Certificates, folder: Path) -> Certificates:
-    """The same in another folder as Kubernetes mounts Secrets: every file a link into one folder, which is swapped as a whole."""
+    """Mount them in a folder as Kubernetes does Secrets: files link into one folder, which is swapped atomically."""
     generation = Path(tempfile.mkdtemp(prefix="..", dir=folder))
     for field in fields(certificates):
         shutil.copy(getattr(certificates, field.name), generation / field.name)

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True)
 class Span:
-    """One span as it arrived; times in seconds."""
+    """A received span; times in seconds."""
 
     service: str
     pod: str
@@ -29,20 +29,20 @@ class Span:
 
 @dataclass
 class Collector:
-    """Keeps what it is sent."""
+    """Stores received spans."""
 
     url: str
     spans: list[Span] = field(default_factory=list)
 
     def by_trace(self) -> dict[str, list[Span]]:
-        """Spans of every trace in order of their start."""
+        """Spans of every trace, by start time."""
         traces: dict[str, list[Span]] = {}
         for span in sorted(self.spans, key=lambda span: span.started):
             traces.setdefault(span.trace, []).append(span)
         return traces
 
     def take(self, body: bytes) -> None:
-        """Keep the spans of a request."""
+        """Store the spans of a request."""
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             origin = _values(resource.resource.attributes)
             for scope in resource.scope_spans:

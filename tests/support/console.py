@@ -1,4 +1,4 @@
-"""Launching runs of fake services, and looking at what is left of them."""
+"""Launch runs of fake services, and inspect what they leave behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_file(folder: Path) -> Path:
 
 
 def wait_until(condition: Callable[[], Any], what: str = "", limit_s: float = LIMIT_S) -> Any:
-    """Poll until `condition` gives something; fail after `limit_s`."""
+    """Poll until `condition` returns a true value; fail after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if found := condition():
@@ -41,12 +41,12 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a launch: no GPU, no Redis password of the caller's."""
+    """The environment of a launch: without GPU and the caller's Redis password."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **changes}
 
 
 def grpo(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command to its end."""
+    """Run a command to completion."""
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=LIMIT_S, env=environment(**environ), check=False, cwd=ROOT
     )
@@ -54,7 +54,7 @@ def grpo(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[
 
 @contextmanager
 def launched(*arguments: str | Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """A command in the background; killed at the end if it still runs."""
+    """Run a command in the background; kill it at the end if it is still running."""
     process = subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**environ), cwd=ROOT
     )
@@ -93,7 +93,7 @@ def _servers(run: Path) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that nobody reaped does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -106,6 +106,6 @@ def steps(run: Path) -> list[int]:
 
 
 def log(run: Path, pod: str) -> str:
-    """What a pod printed."""
+    """The log of a pod."""
     path = run / "logs" / f"{pod}.log"
     return path.read_text() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""Which metrics docs/metrics.md knows. Its first column is read as it stands: `{a,b}` either, `<name>` any one part."""
+"""Metrics documented in docs/metrics.md. In its first column, `{a,b}` is an alternative and `<name>` any single part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 
 
 def undocumented(keys: Iterable[str]) -> set[str]:
-    """Those of `keys` that no line of the page names."""
+    """Keys that the page does not document."""
     known = [re.compile(pattern) for pattern in _patterns(PAGE.read_text())]
     return {key for key in keys if not any(pattern.fullmatch(key) for pattern in known)}
 

@@ -1,4 +1,4 @@
-"""The steps of a group's life as short calls, for tests of the store."""
+"""The stages of a group's life as short calls, for tests of the store."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def claim(
 
 
 async def trainer_fence(store: Store) -> int:
-    """Fence of the trainer whose weights are published."""
+    """Fence of the trainer that published the current weights."""
     state = await store.run.state()
     assert state is not None
     return state.published_by
@@ -71,7 +71,7 @@ def payload_bytes(claim: Claim) -> bytes:
 
 
 def first_turn() -> TurnPlace:
-    """The place of the first record of a ticket's first rollout."""
+    """The position of the first record of a ticket's first rollout."""
     return TurnPlace(0, 0, 0)
 
 
@@ -117,7 +117,7 @@ async def prepare(store: Store, team: Team, step: int, groups: Sequence[str], ol
 
 
 async def buffer(store: Store, team: Team, count: int, oldest: int = 0) -> list[str]:
-    """Bring `count` new groups into the replay table; their names."""
+    """Insert `count` new groups into the replay table; return their names."""
     assert await issue(store, team, count) == count
     state = await store.run.state()
     assert state is not None
@@ -130,7 +130,7 @@ async def buffer(store: Store, team: Team, count: int, oldest: int = 0) -> list[
 
 
 async def counts(store: Store) -> dict[str, int]:
-    """The audit without what is zero."""
+    """The audit without zeros."""
     return {name: count for name, count in (await store.run.audit()).items() if count}
 
 

@@ -1,4 +1,4 @@
-"""A model that keeps its weights as vLLM does on a GPU: fused, sliced by tensor parallelism, padded, a head in float32."""
+"""A model that stores weights like vLLM on a GPU: fused, sliced by tensor parallelism, padded, with a float32 head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def manifest_of(weights: dict[str, torch.Tensor], bucket_bytes: int = 1024) -> W
 
 
 class FusedModel(torch.nn.Module):
-    """Rank `rank` of `ranks`. Its `load_weights` is as vLLM's are: views and copies."""
+    """Rank `rank` of `ranks`. Its `load_weights` works like vLLM's: by views and copies."""
 
     def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -76,5 +76,5 @@ class FusedModel(torch.nn.Module):
                 self.get_parameter(name).data.copy_(weight)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors that it has."""
+        """Return copies of its tensors."""
         return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}

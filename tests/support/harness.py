@@ -16,7 +16,7 @@ from services.store import Store
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file that another of pytest-xdist's workers may be reading: it is never there in part."""
+    """Write a file atomically, as another of pytest-xdist's workers may be reading it."""
     if path.exists() and path.read_text() == text:
         return
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
@@ -25,7 +25,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def small_config(folder: Path, server: RedisServer | None = None, *overrides: str, prompts: int = 40) -> RunConfig:
-    """A configuration of a run of the scripted engine: two-digit questions, `exact` verifier, eight groups a step."""
+    """A configuration of a run with the scripted engine: two-digit questions, `exact` verifier, eight groups per step."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     data, token, password, config = (folder / name for name in ("data.jsonl", "token", "password", "run.toml"))
     _put(data, "".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(prompts)))
@@ -62,7 +62,7 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         prompts_per_step = 8
         [loss]
         kl_beta = 0.0
-        correction_max_gap = 0.0  # scripted logprobs are those of no model
+        correction_max_gap = 0.0  # scripted logprobs match no model
         [trainer]
         row_tokens = 256
         [api]
@@ -70,7 +70,7 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         [fleet]
         ttl_s = 3.0
         [samples]
-        keep = 0  # most tests do without a tracker
+        keep = 0  # most tests use no tracker
         """,
     )
     return load(config, overrides, environ={})
@@ -92,12 +92,12 @@ def ticket(seq: int, prompt: list[int] | None = None, **fields: Any) -> Ticket:
 
 
 async def buried(store: Store) -> list[tuple[str, str]]:
-    """Ticket and reason of every dead letter, the last one first."""
+    """Ticket and reason of every dead letter, newest first."""
     return [(letter.ticket, letter.reason) for letter in await store.dead_letters.page()]
 
 
 class PlainTokenizer:
-    """A tokenizer whose text is the token ids."""
+    """A tokenizer whose text consists of the token ids."""
 
     def __len__(self) -> int:
         return 128
@@ -118,7 +118,7 @@ def save_model_folder(folder: Path) -> None:
 
 
 def save_tokenizer_folder(folder: Path) -> None:
-    """A tiny tokenizer alone."""
+    """Only a tiny tokenizer."""
     from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)

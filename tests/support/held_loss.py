@@ -1,4 +1,4 @@
-"""A policy loss that holds the trainer's main thread in the midst of a step for as long as a file exists."""
+"""A policy loss that blocks the trainer's main thread within a step while a file exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELD = "HELD_LOSS_WHILE"  # names the file
 
 
 def dapo(tokens: Tokens, loss: Loss) -> PolicyTerm:
-    """The loss of this name, late."""
+    """The loss of this name, delayed."""
     while Path(os.environ[HELD]).exists():
         time.sleep(0.02)
     return POLICY_LOSSES["dapo"](tokens, loss)

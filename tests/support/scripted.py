@@ -1,4 +1,4 @@
-"""A scripted inference engine for load and determinism: its tokens depend on the prompt and the seed alone.
+"""A scripted inference engine for load and determinism: its tokens depend only on the prompt and the seed.
 
 Everything around it is real: Redis, the rounds, the gloo group it receives weights over, its process. Options come from
 `generator.engine_options`: `token_s` seconds per token (default 0), `vocabulary` token ids to choose from (default 4..99),
@@ -64,12 +64,12 @@ class ScriptedEngine:
         self._go.set()
         self._running: dict[str, _Running] = {}
         self._made = 0
-        self._waiting: dict[str, float] = {}  # request -> since when
+        self._waiting: dict[str, float] = {}  # request -> start of waiting
         self._connection: Any = None
-        self.weights: dict[str, Any] = {}  # as applied last, by name
-        self._buffers: dict[int, Any] = {}  # that weights are received into
+        self.weights: dict[str, Any] = {}  # last applied weights, by name
+        self._buffers: dict[int, Any] = {}  # receive buffers
         self._staged: dict[str, Any] | None = None
-        self._mirror: Any = None  # what deltas are applied to
+        self._mirror: Any = None  # the copy that deltas are applied to
 
     async def start(self, config: RunConfig) -> None:
         options = config.generator.engine_options
@@ -147,7 +147,7 @@ class ScriptedEngine:
                 return None, shared_folder.Inbox(self._config.weights_folder / round.host)
             store = collective.join_store(round.host, round.port, limit_s)
             group = collective.make_group(store, first_rank, round.world_size, round.host, round.port, limit_s)
-            self._buffers = {}  # those of the last group may be the mirror's
+            self._buffers = {}  # those of the last group may belong to the mirror
             return group, collective.read_manifest(store)
 
         try:

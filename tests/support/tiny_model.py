@@ -43,7 +43,7 @@ def make_model(folder: Path, tied: bool = False) -> Path:
 
 
 def make_config(model: Path, /, **sections: Mapping[str, Any] | list[Any]) -> RunConfig:
-    """A float32 run on `model`; keyword arguments are laid over its sections."""
+    """A float32 run on `model`; keyword arguments override its sections."""
     tree: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32", "max_tokens": 256},
         "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 32},
@@ -75,7 +75,7 @@ def make_payloads(groups: int, size: int, seed: int = 0) -> dict[str, Payload]:
 
 
 def make_samples(payloads: Mapping[str, Payload], masked: Sequence[int] = (), weights: Sequence[float] = ()) -> list[Sample]:
-    """Every completion with an advantage of its own; those numbered in `masked` are not trained. `weights` are the groups'."""
+    """Every completion with a distinct advantage; those numbered in `masked` are not trained. `weights` are per group."""
     samples = []
     for group, (name, payload) in enumerate(payloads.items()):
         for index, length in enumerate(payload.lengths):

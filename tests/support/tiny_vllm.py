@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 with a tokenizer, and what `transformers` says about its completions."""
+"""A tiny random Qwen3 with a tokenizer, and logprobs of its completions by `transformers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.config.load import validate
 VOCABULARY = 1024
 EOS = 1
 BUCKET_BYTES = 1 << 20
-"""The model travels in two buckets of this size."""
+"""The model is sent in two buckets of this size."""
 
 
 def make_model(folder: Path, tied: bool, seed: int = 0) -> Any:
@@ -74,7 +74,7 @@ def reference_logprobs(model: Any, prompt: list[int], tokens: np.ndarray, temper
 
 
 def assert_greedy(model: Any, prompt: list[int], tokens: np.ndarray, slack: float = 1e-4) -> None:
-    """Every token is the model's likeliest, up to ties of `slack` in logit."""
+    """Check that every token is the model's most likely one, up to ties of `slack` in logits."""
     import torch
 
     with torch.no_grad():
@@ -84,7 +84,7 @@ def assert_greedy(model: Any, prompt: list[int], tokens: np.ndarray, slack: floa
 
 
 def perturb(model: Any, seed: int, share: float = 1.0) -> None:
-    """Make every weight, or a share of them, another one of the same size."""
+    """Change every weight, or a share of them."""
     import torch
 
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Two ranks of a trainer as processes that run a script of a test."""
+"""Two trainer ranks as processes that run a test's script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @asynccontextmanager
 async def two_ranks(folder: Path, code: str, *arguments: object) -> AsyncIterator[list[Process]]:
-    """Run `code` with `arguments` as ranks 0 and 1, each with its output in a pipe. What is left of them is killed."""
+    """Run `code` with `arguments` as ranks 0 and 1, with output in pipes. Kill what is left of them."""
     script = folder / "rank.py"
     script.write_text(code)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
@@ -34,7 +34,7 @@ async def two_ranks(folder: Path, code: str, *arguments: object) -> AsyncIterato
 
 
 async def address(rank: Process) -> tuple[str, int]:
-    """Return the host and port that a rank prints, on a line of their own."""
+    """Return the host and port that a rank prints on a separate line."""
     assert rank.stdout is not None
     while not (line := await rank.stdout.readline()).startswith(b"127.0.0.1 "):  # DeepSpeed logs to the same pipe
         assert line, "the rank ended early"

@@ -1,4 +1,4 @@
-"""Verifiers as a configuration names them, and their scores without the rest."""
+"""Verifiers as in a configuration, and only their scores."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.support.once import once
 from tests.support.preloading.starter import PLAIN
 
 STEPS = 8
-SLOW = "generator.engine_options.token_s=0.1"  # so that a busy machine does not notice a step only when the run has ended
+SLOW = "generator.engine_options.token_s=0.1"  # so that even a busy machine notices a step before the run has ended
 
 _started: list[subprocess.Popen[str]] = []
 
@@ -36,7 +36,7 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
         folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
         'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
         "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5",
-        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # different rewards, and excluded rows
+        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # varied rewards, and excluded rows
         *overrides,
     )  # fmt: skip
     path = folder / f"{name}.toml"
@@ -67,14 +67,14 @@ def weights(folder: Path, name: str) -> str:
 
 def steps_done(folder: Path, name: str) -> int:
     path = folder / name / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0  # a line may be there in part
+    return path.read_bytes().count(b"\n") if path.exists() else 0  # a line may be incomplete
 
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 120) -> None:
     deadline = time.monotonic() + limit_s
     while not true():
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "did not come true"
+        assert time.monotonic() < deadline, "the condition was not met"
         time.sleep(0.05)
 
 
@@ -92,16 +92,16 @@ def pids_of(folder: Path, name: str, pod: str) -> list[int]:
 
 
 def kill(folder: Path, name: str, pod: str, process: subprocess.Popen[str]) -> None:
-    """Kill a pod's processes, once there are any; a pod that has ended may be about to start again."""
+    """Kill a pod's processes once it has any; a pod that has exited may be about to restart."""
     wait_for(lambda: bool(pids_of(folder, name, pod)), process)
     for pid in pids_of(folder, name, pod):
-        with contextlib.suppress(ProcessLookupError):  # it was about to start another program, or went with its parent
+        with contextlib.suppress(ProcessLookupError):  # it was about to start another program, or exited with its parent
             os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs here, those of other pytest-xdist workers, too."""
+    """Of all runs on this machine, including those of other pytest-xdist workers."""
     with once(tmp_path_factory, "run") as (folder, new):
         if new:
             save_model_folder(folder / "model")
@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the weights of an undisturbed run, whose processes start as a user's do."""
+    """Return the weights of an undisturbed run, whose processes start as for a user."""
     with once(tmp_path_factory, "calm") as (_, new):
         if new:
             output = finish(start(write_run(folder, "calm"), **{PLAIN: "1"}))
@@ -133,7 +133,7 @@ def check_whole(folder: Path, name: str, steps: int = STEPS) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown() -> None:
-    """End the runs that a test has started and, since it failed, has not waited for."""
+    """Stop runs that a failed test has started and not awaited."""
     while _started:
         with _started.pop() as process:  # which closes its pipe
             if process.poll() is not None:
@@ -142,4 +142,4 @@ def pytest_runtest_teardown() -> None:
             try:
                 process.communicate(timeout=10)
             except subprocess.TimeoutExpired:
-                process.kill()  # its services end with it
+                process.kill()  # its services exit with it

@@ -1,4 +1,4 @@
-"""`python -m tests.sync_faults`: hit a member in every weight-sync round. Exit code 1 with what did not hold, and its seed."""
+"""`python -m tests.sync_faults`: hit a member in every weight-sync round. Exit code 1 with the violation and its seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSIDE = "--inside"
 
 
 def main(argv: list[str]) -> int:
-    """Run a campaign; the exit code."""
+    """Run a campaign; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.sync_faults", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="rounds in which a member is hit; those in between are extra")
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of faults")
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         print(f"{time.monotonic() - started:7.1f} {text}", file=sys.stderr, flush=True)
 
     outcome = Outcome()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either way nothing is left running
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal leaves nothing running
     try:
         way = (f"sync.backend={options.backend}", f"sync.encoding={options.encoding}")
         if options.backend == "store":

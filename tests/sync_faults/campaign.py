@@ -1,4 +1,4 @@
-"""Round after round, in each of which one member is hit, and rounds without a fault until it is back.
+"""Rounds in each of which one member is hit, with rounds without a fault until it is back.
 
 Guarantees: what must hold is looked at after every round (`_judge`); a fault comes at its phase or is counted as missed; a
 campaign that hangs dumps the stacks of all threads and ends.
@@ -29,33 +29,33 @@ from tests.sync_faults.member import digest
 from tests.sync_faults.members import Member
 from tests.sync_faults.network import Loopback, Networks
 
-WIDTH, LAYERS = 512, 6  # tensors of 1 MiB, a bucket each
+WIDTH, LAYERS = 512, 6  # tensors of 1 MiB, one per bucket
 BUCKET = 1 << 20
 CHANGED = 0.02  # share of the rows that a version changes
-MID_BROADCAST = 3  # the bucket before which a fault of the phase `transfer` comes
+MID_BROADCAST = 3  # faults of the phase `transfer` come before this bucket
 BETWEEN_S = 0.2  # between two rounds: the rest of a step
-LOAD_LIMIT_S = 180.0  # for all members to be there
-SLACK_S = 5.0  # on a machine that others use too
-BACK_LIMIT_S = 180.0  # in which a member has to be back: a new process loads torch first, on a machine that others use too
+LOAD_LIMIT_S = 180.0  # limit for all members to start
+SLACK_S = 5.0  # for a shared machine
+BACK_LIMIT_S = 180.0  # limit for a member to return: a new process first loads torch, perhaps on a shared machine
 
 
 @dataclass
 class Hit:
-    """A fault, and what it cost."""
+    """A fault and its cost."""
 
     fault: Fault
     struck: bool = False
     round_s: float = 0.0
-    """Seconds of the round it came in."""
+    """Duration of its round in seconds."""
     later_s: list[float] = field(default_factory=list)
-    """Seconds of the rounds after it, until the victim was in one."""
+    """Duration of later rounds until the victim took part in one."""
     missed: int = 0
-    """Versions that the victim did not get in their own round."""
+    """Versions that the victim missed in their round."""
 
 
 @dataclass
 class Outcome:
-    """What a campaign has seen."""
+    """Results of a campaign."""
 
     hits: list[Hit] = field(default_factory=list)
     rounds: int = 0
@@ -77,12 +77,12 @@ class Campaign:
         self._watching: threading.Thread | None = None
         sync = world.config.sync
         self.deadline_s = 2 * (sync.join_deadline_s + sync.transfer_deadline_s) + SLACK_S
-        """A broken attempt and the one after it."""
+        """Limit of a broken attempt and the next one."""
         self.short_s = 0.4 * sync.join_deadline_s
         self.long_s = sync.join_deadline_s + sync.transfer_deadline_s + 1.0
 
     def run(self, faults: Iterator[Fault], tell: Any) -> None:
-        """All faults, unless something that must hold does not."""
+        """Apply all faults, unless a check fails."""
         self._await_members()
         self._round()
         for fault in faults:
@@ -116,7 +116,7 @@ class Campaign:
         self.outcome.violations.append(f"{hit.fault}: it is not back after {len(hit.later_s)} rounds")
 
     def _round(self) -> SyncReport:
-        """One version to everybody."""
+        """Send one version to all members."""
         self.version += 1
         self._sent = 0
         with torch.no_grad():
@@ -166,14 +166,14 @@ class Campaign:
             time.sleep(0.05)
 
     def strike(self) -> None:
-        """Do what is armed, once."""
+        """Apply the armed fault once."""
         if self._hit is not None and not self._hit.struck:
             self._hit.struck = True
             fault = self._hit.fault
             self.members[fault.victim].hit(fault, self.short_s if fault.kind.endswith("-short") else self.long_s)
 
     def opened(self, current: Round) -> None:
-        """A phase was opened."""
+        """Handle a newly opened phase."""
         if current.phase == "transfer" and self._armed("applied", current.members):
             self._watching = threading.Thread(target=self._watch, args=(current.attempt,), daemon=True)
             self._watching.start()
@@ -181,14 +181,14 @@ class Campaign:
             self.strike()
 
     def sends(self, nbytes: int) -> None:
-        """A bucket, or a whole delta, is about to be sent."""
+        """Handle a bucket or delta about to be sent."""
         self._sent += 1
         victim = {f"{self._hit.fault.victim}:": 0} if self._hit else {}
         if (self._sent == MID_BROADCAST or nbytes < BUCKET) and self._armed("transfer", victim):
             self.strike()
 
     def _watch(self, attempt: int) -> None:
-        """Strike when the victim has acknowledged that it applied, others perhaps have not."""
+        """Strike after the victim's acknowledgement, possibly before those of others."""
         while True:
             current, acks = self.world.portal.call(self.world.store.fleet.round())
             if current is None or current.attempt != attempt:
@@ -219,14 +219,14 @@ def open_campaign(
     outcome: Outcome,
     way: Sequence[str] = (),
 ) -> Iterator[Campaign]:
-    """A campaign whose members are being started. `way`: how weights travel, keys of `sync`."""
+    """A campaign whose members are starting. `way`: keys of `sync` that select the transport."""
     torch.set_num_threads(1)
     network = Networks() if networks else Loopback()
     server = RedisServer(folder / "redis")
     server.start()
     limits = (f"sync.join_deadline_s={join_s}", f"sync.transfer_deadline_s={transfer_s}", f"sync.host={network.trainer}")
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    lay_end_to_end(model)  # as the trainer does: buckets are sent from where they lie
+    lay_end_to_end(model)  # as the trainer does: buckets are sent in place
     members: dict[str, Member] = {}
     try:
         given = (*limits, "run.name=rounds", "fleet.ttl_s=5", *way)
@@ -249,7 +249,7 @@ def open_campaign(
 
 @contextmanager
 def _watched(world: World, campaign: Campaign) -> Iterator[None]:
-    """Let the campaign see phases and buckets as they come."""
+    """Notify the campaign of phases and buckets."""
     opening, broadcast, put = world.rounds._open, sending.begin_broadcast, FolderObjects.put
 
     def opened(current: Round) -> None:

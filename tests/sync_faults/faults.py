@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PHASES = ("gather", "join", "pause", "transfer", "applied")
-"""When it comes: as the phase opens; for `transfer` in mid-broadcast; for `applied` once the victim has acknowledged."""
+"""When it strikes: when the phase opens, for `transfer` in mid-broadcast, for `applied` after the victim's acknowledgement."""
 LASTING = ("stop", "cut-trainer", "cut-redis", "cut-all")
-"""SIGSTOP; nothing passes to the trainer, to Redis, to anybody. Each for shorter and for longer than a round's deadlines."""
+"""SIGSTOP; no traffic to the trainer, to Redis, to anyone. Each shorter and longer than a round's deadlines."""
 KINDS = ("kill", *(f"{verb}-{length}" for verb in LASTING for length in ("short", "long")))
 NEED_NETWORKS = ("cut-trainer", "cut-all")
-"""Verbs for which every member needs a network of its own."""
+"""Verbs that need a separate network for every member."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fault:
 
 
 def possible(networks: bool) -> tuple[str, ...]:
-    """The kinds that can be done here."""
+    """The kinds possible on this machine."""
     return tuple(kind for kind in KINDS if networks or not kind.startswith(NEED_NETWORKS))
 
 
@@ -56,7 +56,7 @@ def sequence(seed: int, count: int, kinds: Sequence[str], members: Sequence[str]
     """The faults of a seed, in order."""
     dice = random.Random(seed)
     kinds, phases = dice.sample(kinds, len(kinds)), dice.sample(PHASES, len(PHASES))
-    again = math.lcm(len(kinds), len(phases))  # from there on the same pairs would come
+    again = math.lcm(len(kinds), len(phases))  # from there on pairs would repeat
     for number in range(count):
         phase = phases[(number + number // again) % len(phases)]
         yield Fault(number, kinds[number % len(kinds)], phase, dice.choice(members))

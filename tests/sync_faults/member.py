@@ -33,7 +33,7 @@ SAMPLE_S = 0.005
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
-    """Of names and bytes, by nothing that the transfer itself uses."""
+    """A digest of names and bytes, independent of the transfer's code."""
     hashed = hashlib.blake2b(digest_size=16)
     for name, weight in sorted(weights.items()):
         hashed.update(name.encode())
@@ -46,19 +46,19 @@ def tell(**facts: Any) -> None:
 
 
 class StagingEngine(ScriptedEngine):
-    """Receives beside sampling, as vLLM with gloo; tells what it applied."""
+    """Receives while sampling, like vLLM with gloo; reports applied weights."""
 
     async def receive(self, version: int) -> None:
         await super().receive(version)
         tell(event="applied", version=version, digest=digest(self.weights))
 
     def holds(self) -> tuple[int, str]:
-        """Version and digest of whole weights; version -1: there are none."""
+        """Version and digest of complete weights; version -1 if there are none."""
         return (self.version, digest(self.weights)) if self.whole and self.weights else (-1, "")
 
 
 class StreamingEngine(StagingEngine):
-    """Writes into the weights it samples with as they arrive, as vLLM with NCCL: a transfer that breaks leaves a mixture."""
+    """Writes arriving weights in place, like vLLM with NCCL: a broken transfer leaves a mixture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class StreamingEngine(StagingEngine):
 
 
 async def sample(engine: StagingEngine) -> None:
-    """Look at the weights whenever a token could be sampled with them."""
+    """Inspect the weights whenever a token could be sampled."""
     while True:
         if engine._go.is_set() and engine.weights:
             marks = {int(weight.view(-1)[0]) for weight in engine.weights.values()}
@@ -118,7 +118,7 @@ async def sample(engine: StagingEngine) -> None:
 
 
 async def answer(engine: StagingEngine) -> None:
-    """Say what is held, for each line; return when there are no more."""
+    """Report the current weights for each input line; return at the end of input."""
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while await lines.readline():
@@ -127,7 +127,7 @@ async def answer(engine: StagingEngine) -> None:
 
 
 async def follow(config: RunConfig, name: str, streams: bool) -> None:
-    """The member's life."""
+    """Run the member."""
     torch.set_num_threads(1)
     engine = StreamingEngine() if streams else StagingEngine()
     await engine.start(config)

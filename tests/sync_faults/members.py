@@ -1,4 +1,4 @@
-"""The members of a campaign: their processes, networks and ways to Redis, and what is done to them."""
+"""The members of a campaign: their processes, networks and routes to Redis, and the faults applied to them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ANSWER_LIMIT_S = 60.0
 
 
 class Member:
-    """One member. `seconds` tells how long a fault lasts that does."""
+    """One member. `seconds` gives the duration of a temporary fault."""
 
     def __init__(
         self, name: str, streams: bool, network: Networks | Loopback, config: RunConfig, portal: Portal, server: tuple[str, int]
     ) -> None:
         self.name, self._network, self._streams, self._portal = name, network, streams, portal
-        self.applied: dict[int, str] = {}  # version -> digest of what this process took
-        self.wrong: list[str] = []  # what it told that must not be
+        self.applied: dict[int, str] = {}  # version -> digest applied by this process
+        self.wrong: list[str] = []  # reported violations
         self.stopped = False
-        self.over = threading.Event()  # nothing is being done to it
+        self.over = threading.Event()  # no fault is in progress
         self.over.set()
         self._held: list[dict[str, Any]] = []
         self._told = threading.Condition()
@@ -64,7 +64,7 @@ class Member:
             self._start_for_good()
 
     def _start_for_good(self) -> None:
-        """A child goes with the thread that made it, so that is no thread of a transfer."""
+        """A child exits with the thread that started it, which must not be a thread of a transfer."""
 
         async def start() -> None:
             self.start()
@@ -86,7 +86,7 @@ class Member:
                 self._told.notify_all()
 
     def held(self) -> tuple[int, str] | None:
-        """Version and digest of the weights it holds now, -1 of none; None if it cannot say."""
+        """Version (-1 for none) and digest of its current weights; None if it does not respond."""
         if self.stopped or self._process.poll() is not None:
             return None
         with self._told:
@@ -101,13 +101,13 @@ class Member:
             return (self._held[0]["version"], self._held[0]["digest"]) if self._held else None
 
     def took(self, version: int) -> str:
-        """Digest of what it applied as `version`, waiting for it; empty: it took none."""
+        """Digest of what it applied as `version`, after waiting for it; empty if none."""
         with self._told:
             self._told.wait_for(lambda: version in self.applied, ANSWER_LIMIT_S)
             return self.applied.get(version, "")
 
     def hit(self, fault: Fault, seconds: float) -> None:
-        """Do it; what lasts ends by itself after `seconds`, and sets `over`."""
+        """Apply a fault; a temporary one ends after `seconds` and sets `over`."""
         self.over.clear()
         if fault.verb == "kill":
             self._process.kill()
@@ -148,7 +148,7 @@ class Member:
         self.stopped = False
 
     def close(self) -> None:
-        """End it, whatever state it is in."""
+        """Stop it, whatever its state."""
         self.over.wait(ANSWER_LIMIT_S)
         deadline = time.monotonic() + ANSWER_LIMIT_S
         assert self._process.stdin is not None

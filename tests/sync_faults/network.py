@@ -18,12 +18,12 @@ from pathlib import Path
 from services.runtime.process_tools import die_with_parent
 
 TRAINER, REDIS = "10.77.0.1", "10.77.0.2"
-NOBODY = "02:00:00:00:00:fe"  # a hardware address that nobody has
+NOBODY = "02:00:00:00:00:fe"  # an unused hardware address
 START_LIMIT_S = 30.0
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 _libc = ctypes.CDLL(None, use_errno=True)
 UNSHARE = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--user", "--map-root-user")))
-"""Runs a command in a network of its own, in which it may do as it likes."""
+"""Runs a command in a separate network with full rights in it."""
 
 
 def permitted() -> bool:
@@ -35,29 +35,29 @@ def permitted() -> bool:
 
 
 def leave_network() -> None:
-    """What `UNSHARE` does, for this process, which is root's and has one thread."""
+    """Do what `UNSHARE` does for this process, which is root's and has one thread."""
     if _libc.unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "no network of its own can be made")
 
 
 class Loopback:
-    """No networks: everybody is at 127.0.0.1."""
+    """No networks: everything is at 127.0.0.1."""
 
     trainer = redis = "127.0.0.1"
 
     def add(self, member: str) -> None:
-        """Nothing to make."""
+        """Nothing to create."""
 
     def join(self, member: str) -> Callable[[], None]:
         """For `preexec_fn` of a member's process: there is no network to join."""
         return die_with_parent
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to stop."""
 
 
 class Networks:
-    """Lives in a network namespace of its own (`UNSHARE`)."""
+    """Members in separate network namespaces (`UNSHARE`)."""
 
     trainer, redis = TRAINER, REDIS
 
@@ -70,13 +70,13 @@ class Networks:
         _ip("link", "set", "bridge", "up")
 
     def add(self, member: str) -> None:
-        """Make a member's network, which outlives its processes."""
+        """Create a member's network, which outlives its processes."""
         number = len(self._holders)
         holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=die_with_parent)
         self._holders[member] = holder
         deadline = time.monotonic() + START_LIMIT_S
         while _network_of(holder.pid) == _network_of(os.getpid()):
-            assert time.monotonic() < deadline, "unshare made no network"
+            assert time.monotonic() < deadline, "unshare created no network"
             time.sleep(0.01)
         _ip("link", "add", f"to-{member}", "type", "veth", "peer", "name", "eth", "netns", str(holder.pid))
         _ip("link", "set", f"to-{member}", "master", "bridge", "up")
@@ -89,7 +89,7 @@ class Networks:
         return partial(_join, self._holders[member].pid)
 
     def cut_trainer(self, member: str) -> None:
-        """Let nothing of the member's reach the trainer, though all else is reached."""
+        """Block the member's traffic to the trainer, and nothing else."""
         self._ip_of(member, "neighbour", "replace", TRAINER, "lladdr", NOBODY, "nud", "permanent", "dev", "eth")
 
     def mend_trainer(self, member: str) -> None:
@@ -105,7 +105,7 @@ class Networks:
         _ip("link", "set", f"to-{member}", "up")
 
     def close(self) -> None:
-        """End what holds the networks."""
+        """Stop the processes that hold the networks."""
         for holder in self._holders.values():
             holder.kill()
             holder.wait()

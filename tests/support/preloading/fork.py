@@ -1,4 +1,4 @@
-"""A fork whose child becomes the brother of who forks: a child of its parent, who waits for it and is told of its end.
+"""A fork whose child becomes a sibling: a child of the caller's parent, which waits for it and is notified of its exit.
 
 Linux on x86-64 only (`SUPPORTED`). Who forks has one thread, so no lock is held by another.
 """
@@ -16,15 +16,15 @@ CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x100
 PR_SET_PDEATHSIG, PR_GET_TID_ADDRESS = 1, 40  # linux/prctl.h
 SYS_CLONE = 56
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: it is not to be given away in the midst of a fork
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, which must not be released during a fork
 _libc.syscall.restype = ctypes.c_long
 
 
 def fork_brother() -> int:
-    """Like `os.fork`, but for whose child it is. The handlers of `pthread_atfork` do not run."""
+    """Like `os.fork`, except for the child's parent. The handlers of `pthread_atfork` do not run."""
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads run; the child would have one"
-    noted = ctypes.c_void_p()  # where the C library keeps the number of this thread
+    noted = ctypes.c_void_p()  # where the C library stores the id of this thread
     if _libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(noted), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "the kernel does not say where the thread's number is kept")
     flags = CLONE_PARENT | CLONE_CHILD_CLEARTID | CLONE_CHILD_SETTID | signal.SIGCHLD

@@ -1,4 +1,4 @@
-"""What a process is started with: what `subprocess.Popen` is given, and the files that are open in it."""
+"""How a process is started: the arguments of `subprocess.Popen` and its open files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Request:
     umask: int
     files: tuple[int, ...]
     session: bool
-    group: int  # the process group to join, 0 for one of its own
+    group: int  # the process group to join, 0 for a new one
     before: Callable[[], None] | None  # subprocess' `preexec_fn`
 
 
@@ -31,6 +31,6 @@ def send(connection: socket.socket, request: Request, files: list[int]) -> None:
 
 
 def receive(connection: socket.socket) -> tuple[Request, list[int]] | None:
-    """The next request and its files; None when nobody is left to ask."""
+    """The next request and its files; None when no client is left."""
     message, files, _, _ = socket.recv_fds(connection, LIMIT_BYTES, LIMIT_FILES)
     return (pickle.loads(message), files) if message else None

@@ -1,4 +1,4 @@
-"""Where `subprocess` starts a Python program of this repository, a zygote forks it: `install` and `start`.
+"""Fork Python programs of this repository from a zygote when `subprocess` starts them: `install` and `start`.
 
 Everything else, and what is started with `PLAIN` in its environment or from another thread's zygote, goes the usual way.
 """
@@ -22,12 +22,12 @@ from tests.support.preloading import fork
 from tests.support.preloading.request import Request, send
 
 PLAIN = "TESTS_PLAIN_PROCESSES"
-"""Environment variable that, where it is set, lets processes start in the usual way, and theirs, too."""
+"""Environment variable that makes processes and their children start in the usual way."""
 ROOT = Path(__file__).parent.parent.parent.parent
-ROOM = " " * 16000  # for the command line of what is forked, and for its environment
+ROOM = " " * 16000  # space for the command line and environment of forked processes
 USUAL = ("tests.support.preloading",)
 """Modules that start in the usual way."""
-WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # what execnet starts for pytest-xdist
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # started by execnet for pytest-xdist
 STARTERS = (
     "services.console",
     "services.environment",
@@ -39,28 +39,28 @@ STARTERS = (
     "tests.sync_faults",
 )
 """Modules that start processes themselves."""
-SPAWN = "from multiprocessing.spawn import spawn_main"  # what multiprocessing starts, for vLLM
+SPAWN = "from multiprocessing.spawn import spawn_main"  # started by multiprocessing for vLLM
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_CONFIG_PATH": str(ROOT / "services/generator/engines/vllm_logging.json"),
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg",
     "TQDM_DISABLE": "1",
 }  # fmt: skip
-"""What libraries read when they are imported, as the services set it."""
+"""Variables that libraries read on import, as set by the services."""
 
 _usual = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _usual_spawn = multiprocessing.util.spawnv_passfds
 _asking = threading.Lock()
 _connection: socket.socket | None = None
-_owner = 0  # the process that `_connection` is of
-_zygote = 0  # its process
+_owner = 0  # the process that owns `_connection`
+_zygote = 0  # process id of the zygote
 
 
 def start(preloaded: str) -> None:
-    """Start this process' zygote; it imports while we go on. From the main thread."""
+    """Start this process's zygote, which imports in the background. Call from the main thread."""
     if not fork.SUPPORTED or _connection is not None or os.environ.get(PLAIN):
         return
-    assert threading.current_thread() is threading.main_thread(), "what is forked counts this thread as its parent"
+    assert threading.current_thread() is threading.main_thread(), "forked processes have this thread as their parent"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "tests.support.preloading.zygote", str(theirs.fileno()), preloaded, ROOM]
     environ = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT), "ROOM": ROOM}
@@ -74,7 +74,7 @@ def start(preloaded: str) -> None:
 
 
 def stop() -> None:
-    """End this process' zygote; what it forked goes on."""
+    """Stop this process's zygote; forked processes continue."""
     global _connection
     if _connection is None or _owner != os.getpid():
         return
@@ -136,7 +136,7 @@ def _execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, *othe
 
 
 def _spawn(path: bytes, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
-    """What multiprocessing starts a process by."""
+    """The arguments with which multiprocessing starts a process."""
     words = tuple(os.fsdecode(word) for word in args)
     if not _ready(dict(os.environ)) or not any(word.startswith(SPAWN) for word in words):
         return _usual_spawn(path, args, passfds)
@@ -163,7 +163,7 @@ def _ours(args: Any, environ: dict[str, str]) -> bool:
         case ["-u", "-c", code]:
             return code.strip() == WORKER
         case ["-c", code, *_]:
-            return "sys.modules" not in code  # else it asks what is imported by what
+            return "sys.modules" not in code  # otherwise it inspects imports
         case [path, *_]:
             return path.endswith(".py")
     return False

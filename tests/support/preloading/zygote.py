@@ -1,4 +1,4 @@
-"""The process that has imported everything once and forks those that are asked for: `python -m tests.support.preloading.zygote`.
+"""The process that imports everything once and forks the requested ones: `python -m tests.support.preloading.zygote`.
 
 Its arguments: the number of the socket that it is asked by, what it imports (a name in `PRELOADED`), and blanks that leave room
 for the command lines of those it forks. What it forks may itself start processes: it gets a zygote of its own, forked from it.
@@ -51,7 +51,7 @@ _FIRST_FREE = 300  # files that travel are put out of the way of the numbers the
 
 
 def main() -> None:
-    """Import, and serve until nobody is left to ask; returns in what is forked, too, once that has run."""
+    """Import, and serve until no client is left; also returns in forked processes once they have run."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.setpgid(0, 0)  # what is sent to the group of who asks is not for it
     _preload(PRELOADED[sys.argv[2]])
@@ -127,7 +127,7 @@ def _show(argv: tuple[str, ...], environ: tuple[str, ...] = ()) -> None:
 
 
 def _lay(files: list[int], numbers: tuple[int, ...], kept: int | None) -> None:
-    """Open the files under their numbers, and no others but `kept`."""
+    """Open the files under their numbers, and close all others except `kept`."""
     aside = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for file in files]
     stay = {*aside, *([] if kept is None else [kept])}
     for number in [int(name) for name in os.listdir("/proc/self/fd")]:
@@ -140,7 +140,7 @@ def _lay(files: list[int], numbers: tuple[int, ...], kept: int | None) -> None:
 
 
 def _zygote_of_its_own(connection: socket.socket) -> None:
-    """Serve the process that this one was forked from."""
+    """Serve the process from which this one was forked."""
     fork.die_with_parent()
     os.setpgid(0, 0)
     os.environ.clear()
