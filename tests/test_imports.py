@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,28 @@ def test_packages_import_inwards_only(layer: str) -> None:
     assert modules
     for path in modules:
         assert imported_layers(path) <= MAY_IMPORT[layer], path
+
+
+def module_of(name: str) -> str | None:
+    """Return the module that an imported name is, or is in: `services.store.Store` is in `services.store`."""
+    for known in (name, name.rpartition(".")[0]):
+        path = ROOT.joinpath(*known.split("."))
+        if path.with_suffix(".py").is_file():
+            return known
+        if (path / "__init__.py").is_file():
+            return f"{known}.__init__"
+    return None
+
+
+@pytest.mark.parametrize("package", ["services", "benchmarks"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    """Imports inside functions and for type checkers count, too."""
+    paths = [path for path in (ROOT / package).rglob("*.py") if path.parent != SERVICES]
+    graph = {
+        name_of(path): {module for name in imported(path) if (module := module_of(name))} - {name_of(path)} for path in paths
+    }
+    assert sum(map(len, graph.values())) > len(graph)
+    TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
 
 
 def loaded_heavy(statement: str) -> str:

@@ -11,10 +11,10 @@ from services.config.loss import POLICIES, Loss
 from services.trainer import losses
 from services.trainer.losses import objective
 from services.trainer.losses.tokens import Tokens
-from services.trainer.model.attention import Packing
 from services.trainer.model.attention import packed_attention as attend
 from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.flexible import flexible as by_flex
+from services.trainer.model.attention.packing import Packing
 from services.trainer.model.logprobs import token_logprobs
 from tests.gpu.bench import Bench, Figures, difference
 

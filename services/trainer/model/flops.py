@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from services.trainer.model.attention import Packing
+from services.trainer.model.attention.packing import Packing
 from services.trainer.model.support import FUSED
 
 ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.trainer.model.attention import NAME, Packing
+from services.trainer.model.attention import NAME
+from services.trainer.model.attention.packing import Packing
 
 GROUPS = ((9, (14, 6, 11)), (5, (16,)), (12, (8, 10)))
 """Tokens of the prompt and of the responses of each group of the batch."""

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from services.trainer.model.attention import Packing, packed_attention
+from services.trainer.model.attention import packed_attention
+from services.trainer.model.attention.packing import Packing
 
 NAME = "packed_ulysses"
 """Name under which transformers knows the exchange around `packed_attention`."""

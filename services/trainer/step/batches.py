@@ -20,7 +20,7 @@ from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
 from services.rollouts.records import number_contexts
-from services.trainer.model.attention import Packing
+from services.trainer.model.attention.packing import Packing
 
 LOWEST_LOGPROB, HIGHEST_LOGPROB = -1000.0, 0.1
 """Range of valid sampled logprobs: below -745 a probability is 0 even in float64, and never sampled; above 0 a logprob can only

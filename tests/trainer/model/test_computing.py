@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
 from services.trainer.model import policy_network
-from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, Packing, packed_attention
+from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention
 from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.flexible import RowMasks, flexible
+from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import compiled_chunks
 from services.trainer.ranks import World

@@ -18,6 +18,7 @@ from services.protocol.payloads import Payload
 from services.trainer.model import attention
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention.explicit import ScoreRule
+from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import Computing
 from services.trainer.model.logprobs import LogitRule, token_logprobs
 from services.trainer.step import batches
@@ -159,7 +160,7 @@ SMALL = [(0, [1, 6]), (2, [4, 1, 3]), (9, [4]), (3, [1, 8])]
 LARGE = [(0, [3, 300]), (150, [20, 1, 100]), (1, [129, 2])]
 
 
-def _packing(groups: list[tuple[int, list[int]]]) -> attention.Packing:
+def _packing(groups: list[tuple[int, list[int]]]) -> Packing:
     lengths, prompts = [], []
     for prompt, responses in groups:
         begin = sum(lengths)
@@ -169,10 +170,10 @@ def _packing(groups: list[tuple[int, list[int]]]) -> attention.Packing:
             continue
         lengths += [prompt + responses[0], *responses[1:]]
         prompts += [(0, 0), *[(begin, prompt)] * len(responses[1:])]
-    return attention.Packing.of(lengths, prompts)
+    return Packing.of(lengths, prompts)
 
 
-def _places(packing: attention.Packing) -> list[list[int]]:
+def _places(packing: Packing) -> list[list[int]]:
     """Indices in the row of each sequence's tokens."""
     ends = packing.whole.tolist()
     return [packing.sequences[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
@@ -239,7 +240,7 @@ def test_attention_equals_a_dense_mask(
 
 def test_unsupported_attention_arguments_are_rejected() -> None:
     states = torch.zeros(1, 2, 9, 8)
-    packing = attention.Packing.of([9])
+    packing = Packing.of([9])
     mask = torch.zeros(1, 1, 9, 9)
     attend = attention.packed_attention
     with pytest.raises(attention.UnsupportedModel, match="an attention mask of its own"):
@@ -247,7 +248,7 @@ def test_unsupported_attention_arguments_are_rejected() -> None:
     with pytest.raises(attention.UnsupportedModel, match="dropout"):
         attend(torch.nn.Identity(), states, states, states, None, packing=packing, dropout=0.1)
     with pytest.raises(attention.UnsupportedModel, match="9 tokens, which are not those of the row"):
-        attend(torch.nn.Identity(), states, states, states, None, packing=attention.Packing.of([8]))
+        attend(torch.nn.Identity(), states, states, states, None, packing=Packing.of([8]))
     with pytest.raises(attention.UnsupportedModel, match="4 sinks for 2 heads"):
         attend(torch.nn.Identity(), states, states, states, None, packing=packing, s_aux=torch.zeros(4))
 
@@ -305,7 +306,7 @@ def test_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
 
 def test_padding_at_most_doubles_the_work() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 60).tolist()
-    shapes = attention.Packing.of(lengths).shapes
+    shapes = Packing.of(lengths).shapes
     assert sum(count for count, _ in shapes) == 60
     assert sum(count * length for count, length in shapes) < 2 * sum(lengths)
 

@@ -20,7 +20,7 @@ from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
 from services.rollouts.generated import Segment
 from services.trainer.model import policy_network as model
-from services.trainer.model.attention import Packing
+from services.trainer.model.attention.packing import Packing
 from services.trainer.step import batches, denominators, priorities
 from services.trainer.step.discard_damaged import without
 from tests.support.segmented import PROMPT, VOCABULARY, Drawn, Made, groups, make

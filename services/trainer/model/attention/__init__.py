@@ -12,8 +12,6 @@ sinks (explicit.py). Keys and values may have heads of different size, as in mul
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.config import ConfigError
 from services.trainer.model.attention.explicit import SMALLEST_BLOCK, ScoreRule, explicit
+from services.trainer.model.attention.packing import Packing, Places
 
 FLASH_HEAD = 256
 """Largest head that FlashAttention 2 computes."""
@@ -38,92 +37,6 @@ class UnsupportedModel(ConfigError):
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error is a lack of memory, which says nothing about the model. On CPUs torch has no type for it."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-@dataclass(frozen=True)
-class Places:
-    """Maps tokens of the row to their places in the flattened batches of `Packing.shapes`, concatenated."""
-
-    tokens: Tensor  # [m] int64
-    slots: Tensor  # [m] int64
-
-    def to(self, device: torch.device) -> Places:
-        """Copy to `device`."""
-        return Places(self.tokens.to(device), self.slots.to(device))
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Where the sequences of a row of T tokens are. A sequence is a prompt with a response; there are n of them.
-
-    The row holds each sequence's own tokens one after the other; the first sequence of a group also owns the prompt. S = tokens
-    of all sequences, with shared prompts counted each time.
-    """
-
-    own: Tensor  # [n + 1] int32, from 0 to T: boundaries of each sequence's own tokens
-    whole: Tensor  # [n + 1] int32, from 0 to S: boundaries of whole sequences, concatenated
-    sequences: Tensor  # [S] int64: the token of the row at each place of the concatenated sequences
-    longest_own: int
-    longest: int
-    shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
-    owned: Places  # [T]
-    shared: Places  # [S - T]: a prompt's tokens in the sequences that do not own it
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], prompts: Sequence[tuple[int, int]] | None = None) -> Packing:
-        """Build the packing of sequences with `lengths` own tokens each (>= 1), concatenated.
-
-        `prompts` gives, for each, the start and length of a prompt elsewhere in the row (length 0: the sequence owns its prompt).
-        """
-        sizes = torch.tensor(lengths)
-        begins, before = torch.tensor(prompts or [(0, 0)] * len(lengths)).T
-        whole, ends = sizes + before, sizes.cumsum(0)
-        first = ends - sizes  # of the own tokens
-        owner = torch.repeat_interleave(torch.arange(len(whole)), whole)
-        offset = torch.arange(len(owner)) - (whole.cumsum(0) - whole)[owner]
-        theirs = offset < before[owner]
-        sequences = torch.where(theirs, begins[owner], first[owner] - before[owner]) + offset
-        slots, shapes = _batches(whole)
-        slots = slots[owner] + offset
-        return cls(
-            own=F.pad(ends, (1, 0)).to(torch.int32),
-            whole=F.pad(whole.cumsum(0), (1, 0)).to(torch.int32),
-            sequences=sequences,
-            longest_own=max(lengths),
-            longest=int(whole.max()),
-            shapes=shapes,
-            owned=Places(sequences[~theirs], slots[~theirs]),
-            shared=Places(sequences[theirs], slots[theirs]),
-        )
-
-    @property
-    def prompts(self) -> tuple[Tensor, Tensor]:
-        """Where in the row each sequence begins, and how many of its tokens are a prompt that another owns, two [n]."""
-        return self.sequences[self.whole[:-1].long()], self.whole.diff() - self.own.diff()
-
-    def longer(self, tokens: int) -> Packing:
-        """Return the packing with another sequence of `tokens` tokens at the end of the row."""
-        begins, before = self.prompts
-        prompts = [*zip(begins.tolist(), before.tolist(), strict=True), (0, 0)]
-        return Packing.of([*self.own.diff().tolist(), tokens], prompts).to(self.own.device)
-
-    def to(self, device: torch.device) -> Packing:
-        """Copy to `device`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Packing(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
-
-
-def _batches(sizes: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """Return where each of n sequences begins, [n], in padded batches by powers of two, and the shapes of those batches."""
-    exponents = torch.tensor([(size - 1).bit_length() for size in sizes.tolist()])
-    begins, shapes, end = torch.empty_like(sizes), [], 0
-    for exponent in exponents.unique():
-        members = exponents == exponent
-        count, length = int(members.sum()), int(sizes[members].max())
-        begins[members] = end + torch.arange(count) * length
-        shapes.append((count, length))
-        end += count * length
-    return begins, tuple(shapes)
 
 
 def packed_attention(

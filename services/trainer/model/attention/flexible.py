@@ -11,16 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from services.trainer.model.attention.explicit import ScoreRule
-
-if TYPE_CHECKING:
-    from services.trainer.model.attention import Packing
+from services.trainer.model.attention.packing import Packing
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
