@@ -27,17 +27,17 @@ LONG_S = 30.0
 
 def make_app() -> FastAPI:
     """Return the service."""
-    app, behaviours, seen, load = FastAPI(), list[str](), list[dict[str, Any]](), [0, 0]
+    app, behaviours, seen, loads = FastAPI(), list[str](), list[dict[str, Any]](), [[0, 0]]
 
     @app.post("/behave")
     async def behave(given: list[str]) -> None:
         behaviours[:] = given
         seen.clear()
-        load[1] = 0
+        loads[0] = [0, 0]
 
     @app.get("/seen")
     async def told() -> dict[str, Any]:
-        return {"requests": seen, "most": load[1]}
+        return {"requests": seen, "most": loads[0][1]}
 
     @app.post("/{path:path}")
     async def answer(path: str, request: Request) -> Response:
@@ -45,6 +45,7 @@ def make_app() -> FastAPI:
         seen.append(
             {"path": f"/{path}", "authorization": request.headers.get("Authorization", ""), "body": body, "at": time.time()}
         )
+        load = loads[0]  # a request from before `behave` may still be open
         load[0] += 1
         load[1] = max(load)
         try:
