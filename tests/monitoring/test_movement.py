@@ -1,4 +1,4 @@
-"""Every kind of trouble moves what counts it. Each is made to happen with real parts, as cheaply as it can be."""
+"""Every kind of problem changes its metric. Each is caused with real components, as cheaply as possible."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Seen = Callable[[Value], Awaitable[None]]
 
 
 async def submit(store: Store, skip: int = 0, most: int = 100, **lies: Any) -> int:
-    """Claim what there is and answer all but the first `skip`, up to `most`: rewards that differ, but for rows below 20."""
+    """Claim all tickets and submit all but the first `skip`, up to `most`: rewards differ, except in rows below 20."""
     _, claims = await store.tickets.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
     answered = sorted(claims, key=lambda claim: claim.ticket.seq if claim.ticket else 0)[skip : skip + most]
     for claim in answered:
@@ -82,7 +82,7 @@ async def _led(
     folder: Path, server: RedisServer, seen: Seen, generate: Callable[[Store], Awaitable[int]],
     *overrides: str,
 ) -> None:  # fmt: skip
-    """Dataprep leads, and `generate` stands in for generators."""
+    """Run dataprep as the leader, with `generate` in place of generators."""
     async with dataprep(configured(folder, server, *overrides)) as (service, loop):
         await service.store.steps.publish(await service.store.run.attach_trainer(), 0)
         running = asyncio.create_task(service.run(loop.work))
@@ -118,12 +118,14 @@ DATAPREP: list[tuple[Any, dict[str, dict[str, str]]]] = [
 
 
 async def moved(metrics: dict[str, dict[str, str]], value: Value) -> None:
-    """Wait until all of them have moved; `wait_until` raises after a minute."""
+    """Wait until all of them have changed; `wait_until` raises after a minute."""
     await wait_until(lambda: all(value(name, **labels) for name, labels in metrics.items()))
 
 
 @pytest.mark.parametrize(("trouble", "metrics"), DATAPREP, ids=lambda given: getattr(given, "__name__", ""))
-async def test_trouble_of_data(trouble: Any, metrics: dict[str, dict[str, str]], tmp_path: Path, server: RedisServer) -> None:
+async def test_problems_of_data_change_metrics(
+    trouble: Any, metrics: dict[str, dict[str, str]], tmp_path: Path, server: RedisServer
+) -> None:
     found: list[float | None] = []
 
     async def seen(value: Value) -> None:
@@ -135,7 +137,7 @@ async def test_trouble_of_data(trouble: Any, metrics: dict[str, dict[str, str]],
     assert all(found)
 
 
-async def test_trouble_of_any_pod(store: Store, tmp_path: Path, server: RedisServer) -> None:
+async def test_problems_of_any_pod_change_metrics(store: Store, tmp_path: Path, server: RedisServer) -> None:
     metrics = {"grpo_pod_loop_failures_total": {"loop": "trouble"}, "grpo_pod_spans_total": {"outcome": "dropped"}}
     service, failed = pod("tracker", store, server, tmp_path), asyncio.Event()
 
@@ -145,7 +147,7 @@ async def test_trouble_of_any_pod(store: Store, tmp_path: Path, server: RedisSer
             raise StoreError("trouble")
         await asyncio.Event().wait()
 
-    service.tracing.counts["dropped"] += 3  # tests/runtime/test_tracing.py drops them
+    service.tracing.counts["dropped"] += 3  # tests/runtime/test_tracing.py tests dropping
     running = asyncio.create_task(service.add_loop("trouble", fail_once).supervise())
     try:
         await moved(metrics, partial(_shown, service))
@@ -160,7 +162,7 @@ def _shown(service: Service, name: str, **labels: str) -> float | None:
     return service.registry.get_sample_value(name, labels)
 
 
-async def test_trouble_of_a_tracker(store: Store, tmp_path: Path, recorder: tracker.Recorder) -> None:
+async def test_problems_of_a_tracker_change_metrics(store: Store, tmp_path: Path, recorder: tracker.Recorder) -> None:
     metrics = {"grpo_tracker_failures_total": {"tracker": "wandb"}}
     recorder.failures, stopping, registry = 1, asyncio.Event(), CollectorRegistry()
     await store.monitor.record(tracker.record(0))
@@ -175,7 +177,7 @@ async def test_trouble_of_a_tracker(store: Store, tmp_path: Path, recorder: trac
     assert registry.get_sample_value("grpo_tracker_failures_total", {"tracker": "wandb"}) == 1
 
 
-def test_trouble_of_a_sync(tmp_path: Path, server: RedisServer) -> None:
+def test_problems_of_a_sync_change_metrics(tmp_path: Path, server: RedisServer) -> None:
     with open_world(tmp_path, server) as world:
         registry = CollectorRegistry()
         metrics = TrainerMetrics(registry)
@@ -188,7 +190,7 @@ def test_trouble_of_a_sync(tmp_path: Path, server: RedisServer) -> None:
 
 
 class RankCommands:
-    """Ranks that find a payload damaged, and cannot write."""
+    """Ranks that find a damaged payload and cannot write."""
 
     def __init__(self) -> None:
         self.trained = 0
@@ -200,7 +202,7 @@ class RankCommands:
         return Damaged({"0-1.7": "it is gone"}) if self.trained == 1 else ("plan", "trained")
 
 
-def test_trouble_of_a_trainer(tmp_path: Path, server: RedisServer) -> None:
+def test_problems_of_a_trainer_change_metrics(tmp_path: Path, server: RedisServer) -> None:
     portal, commands = Portal(), RankCommands()
     stack = AsyncExitStack()
     try:

@@ -1,4 +1,4 @@
-"""A sandbox service in this process over a cluster whose pods are processes, and the tool that asks it."""
+"""A sandbox service in this process, on a cluster whose pods are local processes, and the tool that calls it."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ OPERATE = "operate-token"
 
 @dataclass
 class SandboxWorld:
-    """What a test has at hand."""
+    """Objects available to a test."""
 
     cluster: PodCluster
     url: str = ""
     keeper: SandboxKeeper | None = None
     fences: set[str] = field(default_factory=lambda: {"7"})
-    """Of the claims there are."""
+    """Fences of the current claims."""
     services: list[SandboxService] = field(default_factory=list[SandboxService])
 
     def service(self) -> SandboxService:
-        """Return a client of the service, as a worker process has it."""
+        """Return a client of the service, as in a worker process."""
         self.services.append(SandboxService(SandboxAccess(self.url, derived_token(OPERATE))))
         return self.services[-1]
 
@@ -59,14 +59,14 @@ class SandboxWorld:
 
     @property
     def kept(self) -> SandboxKeeper:
-        """Return the keeper of the service that runs."""
+        """Return the keeper of the running service."""
         assert self.keeper is not None
         return self.keeper
 
 
 @asynccontextmanager
 async def kept(place: SandboxWorld, warm: int = 0) -> AsyncIterator[SandboxKeeper]:
-    """Serve the endpoints of a sandbox service; it knows nothing of one before it."""
+    """Serve the endpoints of a sandbox service without any state of a predecessor."""
     configuration, namespace = in_cluster("the test", place.cluster.environ, place.cluster.account)
     pods = PodsApi(configuration, namespace)
 
@@ -90,7 +90,7 @@ async def kept(place: SandboxWorld, warm: int = 0) -> AsyncIterator[SandboxKeepe
 
 @asynccontextmanager
 async def sandboxes(folder: Path, warm: int = 0) -> AsyncIterator[SandboxWorld]:
-    """Give a cluster with a sandbox service; nothing of it is left afterwards."""
+    """Yield a cluster with a sandbox service; check that nothing of it is left afterwards."""
     place = SandboxWorld(PodCluster(folder, TEMPLATE))
     try:
         async with kept(place, warm):
@@ -102,7 +102,7 @@ async def sandboxes(folder: Path, warm: int = 0) -> AsyncIterator[SandboxWorld]:
 
 
 async def swept(place: SandboxWorld) -> None:
-    """Sweep until nothing is left to do."""
+    """Sweep until nothing changes."""
     while True:
         before = [place.cluster.of_state(state) for state in ("warm", "held")]
         await place.kept.sweep()
@@ -112,7 +112,7 @@ async def swept(place: SandboxWorld) -> None:
 
 
 async def warmed(place: SandboxWorld, count: int) -> None:
-    """Sweep until so many pods are ready, and the service knows it."""
+    """Sweep until `count` pods are ready and known to the service."""
     while len(place.kept._ready) < count:
         await place.kept.sweep()
         await asyncio.sleep(0.05)

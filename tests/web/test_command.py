@@ -77,7 +77,7 @@ def test_grpo_web_shows_a_finished_run_and_names_a_port_in_use(tmp_path: Path) -
     assert found["view"] == f"{found['url']}/#token={(run / 'api-read-token').read_text().strip()}"
 
 
-async def test_grpo_web_without_the_runs_folder_says_what_it_needs(
+async def test_grpo_web_without_the_runs_folder_is_an_error(
     server: RedisServer, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

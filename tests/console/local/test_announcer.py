@@ -1,4 +1,4 @@
-"""Messages between two polls: each is printed once."""
+"""Messages between two polls are printed once each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATE = RunState(4, 16, 3, 40, -1, -1, -1, -1, "dataprep-0", {}, "", "", "data",
 
 
 class Told:
-    """A display that keeps what it is told."""
+    """A display that records messages."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -33,7 +33,7 @@ def poll(at: float, phases: Mapping[str, str], **changes: Any) -> Poll:
     return Poll(at, replace(STATE, **changes), [Member(pod, 0.1) for pod in pods])
 
 
-def test_phases_of_loading_are_told_with_times_and_together() -> None:
+def test_loading_phases_are_reported_together_with_times() -> None:
     told = Told()
     announcer = Announcer(told, lambda _: None)
     announcer.started(["generator-0", "generator-1"], 100.0)
@@ -51,11 +51,11 @@ def test_phases_of_loading_are_told_with_times_and_together() -> None:
     assert announcer.worked(["generator-0"])
     announcer.started(["generator-0"], 200.0)
     assert not announcer.worked(["generator-0"])
-    announcer.announce(Poll(200.05, STATE, poll(0, {"generator-0": "ready"}).members))  # the heartbeat of the process before
+    announcer.announce(Poll(200.05, STATE, poll(0, {"generator-0": "ready"}).members))  # a heartbeat of the previous process
     assert not announcer.worked(["generator-0"])
 
 
-def test_a_pause_is_told_with_who_and_why_and_so_is_its_end() -> None:
+def test_a_pause_and_its_end_are_reported_with_who_and_why() -> None:
     told, noted = Told(), list[Condition]()
     announcer = Announcer(told, noted.append)
     announcer.announce(poll(1.0, {}))
@@ -66,7 +66,7 @@ def test_a_pause_is_told_with_who_and_why_and_so_is_its_end() -> None:
     assert [found.word for found in noted] == ["running", "paused", "running"]
 
 
-def test_how_the_trainer_resumed_is_told_once() -> None:
+def test_how_the_trainer_resumed_is_reported_once() -> None:
     told = Told()
     announcer = Announcer(told, lambda _: None)
     for at in (1.0, 2.0):

@@ -115,7 +115,7 @@ def test_a_group_may_lack_rollouts_down_to_the_minimum_size() -> None:
     st.lists(st.integers(0, 9), min_size=12, max_size=12),
     st.booleans(),
 )
-def test_what_is_inserted_can_be_planned(
+def test_inserted_groups_can_be_planned(
     counts: list[int], numbers: list[int], sizes: list[int], lengths: list[int], numbered: bool
 ) -> None:
     """`counts` segments per rollout, in contexts `numbers` of sizes `sizes`: valid if `numbered` in order of occurrence."""

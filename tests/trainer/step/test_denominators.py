@@ -103,7 +103,7 @@ def test_divisors_by_hand() -> None:
     ]  # fmt: skip
 
 
-def test_plans_count_what_is_in_the_loss() -> None:
+def test_plans_count_the_tokens_in_the_loss() -> None:
     masked = [([(-1.0, False, True)] * 2, 1.0, True), ([(-1.0, True, True)], 1.0, False)]
     groups = [masked, [([(-1.0, False, True)] * 3, 1.0, False)] * 2, [*masked, ([(-1.0, False, True)], 1.0, False)]]
     planned = [_plan_group(f"0-{i}", group, _payload(group)) for i, group in enumerate(groups)]
