@@ -61,7 +61,7 @@ async def test_a_dropped_group_needs_no_valid_weight(store: Store) -> None:
 
 @pytest.mark.parametrize("solved", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-async def test_the_pass_rate_of_a_row_does_not_depend_on_the_order_of_settling(
+async def test_pass_rates_do_not_depend_on_the_order_of_settling(
     store: Store, solved: tuple[bool, ...], order: tuple[int, ...]
 ) -> None:
     """The first issued group of the row that is solved counts, or if none is, the last issued."""

@@ -26,7 +26,7 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", DOCUMENT, re.DOTALL)
 
 
-def test_middle_first_puts_unknown_rows_between_the_middle_and_the_ends():
+def test_middle_first_asks_unknown_rows_before_the_ends():
     assert middle_first(ROWS, RATES, 1).tolist() == [5, 6, 4, 7, 9]
     assert middle_first(ROWS, np.full(5, np.nan), 0).tolist() == ROWS.tolist()
 

@@ -49,7 +49,7 @@ ratios, sizes, steps, errors = st.floats(1, 8), st.integers(1, 64), st.integers(
 
 
 @given(ratios, sizes, st.floats(0, 200), st.integers(0, 5000), st.integers(0, 20_000), steps)
-def test_it_allows_what_reverb_allows(ratio: float, size: int, error: float, inserts: int, samples: int, count: int) -> None:
+def test_decisions_match_reverb(ratio: float, size: int, error: float, inserts: int, samples: int, count: int) -> None:
     ours, theirs = RateLimiter(ratio, size, error), SampleToInsertRatio(ratio, size, error)
     assert theirs.can_sample(inserts, samples, count) in (None, ours.draws(inserts, samples, count))
     allowed = ours.inserts(inserts, samples)

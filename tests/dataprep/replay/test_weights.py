@@ -67,9 +67,7 @@ weights = st.lists(st.sampled_from([0.0, 1e-9, 1e9]) | st.floats(1e-6, 1e6), min
 
 
 @given(weights, st.floats(1e-9, 1e9), st.integers(0, 1000), st.floats(0, 1))
-def test_importance_weights_are_n_p_to_the_minus_beta_over_the_largest(
-    w: list[float], rest: float, others: int, beta: float
-) -> None:
+def test_importance_weights_match_their_definition(w: list[float], rest: float, others: int, beta: float) -> None:
     total, size = math.fsum(w) + rest, len(w) + others
     given_ = replay.importance(w, total, size, beta)
     assert given_.shape == (len(w),)
