@@ -54,6 +54,7 @@ class WandbRun:
     def close(self) -> None:
         """Wait until W&B has written or sent everything."""
         self._run.finish()
+        wandb.teardown()  # waits for W&B's process to end: `finish` may return before it has written its file
 
 
 def _histogram(name: str, bins: Bins) -> Any:
