@@ -87,7 +87,7 @@ def module_of(name: str) -> str | None:
 
 
 @pytest.mark.parametrize("package", ["services", "benchmarks"])
-def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+def test_there_are_no_import_cycles(package: str) -> None:
     """Imports inside functions and for type checkers count, too."""
     paths = [path for path in (ROOT / package).rglob("*.py") if path.parent != SERVICES]
     graph = {

@@ -42,7 +42,7 @@ def _slow(r: list[float], kind: str) -> list[float]:
         ("rloo", [2 / 3, -2 / 3, 2 / 3, -2 / 3]),
     ],
 )
-def test_advantages_by_hand(kind: Kind, expected: list[float]):
+def test_advantages_match_hand_computed_values(kind: Kind, expected: list[float]):
     assert advantages([1, 0, 1, 0], kind) == pytest.approx(expected, rel=1e-7)
 
 
@@ -85,7 +85,7 @@ def test_maxrl_is_bounded_for_rewards_of_both_signs(r: list[float]):
         assert found == pytest.approx([(x - mean) / mean for x in r], rel=1e-6, abs=1e-6), "the bounds must not change anything"
 
 
-def test_maxrl_near_a_mean_of_zero_by_hand():
+def test_maxrl_near_a_mean_of_zero_matches_hand_computed_values():
     assert advantages([1.0, -1.0 + 1e-9], "maxrl").tolist() == [1.0, -1.0]  # 2e9 and -2e9 unbounded
 
 

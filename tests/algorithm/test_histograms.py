@@ -69,7 +69,7 @@ def test_a_steps_rewards_and_lengths_are_counted() -> None:
     assert found == {"reward/train/0": 6, "reward/train/1": 6, "length/train/8": 6, "length/train/16": 3, "length/train/128": 3}
 
 
-def test_tensorboard_shows_them_as_histograms(tmp_path: Path) -> None:
+def test_tensorboard_receives_histograms(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     files = EventFiles(tmp_path)
@@ -87,7 +87,7 @@ def test_tensorboard_shows_them_as_histograms(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_gets_them_as_histograms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_receives_histograms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.harness import small_config
     from tests.tracker.readers import read_wandb
 

@@ -298,7 +298,7 @@ def test_incompatible_settings_are_rejected(file: Path, overrides: list[str], me
         ["verifiers.0.kind=reasoning_gym", 'data.sources=[{kind="reasoning_gym", task="basic_arithmetic"}]'],
     ],
 )  # fmt: skip
-def test_the_edge_of_every_rule_is_allowed(file: Path, overrides: list[str]) -> None:
+def test_edge_cases_of_every_rule_are_allowed(file: Path, overrides: list[str]) -> None:
     assert settings(file, *overrides) != settings(file)
 
 

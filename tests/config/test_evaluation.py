@@ -57,7 +57,7 @@ def test_evaluation_completions_may_be_longer(tmp_path: Path) -> None:
     ("every", "steps", "versions"),
     [(2, 6, [0, 2, 4, 6]), (4, 6, [0, 4, 6]), (10, 3, [0, 3]), (1, 2, [0, 1, 2]), (0, 5, [])],
 )
-def test_versions_are_evaluated_from_the_first_to_the_last(tmp_path: Path, every: int, steps: int, versions: list[int]) -> None:
+def test_versions_are_evaluated_in_order(tmp_path: Path, every: int, steps: int, versions: list[int]) -> None:
     given = evaluating(tmp_path).evaluation.model_copy(update={"every_steps": every})
     found: list[int] = []
     while (version := given.next_version(found[-1] if found else -1, steps)) is not None:

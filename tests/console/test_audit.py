@@ -19,7 +19,7 @@ COUNTS = {
 }  # fmt: skip
 
 
-def test_a_sound_run_by_hand() -> None:
+def test_a_sound_run_has_the_hand_computed_totals() -> None:
     """30 = 3 + 2 + 4 + 2 in places, 10 + 1 + 2 + 3 + 2 + 1 in outcomes; 15 slots = 5 outstanding + 4 buffered + 6 unpublished."""
     report = assess("by-hand", COUNTS)
     assert (report.issued, report.lost, report.doubled, report.slots_expected) == (30, 0, 0, 15)

@@ -96,7 +96,7 @@ def test_a_missing_or_incomplete_step_is_named(run: Path) -> None:
         found.at(3)
 
 
-def test_kept_until_by_hand() -> None:
+def test_kept_until_matches_hand_computed_values() -> None:
     saving = {"steps": 20, "every_steps": 4, "keep": 3}
     assert kept_until([1, 3, 7], 7, **saving) == {1: 11, 3: 15, 7: 19}
     assert kept_until([3, 7, 8], 8, **saving) == {3: 11, 7: 15, 8: 19}

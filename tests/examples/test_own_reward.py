@@ -82,7 +82,7 @@ def test_scoring_without_a_run_prints_what_the_page_shows(model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_it(model: Path, tmp_path: Path) -> None:
+def test_a_run_trains_with_the_reward_function(model: Path, tmp_path: Path) -> None:
     """The scripted engine answers with one or two digits, some of which are right by chance."""
     (command,) = re.findall(r"^grpo (run \S+)", PAGE, re.MULTILINE)
     vocabulary = [20, 30]  # the tokens 0 to 9

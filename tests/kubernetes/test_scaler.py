@@ -52,7 +52,7 @@ async def following(
         yield ReleaseFollower(service, settings, cluster)
 
 
-def test_the_last_change_is_followed() -> None:
+def test_the_scaler_follows_the_last_change() -> None:
     def of(wanted: int | None, followed: int | None) -> Scale:
         return Scale(wanted=wanted, followed=followed, object="it")
 

@@ -57,7 +57,7 @@ def test_every_mutant_still_applies(mutant: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_eight_faults_change_nothing(tmp_path: Path) -> None:
+def test_a_run_with_eight_faults_is_bit_identical(tmp_path: Path) -> None:
     run = ("--generators", "2", "--steps", "28", "--token-s", "0.1")
     done = drive(tmp_path / "faults", "--faults", "8", "--seed", "8801", "--kinds", QUICK, "--in-place", *run)
     assert done.returncode == 0, done.stderr

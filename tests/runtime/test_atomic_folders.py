@@ -44,7 +44,7 @@ def test_a_folder_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"), [(b"weightz", "SHA-256"), (b"weight", "6 bytes, not 7"), (None, "cannot be read")]
 )
-def test_damage_is_named(tmp_path: Path, damage: bytes | None, message: str) -> None:
+def test_damaged_files_are_named(tmp_path: Path, damage: bytes | None, message: str) -> None:
     manifest = _make(tmp_path / "folder")
     data = tmp_path / "folder" / "inner" / "data"
     data.unlink() if damage is None else data.write_bytes(damage)

@@ -76,7 +76,7 @@ async def follow_once(store: Store, folder: Path) -> None:
     assert accountant.done.is_set()
 
 
-async def test_an_unreadable_account_is_reported_and_started_again(
+async def test_an_unreadable_account_is_reported_and_reset(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("services.tracker.account.LOOK_S", 0.01)

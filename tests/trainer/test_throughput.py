@@ -10,7 +10,7 @@ ELAPSED = "time/elapsed_s"
 TRAINED, GENERATED = "throughput/trained/tokens_per_s", "throughput/generated/tokens_per_s"
 
 
-def test_rates_are_of_the_time_since_the_last_record() -> None:
+def test_rates_cover_the_time_since_the_last_record() -> None:
     rates = Throughput(100.0)
     assert rates.record(0, 400, 1_000, 110.0) == {TRAINED: 40.0, GENERATED: 100.0, ELAPSED: 10.0}
     assert rates.record(1, 400, 1_600, 112.0) == {TRAINED: 200.0, GENERATED: 300.0, ELAPSED: 2.0}

@@ -161,7 +161,7 @@ def test_a_delta_for_another_base_is_rejected(world: World) -> None:
     assert trained(world, 2)
 
 
-def test_a_sender_that_breaks_in_mid_delta_sends_all_weights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_that_fails_mid_delta_sends_all_weights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.member("a")
     assert not trained(world, 0)
     transport = type(world.sender._transport)  # type: ignore[attr-defined]

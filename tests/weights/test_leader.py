@@ -256,7 +256,7 @@ def test_without_verification_corruption_is_not_detected(tmp_path: Path, server:
 
 
 @pytest.mark.parametrize("stages", [True, False])
-def test_an_engine_that_stages_samples_while_it_receives(world: World, stages: bool) -> None:
+def test_a_staging_engine_samples_while_receiving(world: World, stages: bool) -> None:
     sampled: list[bool] = []
 
     class Watched(ScriptedEngine):

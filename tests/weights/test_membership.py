@@ -85,7 +85,7 @@ def test_a_fault_of_certain_members_leaves_others_a_group(worlds: dict[str, int]
             membership.exclude(blamed)
 
 
-def test_an_answer_counts_for_its_phase_only() -> None:
+def test_an_answer_counts_only_for_its_phase() -> None:
     acks = {"a": ("ready", ""), "b": ("present", ""), "c": ("failed", "why"), "d": ("declined", "why"), "stranger": ("ready", "")}
     answers = answered(acks, "abcde", "pause")
     assert (answers.done, answers.failed, answers.declined) == ({"a"}, {"c"}, {"d"})

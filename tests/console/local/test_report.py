@@ -60,7 +60,7 @@ def test_rows_are_sorted_deduplicated_and_torn_lines_skipped(tmp_path: Path) -> 
     assert report.read_rows(path) == [{"step": 0, "a": 2}, {"step": 1.0, "a": 3}]
 
 
-def test_the_title_averages_ten_steps_at_either_end() -> None:
+def test_the_title_averages_ten_steps_at_each_end() -> None:
     rows = [{"step": step, "reward/train/mean": step / 125} for step in range(100)]
     assert report.title(rows, {"run": "demo"}) == "demo · 100 steps · reward 0.04 → 0.76"  # 4.5 / 125 and 94.5 / 125
     assert report.title(rows[:1], {"run": "demo"}) == "demo · 1 step · reward 0.00 → 0.00"
@@ -75,14 +75,14 @@ def test_the_subtitle_lists_known_facts() -> None:
     assert report.subtitle([], {"generators": 1}) == "1 generator"
 
 
-def test_smoothing_by_hand() -> None:
+def test_smoothing_matches_hand_computed_values() -> None:
     values = np.array([1.0, 2.0, np.nan, 6.0])
     assert report.smooth(values, 3).tolist() == [1.5, 1.5, 4.0, 6.0]
     assert report.smooth(np.array([3.0, 5.0]), 1).tolist() == [3.0, 5.0]
     assert np.isnan(report.smooth(np.array([np.nan, np.nan]), 3)).all()
 
 
-def test_smoothing_equals_a_slow_twin() -> None:
+def test_smoothing_matches_a_naive_implementation() -> None:
     values = np.random.default_rng(0).normal(size=37)
     for span in (1, 3, 7, 15):
         half = span // 2

@@ -95,7 +95,7 @@ async def test_an_observer_passes_on_every_entry_once(store: Store) -> None:
     assert (poll.state, poll.finished, poll.committed_step) == (None, "", -1)
 
 
-def test_a_summary_by_hand(tmp_path: Path) -> None:
+def test_a_summary_matches_hand_computed_values(tmp_path: Path) -> None:
     config = small_config(tmp_path, None, "run.seed=7", "admission.max_staleness=2")
     rows = [
         row(step, 10.0 + 2 * step, **{figures.REWARD: float(step), figures.LAG_MAX: float(step % 3), figures.TRAINED: 100.0})

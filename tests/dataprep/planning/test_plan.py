@@ -112,7 +112,7 @@ def test_same_rows_do_not_depend_on_the_number_of_ranks(groups: list[PlanGroup],
     assert rows(1) == rows(2) == rows(3) == rows(4)
 
 
-def test_a_plan_by_hand():
+def test_a_plan_matches_a_hand_computed_one():
     # 60 + 10 and 30 + 10 tokens, 50 + 10 and 20 + 10: together 200, on two ranks of rows of 100 tokens.
     groups = [_group("0-5", 10, [60, 30]), _group("0-2", 10, [50, 20], trained=[True, False], fresh=False)]
     plan, ranks = plan_step(7, groups, Layout(ranks=2, row_tokens=110), {"reward/train/mean": 0.5})
@@ -181,7 +181,7 @@ def test_a_response_longer_than_a_row_is_an_error():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_targets_on_log_normal_lengths(seed: int, capsys: pytest.CaptureFixture[str]):
+def test_log_normal_lengths_meet_the_packing_targets(seed: int, capsys: pytest.CaptureFixture[str]):
     groups = _log_normal(512, 8, 500, seed)
     layout = Layout(ranks=8, row_tokens=8192)
     took_ms = []
@@ -287,7 +287,7 @@ def test_spread_assigns_every_item_once(costs: list[int], ranks: int):
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 8))
-def test_deal_gives_equal_counts(tokens: list[int], parts: int):
+def test_deal_distributes_equal_counts(tokens: list[int], parts: int):
     parts = min(parts, len(tokens))
     dealt = deal(tokens, parts)
     assert sorted(i for part in dealt for i in part) == list(range(len(tokens)))

@@ -119,7 +119,7 @@ def test_a_pattern_names_files_in_order(tmp_path: Path) -> None:
     assert rows[3][1] == f"{tmp_path}/b.jsonl:2"
 
 
-def test_a_name_with_wildcards_is_a_file_if_there_is_one(tmp_path: Path) -> None:
+def test_an_existing_file_takes_precedence_over_a_pattern(tmp_path: Path) -> None:
     (tmp_path / "a[1].jsonl").write_bytes(jsonl("this"))
     (tmp_path / "a1.jsonl").write_bytes(jsonl("not this"))
     assert [each.path.name for each in find_files(str(tmp_path / "a[1].jsonl"))] == ["a[1].jsonl"]

@@ -251,7 +251,7 @@ def test_filtering_all_groups_neither_blocks_nor_makes_empty_steps(sampler: str,
     assert {len(groups) for groups in made.made[1:]} == {2}
 
 
-def test_full_staleness_is_reached() -> None:
+def test_a_slow_trainer_reaches_the_staleness_bound() -> None:
     """The bound is not just theoretical: a slow trainer uses all of it."""
     lags = {lag for seed in range(20) for _, _, lag in world(Rules(2, 3), seed, 0, 0, max_delay=1).trained}
     assert max(lags) == 3

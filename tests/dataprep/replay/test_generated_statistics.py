@@ -47,7 +47,7 @@ def _seen(headers: list[Header], sources: list[str] = ONE) -> dict[str, float]:
     return _take(stats, headers)
 
 
-def test_metrics_by_hand() -> None:
+def test_metrics_match_hand_computed_values() -> None:
     first = _header([1.0, 0.0], [4, 8], tools=[1, 2], truncated=[False, True])
     second = _header([1.0, 1.0], [6, 2])
     record = _seen([first, second])
@@ -76,7 +76,7 @@ def test_lengths_are_split_by_outcome_and_zero_std_by_kind() -> None:
         ([1, 1, 1, 1, 0], "75_100"), ([1, 1, 1, 1], "100"),
     ],
 )  # fmt: skip
-def test_a_group_falls_into_one_bin_of_the_solve_rate(rewards: list[float], bin: str) -> None:
+def test_every_group_falls_into_one_solve_rate_bin(rewards: list[float], bin: str) -> None:
     record = _seen([_header(rewards)])
     assert {name: value for name, value in record.items() if name.startswith("solve_rate/") and value} == {
         f"solve_rate/gen/{bin}": 1

@@ -81,7 +81,7 @@ def test_importance_weights_match_their_definition(w: list[float], rest: float, 
     assert given_.tolist() == pytest.approx([power / max(powers) for power in powers], rel=1e-9)
 
 
-def test_importance_weights_by_hand() -> None:
+def test_importance_weights_match_hand_computed_values() -> None:
     # N = 4, sum = 8: P = 1/2, 1/8, and a group of weight 0, which counts as the rarest of the others.
     assert replay.importance([4.0, 1.0, 0.0], 8.0, 4, 1.0).tolist() == pytest.approx([0.25, 1.0, 1.0])
     assert replay.importance([4.0, 1.0, 0.0], 8.0, 4, 0.5).tolist() == pytest.approx([0.5, 1.0, 1.0])
@@ -129,7 +129,7 @@ def test_a_header_of_any_version_has_a_valid_weight(tmp_path: Path, version: int
     assert 0 <= replay.weight(header(version), np.zeros(4), config, 48) <= HEAVIEST
 
 
-def test_weights_by_advantage_and_reward(tmp_path: Path) -> None:
+def test_weights_come_from_advantages_or_rewards(tmp_path: Path) -> None:
     given_, truncated = np.array([-1.0, 1.0, -2.0, 2.0]), [False, False, True, True]
     advantage = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority_exponent=2")
     assert replay.weight(header(truncated=truncated), given_, advantage, 0) == pytest.approx(36.0)

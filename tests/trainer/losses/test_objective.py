@@ -38,7 +38,7 @@ def test_an_importance_weight_multiplies_the_policy_term_and_the_kl() -> None:
     assert (output.sums["policy_loss"].item(), output.sums["kl"].item()) == pytest.approx((-3, 1))  # reported unweighted
 
 
-def test_weights_of_one_change_no_bit() -> None:
+def test_weights_of_one_are_bitwise_neutral() -> None:
     generator = torch.Generator().manual_seed(0)
     theta, old, behaviour, reference, advantages = (-3 * torch.rand(5, 1000, generator=generator)).tolist()
     config, denominator = _plain(kl_beta=0.1, kl_estimator="k1_weighted"), 997.0
@@ -115,7 +115,7 @@ def test_old_behaviour_takes_ratios_from_mu_without_correction() -> None:
     assert output.maxima["logprob_gap"].item() == pytest.approx(math.log(3)), "the gap is still relative to theta"
 
 
-def test_the_entropy_bonus_by_hand() -> None:
+def test_the_entropy_bonus_matches_hand_computed_values() -> None:
     tokens = replace(_tokens([-1.0, -2.0], [0.0, 0.0], behaviour=[-9.0, -2.0], weights=[0.5, 1.0]))
     entropy = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
     output = losses.compute(replace(tokens, entropy=entropy), _plain(entropy_coefficient=0.1), 10.0)

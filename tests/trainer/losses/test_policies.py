@@ -88,7 +88,7 @@ def test_gspo_equals_dapo_if_ratios_within_a_response_are_equal() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(loss, tokens.logprobs)[0] for loss in (one, other)))
 
 
-def test_binary_divergences_by_hand() -> None:
+def test_binary_divergences_match_hand_computed_values() -> None:
     p, q = torch.tensor([0.5, 0.25]).double().log(), torch.tensor([0.75, 0.25]).double().log()
     assert binary_divergence(p, q, "tv").tolist() == pytest.approx([0.25, 0])
     assert binary_divergence(p, q, "kl").tolist() == pytest.approx([0.5 * math.log(0.5 / 0.75) + 0.5 * LN2, 0])
@@ -219,7 +219,7 @@ def test_correction_is_bounded_before_exp() -> None:
     # D = ln 2, r = exp(theta - old) = 3
     [("k1", LN2), ("k2", LN2**2 / 2), ("k3", 0.5 - 1 + LN2), ("k1_weighted", 3 * LN2)],
 )
-def test_kl_by_hand(estimator: str, expected: float) -> None:
+def test_kl_estimators_match_hand_computed_values(estimator: str, expected: float) -> None:
     tokens = make_tokens([-1.0], [0.0], old=[-1 - math.log(3)], reference=[-1 - LN2])
     assert losses.reference_kl(tokens, estimator).item() == pytest.approx(expected)
 

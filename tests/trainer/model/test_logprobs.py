@@ -179,7 +179,7 @@ def _places(packing: Packing) -> list[list[int]]:
     return [packing.sequences[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
 
 
-def test_packing_by_hand() -> None:
+def test_packing_matches_a_hand_computed_row() -> None:
     packing = _packing([(0, [2]), (2, [1, 2, 1])])
     assert _places(packing) == [[0, 1], [2, 3, 4], [2, 3, 5, 6], [2, 3, 7]]
     assert (packing.own.tolist(), packing.longest_own) == ([0, 2, 5, 7, 8], 3)

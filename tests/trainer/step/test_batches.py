@@ -32,7 +32,7 @@ def _build(rows: list[list[Sample]], payload: Payload | None = None, row_tokens:
     return batches.build(RankPlan(rows), {"a": payload or _payload()}, vocabulary=40, row_tokens=row_tokens)
 
 
-def test_a_row_by_hand() -> None:
+def test_a_row_matches_a_hand_computed_one() -> None:
     (row,) = _build([[Sample("a", 2, 0.5, 3), Sample("a", 0, -1.0, 2)]])
     assert row.samples == (("a", 2), ("a", 0))
     assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]

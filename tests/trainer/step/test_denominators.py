@@ -43,7 +43,7 @@ def _plan_group(name: str, group: list[Any], payload: Payload) -> PlanGroup:
 
 @given(step, st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 2))
 @settings(max_examples=150, deadline=None)
-def test_any_layout_gives_the_literal_mean(groups: list[list[Any]], kind: str, ranks: int, mini_batches: int) -> None:
+def test_every_layout_gives_the_exact_mean(groups: list[list[Any]], kind: str, ranks: int, mini_batches: int) -> None:
     config = Loss.model_validate(
         {"policy": "reinforce", "kl_beta": 0.0, "denominator": kind, "denominator_tokens": 5 if kind == "constant" else 0}
     )
@@ -84,7 +84,7 @@ def _literal(number: int, group: list[Any]) -> list[literal.Response]:
     return responses
 
 
-def test_divisors_by_hand() -> None:
+def test_divisors_match_hand_computed_values() -> None:
     # Group a: 3 of 4 tokens count in completion 0, none of 1 in completion 1; group b: none of its 2; group c is masked.
     token_counts = {
         ("a.1", 0): denominators.TokenCounts(planned=4, counted=3),

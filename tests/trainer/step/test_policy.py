@@ -307,7 +307,9 @@ def test_nonfinite_numbers_stop_every_rank(results: dict[str, list[Any]]) -> Non
         assert "step 0: the gradient's norm is nan" in of_policy
 
 
-def test_mini_batches_follow_the_formula(tiny_model: Path, payloads: Any, samples: Any, results: dict[str, list[Any]]) -> None:
+def test_mini_batch_gradients_match_the_reference(
+    tiny_model: Path, payloads: Any, samples: Any, results: dict[str, list[Any]]
+) -> None:
     first, second = _twin(tiny_model, payloads, samples, [list(range(6)), list(range(6, 12))])
     for name in (name for name in results if name.startswith("mini")):
         for result in results[name]:

@@ -29,7 +29,7 @@ def _rows(layout: list[list[Sample]], payloads: dict[str, Payload]) -> list[batc
     return batches.build(RankPlan(layout), payloads, vocabulary=8, row_tokens=10_000)
 
 
-def test_priorities_by_hand() -> None:
+def test_priorities_match_hand_computed_values() -> None:
     # Completion 0: |A| = 2, three of its four tokens learn. 1: |A| = 0.5, of four tokens one is a tool's and one excluded, and
     # one of the other two learns. 2 is masked, 3 all tool tokens, 4 all excluded.
     payload = _payload([4, 4, 3, 2, 2], excluded=(5, 13, 14), tools=((1, 0, 1), (3, 0, 2)))

@@ -185,7 +185,7 @@ def _group() -> Made:
     return make(0, [[(0, [(5, False)]), (3, [(6, False), (7, True)])], [(0, [(8, False)])]])
 
 
-def test_a_row_of_two_contexts_by_hand() -> None:
+def test_a_row_of_two_contexts_matches_a_hand_computed_one() -> None:
     made = _group()
     _, (rank,) = plan_step(0, [made.plan_group()], Layout(1, 100))
     (row,) = _build(rank, [made])

@@ -15,7 +15,7 @@ from services.trainer.step.utilization import known_tflops, peak_tflops
         ("NVIDIA L4", 121.0), ("NVIDIA GH200 480GB", 989.4), ("NVIDIA A10G", 0.0), ("NVIDIA GeForce GTX 1080", 0.0),
     ],
 )  # fmt: skip
-def test_devices_are_known_by_name(name: str, expected: float) -> None:
+def test_peak_flops_are_known_by_device_name(name: str, expected: float) -> None:
     assert known_tflops(name) == expected
 
 

@@ -144,7 +144,7 @@ def test_a_member_with_changed_weights_reloads_all_of_them(world: World) -> None
     assert world.versions() == {"a": 3, "b": 3}
 
 
-def test_a_sender_that_breaks_in_mid_patch_sends_all_weights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_that_fails_mid_patch_sends_all_weights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     join(world, "a")
     assert not trained(world, 0)
 
