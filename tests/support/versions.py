@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from services.weights.collective import Deadline
 from services.weights.host_memory import describe
+from services.weights.versions.delta import Delta
 from services.weights.versions.encoder import EncodedPart, ShardEncoder, whole_shards
 from services.weights.versions.manifest import DataPart, VersionManifest, Weight, assemble
 from services.weights.versions.mirror import WeightMirror
@@ -49,18 +50,19 @@ class Publisher:
 def bring(mirror: WeightMirror, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], last: bool = True) -> None:
     """Bring a mirror to a version whose parts are in memory."""
     if manifest.base is not None:
-        mirror.apply(manifest, parts, last)
+        mirror.apply(Delta(manifest, parts), last)
         return
     data = dict(parts)
 
-    def read(part: int, targets: Sequence[Target]) -> None:
+    def read(part: int, targets: Sequence[Target]) -> Iterator[None]:
         if part not in data:
             raise OSError(f"part {part} is lacking")
         for offset, memory in targets:
             memory[:] = data[part][offset : offset + len(memory)]
+            yield
 
     with ThreadPoolExecutor(2) as pool:
-        mirror.load(manifest, read, pool, Deadline(20), last)
+        mirror.load(manifest, read, pool, Deadline(20), last=last)
 
 
 def parameters(seed: int = 0) -> dict[str, torch.nn.Parameter]:

@@ -96,7 +96,7 @@ def test_a_member_that_missed_rounds_fetches_what_it_lacks(world: World, monkeyp
     mirror = world.engines["b"]._mirror
     applied: list[int | None] = []
     apply = mirror.apply
-    monkeypatch.setattr(mirror, "apply", lambda made, *given: (applied.append(made.base), apply(made, *given))[1])
+    monkeypatch.setattr(mirror, "apply", lambda delta, last: (applied.append(delta.manifest.base), apply(delta, last))[1])
     world.release("b")
 
     world.portal.call(wait_until(lambda: world.versions()["b"] == 3))

@@ -21,6 +21,7 @@ from services.weights import collective
 from services.weights.checksums import WeightChanged
 from services.weights.collective import Deadline, Gathered, WeightManifest, broadcast, huge_pages
 from services.weights.versions import manifest as manifests
+from services.weights.versions.delta import Delta
 from services.weights.versions.encoder import PIECE_BYTES, EncodedPart, Shard, ShardEncoder
 from services.weights.versions.manifest import DataPart, Weight
 from services.weights.versions.mirror import WeightMirror
@@ -162,7 +163,7 @@ def apply(mirror: WeightMirror, heading: Heading, payload: torch.Tensor) -> list
         parts.append((i, data[start : start + part.nbytes]))
         start += part.nbytes
     try:
-        mirror.apply(made, parts)
+        mirror.apply(Delta(made, parts))
     except WeightChanged:
         mirror.forget()
         raise

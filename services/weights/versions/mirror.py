@@ -9,7 +9,7 @@ Cost: one copy of the tensors, and while a delta is applied the values that it r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -17,20 +17,17 @@ import torch
 
 from services.weights.checksums import WeightChanged, checksums
 from services.weights.collective import Deadline, TensorMeta, huge_pages
+from services.weights.versions.delta import Delta, groups
 from services.weights.versions.encoder import as_tensor, bits
 from services.weights.versions.manifest import TensorPiece, VersionManifest, Weight
 from services.weights.versions.merge import merged
 from services.weights.versions.objects import Target
-from services.weights.versions.pieces import decode
 from services.weights.versions.positions import InvalidVersion
 
 NOTHING = (0, -1)
 
 THREADS = min(4, os.cpu_count() or 1)
 """Threads that decode, apply and compare: numpy and zstandard let each other run."""
-GROUP = 1 << 21
-"""Elements of a group at least."""
-
 Undo = list[tuple[np.ndarray, np.ndarray | slice, np.ndarray]]
 """Elements of a piece, where they changed, what was there."""
 
@@ -62,84 +59,68 @@ class WeightMirror:
     def load(
         self,
         manifest: VersionManifest,
-        read: Callable[[int, Sequence[Target]], None],
+        read: Callable[[int, Sequence[Target]], Iterator[None]],
         pool: ThreadPoolExecutor,
         deadline: Deadline,
+        following: Sequence[Callable[[], Delta]] = (),
         last: bool = True,
     ) -> None:
-        """Hold an anchor, or nothing. `read` fills memory from a part, named by its index, on threads of `pool`, of which one
-        that is late may still do so afterwards: no tensor has that memory then. `last` as of `apply`.
+        """Hold an anchor, or nothing. `read` fills memory from a part, named by its index, one target after the other, on threads
+        of `pool`, of which one that is late may still do so afterwards: no tensor has that memory then.
 
+        `following`: return deltas that lead on from it and are cut into pieces like it. They are applied to what is here while
+        the rest is being read. `last` as of `apply`.
         Raises `InvalidVersion`, `WeightChanged`, `TimeoutError`, and whatever `read` raises.
         """
         if manifest.base is not None:
             raise InvalidVersion(f"version {manifest.version} is a delta")
-        of_part: list[list[TensorPiece]] = [[] for _ in manifest.parts]
-        for piece in manifest.pieces:
+        of_part: list[list[int]] = [[] for _ in manifest.parts]
+        for place, piece in enumerate(manifest.pieces):
             if piece.count:
-                of_part[piece.part].append(piece)
+                of_part[piece.part].append(place)
         tasks: list[Future[None]] = []
         try:
             self._make_room(manifest)
-            for part, pieces in enumerate(of_part):
-                runs = [self._run(piece) for piece in pieces]
-                tasks.append(pool.submit(_load_part, manifest, part, pieces, runs, read, last))
+            for part, places in enumerate(of_part):
+                runs = {place: self._run(manifest.pieces[place]) for place in places}
+                tasks.append(pool.submit(_load_part, manifest, part, runs, read, following, last))
             for task in tasks:
                 task.result(deadline.left.total_seconds())
+            final = following[-1]().manifest if following else manifest
         except BaseException:
             for task in tasks:
                 task.cancel()
             self.forget()
             raise
-        self.held, self._weights = (manifest.fence, manifest.version), manifest.weights
+        self.held, self._weights = (final.fence, final.version), final.weights
 
-    def apply(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], last: bool = True) -> None:
-        """Apply a delta whose base is held. `parts`: index and bytes of every part, in any order, once each. `last`: whether to
-        compare checksums; a version that others follow at once is compared as part of the last one.
+    def apply(self, delta: Delta, last: bool = True) -> None:
+        """Apply a delta whose base is held. `last`: whether to compare checksums; a version that others follow at once is
+        compared as part of the last one.
 
-        Raises `InvalidVersion`, `WeightChanged`, and whatever `parts` raises.
+        Raises `InvalidVersion` or `WeightChanged`.
         """
+        manifest = delta.manifest
         if manifest.base is None or self.held != (manifest.fence, manifest.base) or self._metas != manifest.tensors:
             raise InvalidVersion(f"version {manifest.version} changes version {manifest.base}, which is not held")
         undo: Undo = []
         try:
-            self._fill(manifest, parts, undo, last)
+            with ThreadPoolExecutor(THREADS, "apply-weights") as threads:  # on any error, ends once nobody writes
+                places = groups(manifest.pieces, range(len(manifest.pieces)))
+                for each in [threads.submit(self._put, delta, group, undo, last) for group in places]:
+                    each.result()
         except BaseException:
             _take_back(undo)
             raise
         self.held, self._weights = (manifest.fence, manifest.version), manifest.weights
 
-    def _fill(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], undo: Undo, last: bool) -> None:
-        of_part: dict[int, list[TensorPiece]] = {}
-        for piece in manifest.pieces:
-            of_part.setdefault(piece.part if piece.blocks else -1, []).append(piece)
-        awaited, running = set(range(len(manifest.parts))), list[Future[None]]()
-        with ThreadPoolExecutor(THREADS, "apply-weights") as threads:  # on any error, ends once nobody writes
-
-            def put(index: int, data: memoryview) -> None:
-                for pieces in _groups(of_part.pop(index, [])):
-                    running.append(threads.submit(self._put, manifest, pieces, data, undo, last))
-
-            for index, data in parts:
-                if index not in awaited or len(data) != manifest.parts[index].nbytes:
-                    raise InvalidVersion(f"a part of version {manifest.version} has {len(data)} bytes, or was not awaited")
-                awaited.remove(index)
-                put(index, data)
-            if awaited:
-                raise InvalidVersion(f"version {manifest.version} lacks {len(awaited)} of its parts")
-            put(-1, memoryview(b""))  # those that did not change
-            for each in running:
-                each.result()
-
-    def _put(self, manifest: VersionManifest, pieces: list[TensorPiece], data: memoryview, undo: Undo, last: bool) -> None:
-        held = [self._run(piece) for piece in pieces]
-        for piece, elements in zip(pieces, held, strict=True):
-            change = decode(piece.encoding, piece.changed, _blocks(piece, data), elements)
-            if piece.blocks:
-                undo.append((elements, change.where, change.old.copy() if isinstance(change.where, slice) else change.old))
-            elements[change.where] = change.new
+    def _put(self, delta: Delta, places: list[int], undo: Undo, last: bool) -> None:
+        runs = [self._run(delta.manifest.pieces[place]) for place in places]
+        for place, elements in zip(places, runs, strict=True):
+            change = delta.change(place)
+            undo.append((elements, change.where, change.put(elements)))
         if last:
-            _compare(manifest, pieces, held)
+            _compare(delta.manifest, places, runs)
 
     def _run(self, piece: TensorPiece) -> np.ndarray:
         """Return the elements of a piece, [count] unsigned, in their memory."""
@@ -163,43 +144,31 @@ class WeightMirror:
 def _load_part(
     manifest: VersionManifest,
     part: int,
-    pieces: list[TensorPiece],
-    runs: list[np.ndarray],
-    read: Callable[[int, Sequence[Target]], None],
+    runs: dict[int, np.ndarray],
+    read: Callable[[int, Sequence[Target]], Iterator[None]],
+    following: Sequence[Callable[[], Delta]],
     last: bool,
 ) -> None:
-    read(part, [(piece.offset, run.data.cast("B")) for piece, run in zip(pieces, runs, strict=True)])
-    if last:
-        _compare(manifest, pieces, runs)
+    reading = read(part, [(manifest.pieces[place].offset, run.data.cast("B")) for place, run in runs.items()])
+    for group in groups(manifest.pieces, runs):
+        for _ in group:
+            next(reading)
+        final = manifest
+        for each in following:
+            delta = each()
+            for place in group:
+                delta.change(place).put(runs[place])
+            final = delta.manifest
+        if last:
+            _compare(final, group, [runs[place] for place in group])
 
 
-def _compare(manifest: VersionManifest, pieces: list[TensorPiece], runs: list[np.ndarray]) -> None:
+def _compare(manifest: VersionManifest, places: list[int], runs: list[np.ndarray]) -> None:
     """Raise `WeightChanged` for the first piece whose elements have another checksum."""
-    for piece, sums in zip(pieces, checksums(as_tensor(run) for run in runs).tolist(), strict=True):
+    for place, sums in zip(places, checksums(as_tensor(run) for run in runs).tolist(), strict=True):
+        piece = manifest.pieces[place]
         if tuple(sums) != piece.checksum:
             raise WeightChanged(manifest.tensors[piece.tensor].name)
-
-
-def _groups(pieces: list[TensorPiece]) -> Iterator[list[TensorPiece]]:
-    """Yield the pieces in groups for one thread each, at least one."""
-    group, elements = list[TensorPiece](), 0
-    for piece in pieces:
-        group.append(piece)
-        elements += piece.count
-        if elements >= GROUP:
-            yield group
-            group, elements = [], 0
-    if group:
-        yield group
-
-
-def _blocks(piece: TensorPiece, data: memoryview) -> list[tuple[memoryview, int, bool]]:
-    found: list[tuple[memoryview, int, bool]] = []
-    start = piece.offset
-    for block in piece.blocks:
-        found.append((data[start : start + block.stored], block.raw, block.compressed))
-        start += block.stored
-    return found
 
 
 def _take_back(undo: Undo) -> None:

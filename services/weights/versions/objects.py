@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ class Objects(ABC):
     def get(self, name: str) -> memoryview:
         """Return an object's bytes. Raises `FileNotFoundError`, or another `OSError`."""
 
-    def read_into(self, name: str, nbytes: int, targets: Sequence[Target]) -> None:
-        """Fill memory from an object of `nbytes`. Raises `FileNotFoundError`, or another `OSError`."""
+    def read_into(self, name: str, nbytes: int, targets: Sequence[Target]) -> Iterator[None]:
+        """Fill memory from an object of `nbytes`. Yield after each target. Raises `FileNotFoundError`, or another `OSError`."""
         data = np.frombuffer(self.get(name), np.uint8)
         _check_size(name, len(data), nbytes)
         for offset, memory in targets:
             np.copyto(np.frombuffer(memory, np.uint8), data[offset : offset + len(memory)])
+            yield
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -87,15 +88,17 @@ class FolderObjects(Objects):
                 end += read
         return view[:end]
 
-    def read_into(self, name: str, nbytes: int, targets: Sequence[Target]) -> None:
-        """Read runs of a file to where they belong."""
+    def read_into(self, name: str, nbytes: int, targets: Sequence[Target]) -> Iterator[None]:
+        """Read runs of a file to where they belong. The system fetches later ones while the caller uses earlier ones."""
         with (self._root / name).open("rb", buffering=0) as file:
             _check_size(name, os.fstat(file.fileno()).st_size, nbytes)
+            os.posix_fadvise(file.fileno(), 0, nbytes, os.POSIX_FADV_WILLNEED)
             for offset, memory in targets:
                 end = 0
                 while end < len(memory) and (read := os.preadv(file.fileno(), [memory[end:]], offset + end)):
                     end += read
                 _check_size(name, offset + end, offset + len(memory))  # another process may have cut it
+                yield
 
     def names(self) -> list[str]:
         """Walk the folder."""

@@ -86,41 +86,46 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> EncodedPiece:
 
 
 @dataclass(frozen=True)
-class DecodedPiece:
-    """Elements that change, in the order of `where`."""
+class Change:
+    """Elements that change, whatever the base is."""
 
     where: np.ndarray | slice
     """Positions, [changed] int64, or a run of elements."""
-    new: np.ndarray
-    old: np.ndarray
-    """What is there before: a copy with positions, else the base's own memory."""
+    values: np.ndarray
+    """In the order of `where`."""
+    added: bool
+    """Whether the values are differences, which are added to the base's elements, or the elements themselves."""
+
+    def put(self, elements: np.ndarray) -> np.ndarray:
+        """Bring a base's elements to the new ones. Return a copy of what was there, in the order of `where`."""
+        before = elements[self.where].copy() if isinstance(self.where, slice) else elements[self.where]
+        elements[self.where] = before + self.values if self.added else self.values
+        return before
 
 
-def decode(encoding: str, changed: int, blocks: Sequence[tuple[memoryview, int, bool]], old: np.ndarray) -> DecodedPiece:
-    """Return which elements change, and to what.
+def decode(encoding: str, changed: int, blocks: Sequence[tuple[memoryview, int, bool]], count: int, kind: np.dtype) -> Change:
+    """Return which of `count` elements of the unsigned type `kind` change, and how.
 
-    `old`, [count] unsigned, are the elements of the base; with `whole` only their number and type matter. `blocks` must have the
-    sizes that manifest.py has checked. Raises `InvalidVersion`.
+    `blocks` must have the sizes that manifest.py has checked. Raises `InvalidVersion`.
     """
     raw = [_restored(*block) for block in blocks]
     match encoding:
         case "same":
-            return DecodedPiece(slice(0, 0), old[:0], old[:0])
+            return Change(slice(0, 0), np.zeros(0, kind), added=True)
         case "whole":
-            return DecodedPiece(slice(None), raw[0].view(old.dtype), old)
+            return Change(slice(None), raw[0].view(kind), added=False)
         case "dense":
-            new = old + _unfolded(_joined(raw, old.dtype))
-            if int(np.count_nonzero(new != old)) != changed:
+            differences = _unfolded(_joined(raw, kind))
+            if int(np.count_nonzero(differences)) != changed:
                 raise InvalidVersion("the differences change another number of elements than announced")
-            return DecodedPiece(slice(None), new, old)
+            return Change(slice(None), differences, added=True)
         case "gaps":
-            positions = decode_gaps(raw[0], changed, old.size)
+            positions = decode_gaps(raw[0], changed, count)
         case "bitmap":
-            positions = decode_bitmap(raw[0], changed, old.size)
+            positions = decode_bitmap(raw[0], changed, count)
         case _:
             raise InvalidVersion(f"unknown encoding {encoding!r}")
-    before = old[positions]
-    return DecodedPiece(positions, before + _unfolded(_joined(raw[1:], old.dtype)), before)
+    return Change(positions, _unfolded(_joined(raw[1:], kind)), added=True)
 
 
 def _differing(new: np.ndarray, old: np.ndarray) -> np.ndarray:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +20,18 @@ from services.weights.checksums import WeightChanged
 from services.weights.collective import Deadline
 from services.weights.versions import catalogue, manifest
 from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry
-from services.weights.versions.manifest import DataPart
+from services.weights.versions.delta import Delta, alike
+from services.weights.versions.manifest import DataPart, VersionManifest
 from services.weights.versions.mirror import NOTHING, WeightMirror
 from services.weights.versions.objects import Objects, Target, open_objects
 from services.weights.versions.positions import InvalidVersion
 
 AHEAD = 4
 """Objects fetched at a time. Over a link of 80 ms, one after the other would leave it idle."""
+FETCHED_AHEAD = 1 / 8
+"""Memory for deltas that are fetched before their turn, over that of the weights."""
+FETCHED_AHEAD_BYTES = 256 << 20
+"""The same for weights that are so small that it does not matter."""
 
 _LATE_S = 5.0  # an NFS client may show a catalogue that is some seconds old
 _POLL_S = 0.1
@@ -74,11 +80,7 @@ class VersionReader:
         pool = ThreadPoolExecutor(AHEAD, "fetch-weights")
         try:
             way = self._way_to(version, deadline)
-            fetches = (_Fetch(self._objects, pool, entry) for entry in way)
-            coming = next(fetches, None)
-            while (fetch := coming) is not None:
-                coming = next(fetches, None)  # fetched while this one is applied
-                self._apply(fetch, pool, deadline, fetch.entry.version == version)
+            self._follow(way, pool, deadline)
             objects, nbytes = sum(1 + len(entry.parts) for entry in way), sum(entry.nbytes for entry in way)
             full = way[-1].full_nbytes if way else 0
         except TimeoutError:  # of a future, without a text
@@ -107,35 +109,75 @@ class VersionReader:
                     raise
                 time.sleep(_POLL_S)
 
-    def _apply(self, fetch: _Fetch, pool: ThreadPoolExecutor, deadline: Deadline, last: bool) -> None:
-        entry, made = fetch.entry, manifest.decode(fetch.manifest(deadline))
-        if (made.fence, made.version, made.base) != (self._fence, entry.version, entry.base):
-            raise InvalidVersion(f"{entry.folder} holds version {made.version} of trainer {made.fence}")
-        places = {part.name: i for i, part in enumerate(made.parts)}
-        if sorted(places) != sorted(entry.parts):
-            raise InvalidVersion(f"{entry.folder} has other parts than the catalogue says")
-        if made.base is None:
-            self._mirror.load(made, lambda part, targets: self._read_into(entry, made.parts[part], targets), pool, deadline, last)
-        else:  # once all of it is here, so that a broken link touches nothing
-            self._mirror.apply(made, [(places[name], data) for name, data in fetch.parts(deadline)], last)
+    def _follow(self, way: Sequence[Entry], pool: ThreadPoolExecutor, deadline: Deadline) -> None:
+        """Apply entries in turn, an anchor together with the deltas that follow it. The next ones are fetched meanwhile, one at
+        least and as many as fit into memory.
+        """
+        rest, coming = deque(way), deque[_Fetch]()
+        room = max(FETCHED_AHEAD_BYTES, FETCHED_AHEAD * way[-1].full_nbytes) if way else 0.0
+        while rest or coming:
+            while rest and (len(coming) < 2 or _stored(rest[0]) + sum(_stored(each.entry) for each in coming) <= room):
+                coming.append(_Fetch(self._objects, pool, rest.popleft(), self._fence, deadline))
+            first = coming.popleft()
+            if first.entry.base is None:
+                self._load(first, coming, pool, deadline, last=not rest)
+            else:  # once all of it is here, so that a broken link touches nothing
+                self._mirror.apply(first.delta(), last=not rest and not coming)
 
-    def _read_into(self, entry: Entry, part: DataPart, targets: Sequence[Target]) -> None:
-        self._objects.read_into(f"{entry.folder}/{part.name}", part.nbytes, targets)
+    def _load(self, anchor: _Fetch, coming: deque[_Fetch], pool: ThreadPoolExecutor, deadline: Deadline, last: bool) -> None:
+        """Load an anchor, and take what is coming along if it fits."""
+        made = anchor.manifest()
+        following = [each.delta for each in coming] if alike([made, *(each.manifest() for each in coming)]) else []
+        compare = last and len(following) == len(coming)
+        self._mirror.load(
+            made,
+            lambda part, targets: self._read_into(anchor.entry, made.parts[part], targets),
+            pool,
+            deadline,
+            following,
+            compare,
+        )
+        if following:
+            coming.clear()
+
+    def _read_into(self, entry: Entry, part: DataPart, targets: Sequence[Target]) -> Iterator[None]:
+        return self._objects.read_into(f"{entry.folder}/{part.name}", part.nbytes, targets)
+
+
+def _stored(entry: Entry) -> int:
+    """Return the bytes that an entry takes in memory besides the weights."""
+    return 0 if entry.base is None else entry.nbytes
 
 
 class _Fetch:
     """The manifest of one version and the parts of a delta, which come from its construction on."""
 
-    def __init__(self, objects: Objects, pool: ThreadPoolExecutor, entry: Entry) -> None:
-        self.entry = entry
-        self._manifest = pool.submit(objects.get, f"{entry.folder}/{MANIFEST}")
+    def __init__(self, objects: Objects, pool: ThreadPoolExecutor, entry: Entry, fence: int, deadline: Deadline) -> None:
+        self.entry, self._fence, self._deadline = entry, fence, deadline
+        self._coming_manifest = pool.submit(objects.get, f"{entry.folder}/{MANIFEST}")
         names = [] if entry.base is None else entry.parts
         self._parts = [(name, pool.submit(objects.get, f"{entry.folder}/{name}")) for name in names]
+        self._manifest: VersionManifest | None = None
+        self._delta: Delta | None = None
 
-    def manifest(self, deadline: Deadline) -> memoryview:
-        """Return the bytes of the manifest."""
-        return self._manifest.result(deadline.left.total_seconds())
+    def manifest(self) -> VersionManifest:
+        """Return the manifest. Raises `InvalidVersion` if it is of something else than the catalogue says."""
+        if self._manifest is None:
+            entry, made = self.entry, manifest.decode(self._awaited(self._coming_manifest))
+            if (made.fence, made.version, made.base) != (self._fence, entry.version, entry.base):
+                raise InvalidVersion(f"{entry.folder} holds version {made.version} of trainer {made.fence}")
+            if sorted(part.name for part in made.parts) != sorted(entry.parts):
+                raise InvalidVersion(f"{entry.folder} has other parts than the catalogue says")
+            self._manifest = made
+        return self._manifest
 
-    def parts(self, deadline: Deadline) -> list[tuple[str, memoryview]]:
-        """Return the name and bytes of each part."""
-        return [(name, part.result(deadline.left.total_seconds())) for name, part in self._parts]
+    def delta(self) -> Delta:
+        """Return the delta. Several threads may ask for it. Raises `InvalidVersion`."""
+        if self._delta is None:
+            made = self.manifest()
+            places = {part.name: i for i, part in enumerate(made.parts)}
+            self._delta = Delta(made, [(places[name], self._awaited(part)) for name, part in self._parts])
+        return self._delta
+
+    def _awaited(self, coming: Future[memoryview]) -> memoryview:
+        return coming.result(self._deadline.left.total_seconds())

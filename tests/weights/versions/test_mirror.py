@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from services.weights.checksums import WeightChanged
 from services.weights.collective import Deadline
+from services.weights.versions import delta as delta_module
 from services.weights.versions import encoder
 from services.weights.versions import mirror as mirror_module
 from services.weights.versions.manifest import VersionManifest, decode, encode
@@ -30,7 +31,7 @@ def many_threads() -> Iterator[None]:
     """Every piece may be applied by another thread."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(mirror_module, "THREADS", 4)
-        patched.setattr(mirror_module, "GROUP", 1)
+        patched.setattr(delta_module, "GROUP", 1)
         yield
 
 
@@ -153,11 +154,12 @@ def test_a_read_that_is_late_fills_no_memory_that_is_held(pair) -> None:
     (manifest, parts), delta, before, _ = pair
     mirror, given, filled = WeightMirror(), threading.Event(), threading.Event()
 
-    def late(part: int, targets: Sequence[Target]) -> None:
+    def late(part: int, targets: Sequence[Target]) -> Iterator[None]:
         given.wait(20)
         for _, memory in targets:
             memory[:] = b"\x55" * len(memory)
         filled.set()
+        yield
 
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(TimeoutError):

@@ -1,0 +1,96 @@
+"""An empty receiver gets an anchor and the deltas that follow it together, whatever the memory, the pieces and the damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.weights.checksums import WeightChanged
+from services.weights.collective import Deadline
+from services.weights.versions import catalogue, encoder, manifest, reader
+from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry
+from services.weights.versions.mirror import NOTHING, WeightMirror
+from services.weights.versions.objects import FolderObjects
+from services.weights.versions.positions import InvalidVersion
+from services.weights.versions.reader import VersionReader
+from tests.support.versions import FENCE, Publisher, assert_same_bits, change, copies, parameters
+
+DELTAS = 5
+
+
+class Stored:
+    """A folder with versions of a trainer, and the weights of each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place, self._objects = str(folder / str(FENCE)), FolderObjects(folder / str(FENCE))
+        self.catalogue, self.weights = Catalogue(FENCE), list[dict[str, torch.Tensor]]()
+
+    def put(self, publisher: Publisher, delta: bool) -> Entry:
+        made, parts = publisher.delta() if delta else publisher.anchor()
+        names = [part.name for part in made.parts]
+        entry = Entry(made.version, made.base, made.nbytes, made.full_nbytes, 0.1, names)
+        for index, data in parts.items():
+            self._objects.put(f"{entry.folder}/{names[index]}", [data])
+        self._objects.put(f"{entry.folder}/{MANIFEST}", [manifest.encode(made)])
+        self.catalogue = self.catalogue.with_entry(entry)
+        self._objects.put(CATALOGUE, [catalogue.encode(self.catalogue)])
+        self.weights.append(copies(publisher.parameters))
+        return entry
+
+    def take(self, mirror: WeightMirror, version: int) -> dict[str, torch.Tensor]:
+        return dict(VersionReader(self.place, mirror).take(Deadline(20), version))
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
+    """An anchor in several parts of several pieces, and deltas."""
+    monkeypatch.setattr(encoder, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(encoder, "PART_BYTES", 50_000)
+    made, publisher = Stored(tmp_path), Publisher(parameters(), ranks=2)
+    made.put(publisher, delta=False)
+    for version in range(1, DELTAS + 1):
+        change(publisher.parameters, version, share=(0.001, 0.02, 0.0, 1.0, 0.4)[version - 1])
+        made.put(publisher, delta=True)
+    return made
+
+
+@pytest.mark.parametrize("room", [256 << 20, 100_000, 0])
+def test_every_version_comes_to_the_bit(stored: Stored, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all deltas beside the anchor, for some of them, and for the one that is always fetched ahead."""
+    monkeypatch.setattr(reader, "FETCHED_AHEAD_BYTES", room)
+    for version in range(DELTAS + 1):
+        mirror = WeightMirror()
+        assert_same_bits(stored.take(mirror, version), stored.weights[version])
+        assert mirror.held == (FENCE, version)
+        assert_same_bits(stored.take(mirror, DELTAS), stored.weights[DELTAS])
+
+
+def test_a_delta_in_other_pieces_is_applied_after_the_anchor(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = Publisher(parameters(), ranks=2)
+    publisher.version = DELTAS
+    stored.put(publisher, delta=False)
+    monkeypatch.setattr(encoder, "PIECE_BYTES", 5_000)
+    other = Publisher(publisher.parameters)
+    other.anchor()
+    other.version = publisher.version
+    change(publisher.parameters, 9)
+    entry = stored.put(other, delta=True)
+    mirror = WeightMirror()
+    assert_same_bits(stored.take(mirror, entry.version), stored.weights[-1])
+
+
+@pytest.mark.parametrize("version", [0, 1, DELTAS])
+def test_what_is_damaged_leaves_nothing_and_is_taken_when_it_is_whole_again(stored: Stored, version: int) -> None:
+    entry = stored.catalogue.entries[version]
+    path = Path(stored.place) / entry.folder / entry.parts[0]
+    whole = path.read_bytes()
+    for damaged in (bytes([*whole[:300], whole[300] ^ 1, *whole[301:]]), whole[:-1]):
+        path.write_bytes(damaged)
+        mirror = WeightMirror()
+        with pytest.raises((WeightChanged, InvalidVersion, RuntimeError)):
+            stored.take(mirror, DELTAS)
+        assert mirror.held == NOTHING
+        path.write_bytes(whole)
+        assert_same_bits(stored.take(mirror, DELTAS), stored.weights[DELTAS])
