@@ -1,4 +1,4 @@
-"""Versions made without a trainer: parameters, the encoders of some ranks, and the parts that they make."""
+"""Versions without a trainer: parameters, the encoders of some ranks, and their parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Publisher:
         return self._assembled([part for encoder in self.encoders for part in encoder.whole()], None)
 
     def delta(self) -> tuple[VersionManifest, dict[int, memoryview]]:
-        """Return what changed since the last version."""
+        """Return the changes since the last version."""
         self.version += 1
         return self._assembled([encoder.encode() for encoder in self.encoders], self.version - 1)
 

@@ -1,4 +1,4 @@
-"""Rounds by a store of versions: deltas to those who follow, anchors and deltas to those who come late, without the trainer."""
+"""Rounds with a version store: followers get deltas, latecomers anchors and deltas without the trainer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_latecomer_fetches_the_weights_without_the_trainer(world: World) -> No
     for version in range(3):
         step(world, version)
         world.train(version)
-    world.member("late")  # nobody opens a round from here on
+    world.member("late")  # no round is opened from here on
 
     world.portal.call(wait_until(lambda: world.engines["late"].version == 2))
     assert_equal(world, "late")
@@ -84,11 +84,11 @@ def test_a_latecomer_fetches_the_weights_without_the_trainer(world: World) -> No
     assert_equal(world)
 
 
-def test_a_member_that_missed_rounds_fetches_what_it_lacks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_missed_rounds_fetches_the_missing_deltas(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.member("a")
     world.member("b")
     world.train(0)
-    world.hold("b", 0)  # it evaluates, and declines
+    world.hold("b", 0)  # it evaluates and declines
     for version in (1, 2, 3):
         step(world, version)
         world.train(version)
@@ -100,11 +100,11 @@ def test_a_member_that_missed_rounds_fetches_what_it_lacks(world: World, monkeyp
     world.release("b")
 
     world.portal.call(wait_until(lambda: world.versions()["b"] == 3))
-    assert applied == [0, 1, 2], "the deltas, not an anchor"
+    assert applied == [0, 1, 2], "deltas instead of an anchor"
     assert_equal(world)
 
 
-def test_a_member_that_fetches_declines_rounds_and_is_left_out_of_later_ones(world: World) -> None:
+def test_a_fetching_member_declines_rounds(world: World) -> None:
     class Slow(ScriptedEngine):
         async def stage(self, version: int, limit_s: float | None = None) -> None:
             await released.wait()
@@ -132,7 +132,7 @@ def test_a_member_that_fetches_declines_rounds_and_is_left_out_of_later_ones(wor
     assert_equal(world)
 
 
-def test_what_a_reader_has_announced_stays_and_goes_later(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announced_versions_are_kept_until_released(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
     world.member("a")
     announced = [f"{world.fence}/0"]
@@ -144,7 +144,7 @@ def test_what_a_reader_has_announced_stays_and_goes_later(world: World, tmp_path
     folder = tmp_path / "volume" / str(world.fence)
     assert (folder / "0.anchor").exists()
     assert (folder / "1.delta").exists()
-    assert known(world, tmp_path).entries[0].version >= 3, "the catalogue tells others where to begin"
+    assert known(world, tmp_path).entries[0].version >= 3, "the catalogue states where others start"
     announced.clear()
     for version in range(8, 12):
         step(world, version)
@@ -173,7 +173,7 @@ def test_a_store_that_lost_its_objects_gets_an_anchor(world: World, tmp_path: Pa
     assert_equal(world)
 
 
-def test_a_store_that_refuses_a_write_costs_an_attempt_and_no_anchor(world: World, tmp_path: Path) -> None:
+def test_a_failed_write_costs_an_attempt_but_no_anchor(world: World, tmp_path: Path) -> None:
     world.member("a")
     world.train(0)
     step(world, 1)
@@ -187,7 +187,7 @@ def test_a_store_that_refuses_a_write_costs_an_attempt_and_no_anchor(world: Worl
     assert_equal(world)
 
 
-def test_damaged_data_is_refused_and_the_member_gets_the_weights_anyway(world: World, tmp_path: Path) -> None:
+def test_damaged_data_is_rejected_and_the_weights_are_resent(world: World, tmp_path: Path) -> None:
     world.member("a")
     world.train(0)
     step(world, 1)
@@ -214,7 +214,7 @@ def test_damaged_data_is_refused_and_the_member_gets_the_weights_anyway(world: W
     assert_equal(world)
 
 
-def test_a_new_trainer_begins_with_an_anchor_and_removes_what_the_old_one_left(world: World, tmp_path: Path) -> None:
+def test_a_new_trainer_starts_with_an_anchor_and_cleans_up(world: World, tmp_path: Path) -> None:
     world.member("a")
     world.train(0)
     old, world.fence = world.fence, world.portal.call(world.store.run.attach_trainer())
@@ -241,7 +241,7 @@ store.put("1/0.anchor/0.0", [b"new" * 1000])
 """
 
 
-def test_an_object_is_whole_or_as_before_when_its_writer_is_killed(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_objects_intact(tmp_path: Path) -> None:
     from services.weights.versions.catalogue import garbage
     from services.weights.versions.objects import FolderObjects
 

@@ -1,4 +1,4 @@
-"""A receiver's copy of the weights: versions are applied whole or not at all, whatever arrives."""
+"""A receiver's copy of the weights: versions are applied atomically, whatever arrives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Data = dict[int, memoryview]
 
 @pytest.fixture(autouse=True, scope="module")
 def many_threads() -> Iterator[None]:
-    """Every piece may be applied by another thread."""
+    """Let every piece be applied by a different thread."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(mirror_module, "THREADS", 4)
         patched.setattr(delta_module, "GROUP", 1)
@@ -40,7 +40,7 @@ def wired(manifest: VersionManifest) -> VersionManifest:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_versions_are_applied_to_the_bit(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_applied_bitwise(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(encoder, "PART_BYTES", 50_000)
     trained = parameters()
@@ -64,7 +64,7 @@ def test_an_anchor_of_the_base_is_the_last_version() -> None:
     change(trained, 1)
     publisher.delta()
     expected = copies(trained)
-    change(trained, 2)  # training goes on while the anchor is written
+    change(trained, 2)  # training continues while the anchor is written
     [part] = publisher.encoders[0].whole()
     manifest, parts = publisher._assembled([part], None)
     bring(mirror, wired(manifest), parts.items())
@@ -80,7 +80,7 @@ def pair() -> tuple[tuple[VersionManifest, Data], tuple[VersionManifest, Data], 
     return anchor, publisher.delta(), before, copies(trained)
 
 
-def test_a_delta_is_refused_without_its_base(pair) -> None:
+def test_a_delta_is_rejected_without_its_base(pair) -> None:
     anchor, delta, _, _ = pair
     mirror = WeightMirror()
     with pytest.raises(InvalidVersion, match="version 1 changes version 0, which is not held"):
@@ -108,7 +108,7 @@ def test_a_wrong_checksum_undoes_the_whole_delta(pair) -> None:
     assert_same_bits(dict(mirror.weights()), after)
 
 
-def test_a_chain_is_compared_at_its_end(pair) -> None:
+def test_a_chain_is_verified_at_its_end(pair) -> None:
     (manifest, parts), delta, _, after = pair
     damaged = {0: memoryview(bytearray(parts[0]))}
     damaged[0][1000] ^= 1  # a byte of the first weight
@@ -123,7 +123,7 @@ def test_a_chain_is_compared_at_its_end(pair) -> None:
     assert_same_bits(dict(mirror.weights()), after)
 
 
-def test_a_weight_that_changed_in_memory_is_noticed_by_the_next_delta(pair) -> None:
+def test_a_weight_changed_in_memory_is_detected_by_the_next_delta(pair) -> None:
     anchor, delta, _, _ = pair
     mirror = WeightMirror()
     bring(mirror, *_items(anchor))
@@ -132,7 +132,7 @@ def test_a_weight_that_changed_in_memory_is_noticed_by_the_next_delta(pair) -> N
         bring(mirror, *_items(delta))
 
 
-def test_parts_that_do_not_come_leave_everything(pair) -> None:
+def test_missing_parts_change_nothing(pair) -> None:
     anchor, (manifest, parts), before, _ = pair
     mirror = WeightMirror()
     bring(mirror, *_items(anchor))
@@ -147,10 +147,10 @@ def test_parts_that_do_not_come_leave_everything(pair) -> None:
         assert_same_bits(dict(mirror.weights()), before)
     with pytest.raises(OSError, match="part 0 is lacking"):
         bring(mirror, anchor[0], [])
-    assert mirror.held == NOTHING, "an anchor that broke leaves nothing, not a mixture"
+    assert mirror.held == NOTHING, "a broken anchor leaves nothing instead of a mixture"
 
 
-def test_a_read_that_is_late_fills_no_memory_that_is_held(pair) -> None:
+def test_a_late_read_does_not_overwrite_current_memory(pair) -> None:
     (manifest, parts), delta, before, _ = pair
     mirror, given, filled = WeightMirror(), threading.Event(), threading.Event()
 
@@ -174,7 +174,7 @@ def test_a_read_that_is_late_fills_no_memory_that_is_held(pair) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_damaged_bytes_end_in_an_error_or_in_the_right_bits(pair, data: st.DataObject) -> None:
+def test_damaged_bytes_give_an_error_or_the_right_bits(pair, data: st.DataObject) -> None:
     anchor, (manifest, parts), before, after = pair
     mirror = WeightMirror()
     bring(mirror, *_items(anchor))
@@ -196,7 +196,7 @@ def test_damaged_bytes_end_in_an_error_or_in_the_right_bits(pair, data: st.DataO
 
 
 def variants(manifest: VersionManifest) -> list[tuple[str, VersionManifest]]:
-    """Return manifests that contradict themselves, with what is said of each."""
+    """Return inconsistent manifests with the expected message of each."""
     replace = msgspec.structs.replace
     first, *others = manifest.pieces
     block = replace(first.blocks[0], raw=10**15, stored=10**15)
@@ -224,7 +224,7 @@ def variants(manifest: VersionManifest) -> list[tuple[str, VersionManifest]]:
     ]
 
 
-def test_a_manifest_that_contradicts_itself_is_refused(pair) -> None:
+def test_an_inconsistent_manifest_is_rejected(pair) -> None:
     for said, manifest in variants(pair[1][0]):
         with pytest.raises(InvalidVersion, match=said):
             decode(encode(manifest))

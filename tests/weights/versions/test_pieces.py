@@ -1,4 +1,4 @@
-"""Changes of bits: exact for any bits, encoded by whatever is smallest, and safe to decode whatever the bytes are."""
+"""Bit changes: exact for any bits, in the smallest encoding, and safe to decode from any bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUTS = (0.0, 0.001, 0.02, 0.3, 0.97, 1.0)
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Return elements and others of which some share differs: by anything, or by one unit in the last place."""
+    """Return elements and a copy of which a share differs, arbitrarily or by one unit in the last place."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     dtype, count = draw(st.sampled_from(UNSIGNED)), draw(st.integers(0, 3000))
     old = random.integers(0, np.iinfo(dtype).max, count, dtype, endpoint=True)
@@ -37,7 +37,7 @@ def restored(encoded: pieces.EncodedPiece, old: np.ndarray) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(changes())
-def test_any_change_comes_back_to_the_bit(pair: tuple[np.ndarray, np.ndarray]) -> None:
+def test_any_change_round_trips_bitwise(pair: tuple[np.ndarray, np.ndarray]) -> None:
     old, new = pair
     encoded = pieces.encode(new, old)
     assert np.array_equal(restored(encoded, old), new)
@@ -48,7 +48,7 @@ def test_any_change_comes_back_to_the_bit(pair: tuple[np.ndarray, np.ndarray]) -
 
 
 def special(dtype: torch.dtype) -> torch.Tensor:
-    """Return every kind of value whose bits a comparison of floats would confuse."""
+    """Return every kind of value whose bits a float comparison would confuse."""
     integer = torch.int16 if dtype.itemsize == 2 else torch.int32
     quiet = torch.tensor([float("nan"), 0.0, -0.0, float("inf"), float("-inf"), 1.0]).to(dtype).view(integer)
     return torch.cat([quiet, quiet | 5, quiet ^ 1]).view(dtype)
@@ -90,9 +90,7 @@ def test_a_fiftieth_of_the_weights_costs_about_a_byte_each() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(changes(), st.data())
-def test_damaged_blocks_are_refused_or_change_only_what_they_may(
-    pair: tuple[np.ndarray, np.ndarray], data: st.DataObject
-) -> None:
+def test_damaged_blocks_are_rejected_or_change_only_their_piece(pair: tuple[np.ndarray, np.ndarray], data: st.DataObject) -> None:
     old, new = pair
     encoded = pieces.encode(new, old)
     blocks = [(bytearray(stored), raw, compressed) for stored, raw, compressed in encoded.blocks]
@@ -116,7 +114,7 @@ def test_damaged_blocks_are_refused_or_change_only_what_they_may(
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 100), st.integers(0, 5000))
-def test_any_bytes_make_positions_in_range_or_none(encoded: bytes, changed: int, count: int) -> None:
+def test_any_bytes_decode_to_positions_in_range_or_none(encoded: bytes, changed: int, count: int) -> None:
     for decode in (positions.decode_gaps, positions.decode_bitmap):
         try:
             found = decode(np.frombuffer(encoded, np.uint8), changed, count)
@@ -127,7 +125,7 @@ def test_any_bytes_make_positions_in_range_or_none(encoded: bytes, changed: int,
         assert changed == 0 or (found[0] >= 0 and found[-1] < count)
 
 
-def test_a_block_that_would_unpack_to_more_than_announced_is_not_unpacked() -> None:
+def test_a_block_larger_than_announced_is_not_decompressed() -> None:
     import zstandard
 
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
