@@ -1,4 +1,4 @@
-"""An empty receiver gets an anchor and the deltas that follow it together, whatever the memory, the pieces and the damage."""
+"""An empty receiver fetches an anchor with its deltas, whatever the memory limit, the pieces and the damage."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
 
 
 @pytest.mark.parametrize("room", [256 << 20, 100_000, 0])
-def test_every_version_comes_to_the_bit(stored: Stored, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for all deltas beside the anchor, for some of them, and for the one that is always fetched ahead."""
+def test_every_version_is_restored_bitwise(stored: Stored, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all deltas beside the anchor, for some, and for only the one that is always fetched ahead."""
     monkeypatch.setattr(reader, "FETCHED_AHEAD_BYTES", room)
     for version in range(DELTAS + 1):
         mirror = WeightMirror()
@@ -82,7 +82,7 @@ def test_a_delta_in_other_pieces_is_applied_after_the_anchor(stored: Stored, mon
 
 
 @pytest.mark.parametrize("version", [0, 1, DELTAS])
-def test_what_is_damaged_leaves_nothing_and_is_taken_when_it_is_whole_again(stored: Stored, version: int) -> None:
+def test_a_damaged_part_leaves_nothing_until_it_is_repaired(stored: Stored, version: int) -> None:
     entry = stored.catalogue.entries[version]
     path = Path(stored.place) / entry.folder / entry.parts[0]
     whole = path.read_bytes()
