@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.weights_engine import make_model
-from services.config.load import validate
+from benchmarks.weights_engine import make_config, make_model
 from services.generator.engines.vllm_arguments import engine_arguments, set_environment
 
 RANK, SEQUENCES, TOKENS, PROMPT, REPEATS, UPDATES = 8, 64, 128, 32, 3, 4
@@ -38,14 +37,12 @@ async def adapters(folder: Path, samples: dict[str, list[float]]) -> None:
     """Tokens a second of a model of 113 MB with its adapter merged and with vLLM serving it, and seconds of serving another."""
     model = make_model(folder).to(torch.bfloat16)
     saved = [str(save_adapter(model, folder / f"adapter-{i}")) for i in range(UPDATES)]
-    tree: dict[str, Any] = {
-        "model": {"path": str(folder), "dtype": "bfloat16", "max_tokens": 512},
-        "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
-        "verifiers": [{"kind": "exact"}],
-        "sampling": {"max_tokens": TOKENS},
-        "generator": {"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": 512},
-    }
-    config = validate(tree, origin="benchmark")
+    config = make_config(
+        folder,
+        data={"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
+        sampling={"max_tokens": TOKENS},
+        generator={"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": 512},
+    )
     set_environment(config, False)
     usual = engine_arguments(config, False)
     serving = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1, "max_cpu_loras": 1}

@@ -47,6 +47,18 @@ def make_model(folder: Path, **changed: int) -> Any:
     return model
 
 
+def make_config(folder: Path, dtype: str = "bfloat16", tokens: int = 512, **sections: dict[str, Any]) -> Any:
+    """A run of the model in `folder`, where its versions are too; `sections` replace those of the configuration."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": dtype, "max_tokens": tokens},
+        "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": tokens - 64},
+        "verifiers": [{"kind": "exact"}],
+        "sampling": {"max_tokens": 64},
+        "sync": {"backend": "store", "folder": str(folder / "volume")},
+    }
+    return validate(tree | sections, origin="benchmark")
+
+
 def distinct(model: Any) -> list[torch.Tensor]:
     """Its parameters, tied ones once."""
     return list({id(weight): weight for weight in model.parameters()}.values())
@@ -58,16 +70,13 @@ class Served:
     def __init__(self, folder: Path, dtype: str, tokens: int, kv: str, **changed: int) -> None:
         self.model = make_model(folder, max_position_embeddings=tokens, **changed).to(getattr(torch, dtype))
         self.nbytes = sum(weight.numel() * weight.element_size() for weight in distinct(self.model))
-        mib = 1024
-        tree: dict[str, Any] = {
-            "model": {"path": str(folder), "dtype": dtype, "max_tokens": tokens},
-            "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": tokens - 64},
-            "verifiers": [{"kind": "exact"}],
-            "sampling": {"max_tokens": 64},
-            "generator": {"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": mib},
-            "sync": {"backend": "store", "folder": str(folder / "volume"), "kv": kv},
-        }
-        self.config = validate(tree, origin="benchmark")
+        self.config = make_config(
+            folder,
+            dtype,
+            tokens,
+            generator={"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": 1024},
+            sync={"backend": "store", "folder": str(folder / "volume"), "kv": kv},
+        )
         self.sender = make_sender(self.config, self.model, 0, 1, lambda value: [value])
         self.engine, self.version = VllmEngine(), -1
 
