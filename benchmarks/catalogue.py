@@ -305,7 +305,8 @@ SUITE = (
             Figure("encode_share", "encoding time ÷ training step time", 0.05, "lower"),
             Figure("versions_identical", "share of versions that a receiver holds bit-identically", 1.0, tolerance=0.0),
             Figure("versions_sampled", "share of versions with which vLLM samples like the trainer", 1.0, tolerance=0.0),
-            Figure("late_join_ratio", "time of a receiver without weights ÷ reading the same files", 1.5, "lower"),
+            Figure("late_join_ratio", "time of a receiver without weights ÷ reading the same bytes", 1.5, "lower"),
+            Figure("late_join_used_ratio", "the same in memory that the machine has used before", 1.5, "lower"),
             Figure("slow_link_ratio", "steps/s over 100 Mbit/s and 80 ms ÷ loopback", 0.9),
             Figure("lora_share", "bytes of an adapter version ÷ bytes of the model", 0.01, "lower"),
             Figure("merged_speed", "vLLM's tokens/s with a merged adapter ÷ with an unmerged one"),
@@ -314,7 +315,7 @@ SUITE = (
         ),
         ("--sequences", "8"),
         gap="A vLLM reload repacks all weights for oneDNN in the pause, on one thread; a second copy of the model, or writing "
-        "only changed weights, would avoid it. A late joiner decodes deltas after reading the anchor, and could do both at once.",
+        "only changed weights, would avoid it. A late joiner waits for memory that a virtual machine's host gives at first use.",
     ),
     Benchmark(
         "sync_1gb",
@@ -503,7 +504,7 @@ SUITE = (
             Figure("replay_equal", "share of bundles whose stages all replay bit-equal", 1.0, ratio=False),
             Figure("account_closes", "error of the account against measured device-seconds", 0.01, "lower", ratio=False),
             Figure("record_share", "share of a step's time that Redis spends on a recorder", 0.01, "lower", ratio=False),
-            Figure("bundle_bytes", "size of a bundle that refers to its weights, bytes", None, "lower", ratio=False),
+            Figure("bundle_bytes", "bytes of a bundle that refers to its weights", None, "lower", ratio=False),
         ),
         gap="A process that dies before its first heartbeat as the last of its pod is not counted.",
     ),

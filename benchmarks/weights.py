@@ -9,8 +9,9 @@ The first `WARM` steps are not counted: Adam's first steps are larger. Parts:
 
 `encoding`: `delta_share`, bytes of a delta over those of the weights (goal 0.03); `changed_share`; `encode_share`, seconds of
 encoding over those of the training step of `--tokens` (goal 0.05); `send_share`, those of the whole `send`, with fsync.
-`late`: `late_join_ratio`, seconds of an empty receiver to an anchor and `STEPS` deltas over those of reading the same files, both
-from the disk, whose cache is dropped, and in a process of its own (goal 1.5).
+`late`: `late_join_ratio`, seconds of an empty receiver to an anchor and `STEPS` deltas over those of reading the same bytes, both
+from the disk, whose cache is dropped, and in a process of its own (goal 1.5). `late_join_used_ratio` is the same once another
+process has used as much memory as is free: the host of a virtual machine gives memory at its first use.
 `versions`: `versions_identical`, the share of the versions that a receiver takes, out of `VERSIONS` of 1 MB, after which blake2b
 of what it holds equals that of the trainer's weights; it misses some and catches up. Others: `versions_compared`, `versions_s`.
 `sampled`: `versions_sampled`, the share of 1,000 versions of 1.6 MB, applied by a real vLLM, whose completions have the logprobs
@@ -44,7 +45,6 @@ from safetensors.torch import save_file
 
 from benchmarks import weights_adapters, weights_engine, weights_late
 from benchmarks.common import arguments, report, run
-from services.config.load import validate
 from services.trainer.weight_sender import make_sender
 from services.weights.collective import Deadline
 from services.weights.versions.mirror import WeightMirror
@@ -55,26 +55,14 @@ FENCE, WARM, STEPS, RATE, VERSIONS, RANK, LATE = 1, 2, 4, 1e-6, 1500, 8, 7
 PARTS = ("encoding", "late", "versions", "sampled", "lora", "adapters", "pause", "link", "kv")
 
 
-def make_config(folder: Path, **sections: dict[str, Any]) -> Any:
-    """A run whose versions are in `folder`."""
-    tree: dict[str, Any] = {
-        "model": {"path": str(folder), "dtype": "bfloat16", "max_tokens": 512},
-        "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
-        "verifiers": [{"kind": "exact"}],
-        "sampling": {"max_tokens": 192},
-        "sync": {"backend": "store", "folder": str(folder / "volume")},
-    }
-    return validate({**tree, **sections}, origin="benchmark")
-
-
 class Trained:
     """A model with float32 masters, whose rounded weights are published."""
 
     def __init__(self, folder: Path, tokens: int, lora: int = 0) -> None:
         self.folder, self._tokens = folder, tokens
         self.master = weights_engine.make_model(folder)
-        sections = {"lora": {"rank": lora, "alpha": 16.0}} if lora else {}
-        config = make_config(folder, **sections)
+        sections: dict[str, Any] = {"lora": {"rank": lora, "alpha": 16.0}} if lora else {}
+        config = weights_engine.make_config(folder, **sections)
         self.published: Any = self.master
         if lora:
             from services.trainer.model.lora import attach
@@ -163,13 +151,17 @@ def late(model: Trained, samples: dict[str, list[float]]) -> None:
         read_s, join_s = (weights_late.seconds(side, folder, model.version, expected) for side in ("read", "join"))
         samples.setdefault("late_join_ratio", []).append(join_s / read_s)
         samples.setdefault("late_join_s", []).append(join_s)
+    weights_late.use_memory()
+    for _ in range(LATE):
+        read_s, join_s = (weights_late.seconds(side, folder, model.version, expected) for side in ("read", "join"))
+        samples.setdefault("late_join_used_ratio", []).append(join_s / read_s)
 
 
 def versions(folder: Path, samples: dict[str, list[float]]) -> None:
     """Many versions of few weights: about a fiftieth of them move by a few units in the last place."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(2)))
-    config = make_config(folder)
+    config = weights_engine.make_config(folder)
     sender: Any = make_sender(config, model, 0, 1, lambda value: [value])
     mirror, same, compared = WeightMirror(), 0, 0
     began = time.perf_counter()

@@ -21,11 +21,20 @@ from services.weights.collective import Deadline
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
 
+USED_BYTES = 16 << 30
+
 
 def seconds(side: str, folder: Path, version: int, expected: Path) -> float:
     """Measure a side in a process that has done nothing else."""
     words = [sys.executable, "-m", "benchmarks.weights_late", side, str(folder), str(version), str(expected)]
     return float(subprocess.run(words, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout)
+
+
+def use_memory() -> None:
+    """Use most of the memory that is free, up to `USED_BYTES`, in a process that ends."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    code = f"from services.weights.collective import huge_pages; huge_pages({min(USED_BYTES, free // 2)})[::4096] = 1"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 
 
 def _files(folder: Path) -> list[Path]:
