@@ -8,20 +8,21 @@ from __future__ import annotations
 from functools import partial
 
 from services.http.entry import Arguments, end_process, main, open_service
+from services.runtime import garbage_collection
 
 
 async def prepare(given: Arguments) -> None:
     """Run the pod from start to end."""
-    from services.dataprep.evaluation.rounds import EvaluationRounds
-    from services.dataprep.identity import create_or_attach
-    from services.dataprep.loop import DataprepLoop
-    from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
-    from services.dataprep.prompts.catalogue import PromptSource
-    from services.dataprep.prompts.curriculum import load_curriculum
-    from services.dataprep.replay.sweeping import sweep
-    from services.dataprep.run_gauges import RunGauges
-    from services.http.endpoints.run import add_routes
-    from services.runtime import garbage_collection
+    with garbage_collection.importing():
+        from services.dataprep.evaluation.rounds import EvaluationRounds
+        from services.dataprep.identity import create_or_attach
+        from services.dataprep.loop import DataprepLoop
+        from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
+        from services.dataprep.prompts.catalogue import PromptSource
+        from services.dataprep.prompts.curriculum import load_curriculum
+        from services.dataprep.replay.sweeping import sweep
+        from services.dataprep.run_gauges import RunGauges
+        from services.http.endpoints.run import add_routes
 
     config = given.config
     load_curriculum(config.data.curriculum)  # reports an unusable name before the run exists

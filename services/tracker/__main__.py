@@ -10,6 +10,7 @@ from functools import partial
 
 from services.config import ConfigError
 from services.http.entry import Arguments, end_process, main, open_service
+from services.runtime import garbage_collection
 from services.runtime.loops import Loop
 from services.runtime.tracking import check_tracking
 
@@ -18,11 +19,11 @@ WRITE_LIMIT_S = 120.0  # a tracker that takes longer for a batch makes the pod f
 
 async def track(given: Arguments) -> None:
     """Run the pod from the run's creation to its end."""
-    from services.runtime import garbage_collection
-    from services.tracker.account import Accountant
-    from services.tracker.follower import Follower, show_backlog
-    from services.tracker.metrics import TrackerMetrics
-    from services.tracker.samples.log import SampleLog
+    with garbage_collection.importing():
+        from services.tracker.account import Accountant
+        from services.tracker.follower import Follower, show_backlog
+        from services.tracker.metrics import TrackerMetrics
+        from services.tracker.samples.log import SampleLog
 
     config = given.config
     check_tracking(config, os.environ)
@@ -30,7 +31,6 @@ async def track(given: Arguments) -> None:
         raise ConfigError(
             "nothing to track: set tracking.tensorboard, tracking.wandb or samples.keep, or do not start a tracker pod"
         )
-    garbage_collection.freeze()
     async with open_service("tracker", config, given.name) as service:
         folder = service.folder / "tracking"
         metrics = TrackerMetrics(service.registry)

@@ -74,7 +74,7 @@ def _follow(given: Arguments, portal: Portal) -> None:
 
 
 def _lead(given: Arguments, portal: Portal) -> None:
-    with garbage_collection.paused():
+    with garbage_collection.importing():
         from services.trainer.loop import TrainLoop
         from services.trainer.metrics import TrainerMetrics
         from services.trainer.rank_commands import RankCommands
@@ -136,7 +136,7 @@ async def _host(given: Arguments, opened: concurrent.futures.Future[Service], tr
 def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
     from pathlib import Path
 
-    with garbage_collection.paused():
+    with garbage_collection.importing():
         import deepspeed  # noqa: F401 - `World` would import it
 
         from services.trainer.ranks import World

@@ -51,7 +51,7 @@ async def _serve(pod: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=pod)
     setup = msgspec.msgpack.decode(await _frame(reader), type=ProgramSetup)
     try:
-        with garbage_collection.paused():
+        with garbage_collection.importing():
             kind = await opened(setup)
     except BaseException as error:  # whatever its code raises is reported to the pod, and to the user
         writer.write(frame(Started(str(error) if isinstance(error, Unusable | BadReply) else reason_of(error))))

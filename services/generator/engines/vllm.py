@@ -74,7 +74,7 @@ class VllmEngine:
     def _load(self) -> None:
         gpu = has_gpu()
         set_environment(self._config, gpu)
-        with garbage_collection.paused():
+        with garbage_collection.importing():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
