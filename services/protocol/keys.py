@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TOPICS = ("acks", "control", "evaluation", "fleet", "headers", "slots", "steps", "sync", "tickets", "version")
+"""What the functions notify of; each has a channel (`Keys.notifications`)."""
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -188,15 +191,9 @@ class Keys:
         """String: logprob gaps of the tokens that a data-parallel rank trained in a step, for the sample log. Expires."""
         return f"{self.prefix}:logprob_gaps:{step}.{rank}"
 
-    @property
-    def notifications(self) -> str:
-        """Pattern of the pub/sub channels `all` and `few`: names of topics that changed. A hint; state is read from the keys."""
-        return f"{self.prefix}:notifications:*"
-
-    @property
-    def notifications_for_all(self) -> str:
-        """Pub/sub channel: the topics that generators may wait for."""
-        return f"{self.prefix}:notifications:all"
+    def notifications(self, topic: str) -> str:
+        """Pub/sub channel: the name of the topic, whenever it changed. A hint; state is read from the keys. `*`: all channels."""
+        return f"{self.prefix}:notifications:{topic}"
 
     def group(self, group: str) -> str:
         """Hash: header, sequence and uses of a group."""

@@ -2,8 +2,8 @@
 
 Guarantees: a notification is a hint and never the state itself, so a lost one costs at most the caller's own timeout. A waiter
 never misses a notification that arrives between its last poll of the state and its wait, because notifications are remembered
-until waited for.
-Waits for: messages on the run's notifications channel. Unblocks: every loop that waits for its topic.
+until waited for. A process receives only the topics that something in it has waited for.
+Waits for: messages on the channels of these topics. Unblocks: every loop that waits for a topic.
 """
 
 from __future__ import annotations
@@ -11,29 +11,41 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from services.protocol.errors import StoreError
+from services.protocol.keys import TOPICS
 from services.store import Store
+from services.store.calls.monitor import TopicSubscription
 
 
 class Notifications:
-    """Notifications of one process, by topic. A waiter is identified by the topics it names: no two loops wait for the same
-    ones.
+    """Notifications of one process, by topic: those of Redis, and its own. A waiter is identified by the topics it names: no two
+    loops wait for the same ones.
     """
 
     def __init__(self) -> None:
         self._rung: Counter[str] = Counter()
         self._heard: dict[tuple[str, ...], int] = {}  # by waiter: notifications of its topics up to its last wait
         self._waiting: dict[tuple[str, ...], asyncio.Event] = {}
+        self._topics = {"control"}  # of Redis, to subscribe to
+        self._subscription: TopicSubscription | None = None
 
-    async def listen(self, store: Store, few: bool = True) -> None:
-        """Pass notifications on, including those for `few`, until the connection breaks.
+    async def listen(self, store: Store) -> None:
+        """Pass notifications on until the connection breaks.
 
         A new connection notifies every topic, because notifications may have been missed.
         """
-        async for topic in store.monitor.listen(few):
-            if topic == "connected":
-                self.notify_all()
-            else:
-                self.notify(topic)
+        async with store.monitor.listening() as subscription:
+            added = set[str]()
+            while missing := self._topics - added:
+                await subscription.add(*missing)
+                added |= missing
+            self._subscription = subscription
+            self.notify_all()
+            try:
+                async for topic in subscription:
+                    self.notify(topic)
+            finally:
+                self._subscription = None
 
     def notify(self, topic: str) -> None:
         """Notify a topic of this process."""
@@ -51,16 +63,36 @@ class Notifications:
         """Return on a notification of any of `topics`, including one since this waiter's last wait, or after `timeout`
         seconds.
         """
-        if self._total(topics) == self._heard.setdefault(topics, 0):
-            event = self._waiting[topics] = asyncio.Event()
-            try:
-                async with asyncio.timeout(timeout):
+        heard = self._heard.setdefault(topics, 0)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._subscribe(topics)
+                if self._total(topics) == heard:
+                    event = self._waiting[topics] = asyncio.Event()
                     await event.wait()
-            except TimeoutError:
-                pass  # a timeout is a result too
-            finally:
-                self._waiting.pop(topics, None)
+        except TimeoutError:
+            pass  # a timeout is a result too
+        finally:
+            self._waiting.pop(topics, None)
         self._heard[topics] = self._total(topics)
+
+    async def _subscribe(self, topics: tuple[str, ...]) -> None:
+        """Add topics of Redis that nothing has waited for yet. They are notified at once, because a notification may have been
+        missed.
+        """
+        missing = {topic for topic in topics if topic in TOPICS} - self._topics
+        self._topics |= missing
+        if not missing or self._subscription is None:
+            return
+        try:
+            await self._subscription.add(*missing)
+        except StoreError:
+            return  # `listen` fails too, and subscribes to all of them on its next connection
+        except BaseException:
+            self._topics -= missing
+            raise
+        for topic in missing:
+            self.notify(topic)
 
     def _total(self, topics: tuple[str, ...]) -> int:
         return sum(self._rung[topic] for topic in topics)

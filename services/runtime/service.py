@@ -124,7 +124,7 @@ class Service:
 
     async def _listen(self, loop: Loop) -> None:
         loop.limit_s = float("inf")  # a quiet subscription is not a fault; a broken connection raises
-        await self.notifications.listen(self.store, few=self.kind != "generator")
+        await self.notifications.listen(self.store)
 
     async def _heartbeat(self, loop: Loop) -> None:
         while True:

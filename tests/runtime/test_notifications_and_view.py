@@ -7,12 +7,14 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.notifications import Notifications
 from services.runtime.view import RunView
 from services.store import Store
+from services.store.calls.monitor import TopicSubscription
 
 LIMIT_S = 30.0  # on a busy machine; a wait that is never woken takes twice as long
 
@@ -66,8 +68,54 @@ async def test_a_notification_reaches_all_waiters_of_its_topic(notifications: No
 
 
 async def test_other_topics_do_not_wake(notifications: Notifications) -> None:
+    await notifications.wait("tickets", timeout=60.0)
     notifications.notify("headers")
     assert await waited(notifications, "tickets", timeout=0.05) >= 0.04
+
+
+async def test_only_topics_that_something_waits_for_are_received(store: Store, notifications: Notifications) -> None:
+    received: list[str] = []
+    notify = notifications.notify
+    notifications.notify = lambda topic: (received.append(topic), notify(topic))[1]  # type: ignore[method-assign]
+    await notifications.wait("tickets", timeout=60.0)  # ends at once: a notification may have come before the subscription
+    assert received == ["tickets"]
+    waiting = asyncio.create_task(waited(notifications, "tickets"))
+    await asyncio.sleep(0.01)
+    for topic in ("headers", "tickets", "control"):
+        await store.client.publish(store.keys.notifications(topic), topic)
+    assert await waiting < LIMIT_S
+    assert "headers" not in received
+
+
+async def test_topics_are_received_again_after_the_connection_broke(store: Store) -> None:
+    notifications = Notifications()
+    await notifications.wait("steps", timeout=0.01)
+    for _ in range(2):
+        listening = asyncio.create_task(notifications.listen(store))
+        assert await waited(notifications, "steps") < LIMIT_S  # a new connection wakes all waiters
+        waiting = asyncio.create_task(waited(notifications, "steps"))
+        await asyncio.sleep(0.01)
+        await store.client.publish(store.keys.notifications("steps"), "steps")
+        assert await waiting < LIMIT_S
+        await end_tasks([listening])
+
+
+async def test_a_wait_cancelled_while_it_subscribes_is_as_if_it_had_not_been(
+    store: Store, notifications: Notifications, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: object) -> None:
+        await asyncio.sleep(60.0)
+
+    with monkeypatch.context() as hanging:
+        hanging.setattr(TopicSubscription, "add", hang)
+        waiting = asyncio.create_task(waited(notifications, "acks"))
+        await asyncio.sleep(0)
+        await end_tasks([waiting])
+    assert await waited(notifications, "acks") < LIMIT_S
+    waiting = asyncio.create_task(waited(notifications, "acks"))
+    await asyncio.sleep(0.01)
+    await store.client.publish(store.keys.notifications("acks"), "acks")
+    assert await waiting < LIMIT_S
 
 
 async def test_a_cancelled_wait_leaves_no_task_behind(notifications: Notifications) -> None:

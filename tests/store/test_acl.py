@@ -76,8 +76,9 @@ def test_other_keys_and_channels_are_rejected(guarded: RedisServer, kind: str) -
     with as_user(guarded, kind) as user:
         assert user.hgetall(mine.run) == {}
         for refused in (
-            ("HGETALL", other.run), ("PUBLISH", other.notifications, "control"), ("HGETALL", "grpo:{guarded}"[:-1] + "x}:run"),
-            ("FCALL", "grpo_of_somebody", 1, other.prefix), ("HGETALL", "anything"),
+            ("HGETALL", other.run), ("PUBLISH", other.notifications("control"), "control"),
+            ("HGETALL", "grpo:{guarded}"[:-1] + "x}:run"), ("FCALL", "grpo_of_somebody", 1, other.prefix),
+            ("HGETALL", "anything"),
         ):  # fmt: skip
             with pytest.raises(redis.exceptions.NoPermissionError):
                 user.execute_command(*refused)

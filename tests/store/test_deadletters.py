@@ -117,11 +117,10 @@ async def test_requeueing_is_no_slower_with_many_waiting(any_store: Store) -> No
 async def test_requeueing_notifies_the_leader(any_store: Store) -> None:
     team = await start(any_store)
     id = await bury(any_store, team)
-    rings = any_store.monitor.listen()
-    assert await anext(rings) == "connected"
-    await any_store.dead_letters.requeue([id])
-    assert await anext(rings) == "slots"
-    await rings.aclose()  # type: ignore[attr-defined]
+    async with any_store.monitor.listening() as notifications:
+        await notifications.add("slots")
+        await any_store.dead_letters.requeue([id])
+        assert await anext(aiter(notifications)) == "slots"
 
 
 @pytest.mark.parametrize("id", ["", "0-0", "5", "-", "+", "abc", "1-2-3", "99999999999999999999999-0", "(0-0", "\x00"])

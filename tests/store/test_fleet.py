@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from services.protocol.errors import Fenced
+from services.protocol.keys import TOPICS
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import end_tasks
-from services.store import Store
-from tests.support.flow import claim, issue, start
+from services.store import Store, functions
+from services.store.calls.monitor import TopicSubscription
+from tests.support.flow import claim, issue, settle, start, submit
 from tests.support.harness import wait_until
+
+LUA = Path(functions.__file__).parent
 
 
 def pod(name: str, boot: str = "b1", **fields: object) -> PodStatus:
@@ -110,18 +116,17 @@ async def hearing(store: Store) -> AsyncIterator[list[str]]:
     """Topics in the order of their notifications."""
     heard: list[str] = []
 
-    async def listen() -> None:
-        async with contextlib.aclosing(store.monitor.listen()) as topics:
-            heard_now = aiter(topics)
-            while True:
-                heard.append(await anext(heard_now))
+    async def listen(notifications: TopicSubscription) -> None:
+        async for topic in notifications:
+            heard.append(topic)  # noqa: PERF401 - they are looked at as they come
 
-    task = asyncio.create_task(listen())
-    try:
-        await wait_until(lambda: heard == ["connected"])
-        yield heard
-    finally:
-        await end_tasks([task])
+    async with store.monitor.listening() as notifications:
+        await notifications.add(*TOPICS)
+        task = asyncio.create_task(listen(notifications))
+        try:
+            yield heard
+        finally:
+            await end_tasks([task])
 
 
 async def test_listeners_are_notified_of_changes(any_store: Store) -> None:
@@ -129,6 +134,27 @@ async def test_listeners_are_notified_of_changes(any_store: Store) -> None:
         team = await start(any_store)
         await issue(any_store, team, 1)
         await wait_until(lambda: {"control", "version", "tickets"} <= set(heard))
+
+
+async def test_a_header_notifies_unless_others_wait_to_be_settled(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 4)
+    first, second, third, last = await claim(any_store, "g0", 4)
+    async with hearing(any_store) as heard:
+        assert await submit(any_store, "g0", first)
+        await wait_until(lambda: heard == ["headers"])
+        assert await submit(any_store, "g0", second)
+        assert await submit(any_store, "g0", third)
+        await settle(any_store, team)
+        heard.clear()
+        assert await submit(any_store, "g0", last)
+        await wait_until(lambda: "headers" in heard)
+        assert heard.count("headers") == 1
+
+
+def test_the_topics_are_those_that_the_functions_notify_of() -> None:
+    texts = [path.read_text() for path in LUA.glob("*.lua")]
+    assert sorted({topic for text in texts for topic in re.findall(r"notify\(prefix, '(\w+)'\)", text)}) == list(TOPICS)
 
 
 async def test_the_last_acknowledgement_of_a_phase_notifies(any_store: Store) -> None:

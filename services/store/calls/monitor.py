@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
 
+from services.protocol.keys import Keys
 from services.store.calls.facet import Facet
 from services.store.calls.run import fullest
+from services.store.connection.base import Connection
+from services.store.connection.commands import Subscription
 
 METRICS_KEPT = 100_000  # entries of the metrics stream, some 50 MB
 
@@ -31,6 +35,23 @@ class Server:
     max_memory: int  # bytes; 0: no limit
     clients: int  # the highest of all servers
     persists: bool  # whether the last write to its append-only file succeeded, or it keeps none; true only if true of all servers
+
+
+class TopicSubscription:
+    """Topics as they change. A hint, never the state itself."""
+
+    def __init__(self, redis: Connection, keys: Keys, channels: Subscription) -> None:
+        self._redis, self._keys, self._channels = redis, keys, channels
+
+    async def add(self, *topics: str) -> None:
+        """Subscribe to topics, at least one. May be called while another task waits for the next notification."""
+        await self._redis.ask(self._channels.subscribe(*map(self._keys.notifications, topics)))
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Yield the topics that were added, each whenever it changes."""
+        while True:
+            if message := await self._redis.ask(self._channels.get_message(timeout=1.0)):
+                yield message["data"].decode()
 
 
 class Monitor(Facet):
@@ -73,16 +94,8 @@ class Monitor(Facet):
         clients = max(int(info["connected_clients"]) for info in said)
         return Server(*fullest(said, limit), clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
 
-    async def listen(self, few: bool = True) -> AsyncIterator[str]:
-        """Yield topics as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, topics that no
-        generator waits for, such as `headers` and `acks`. A hint, never the state itself.
-        """
-        async with self._redis.subscription() as channel:
-            await self._redis.ask(
-                channel.psubscribe(self._keys.notifications) if few else channel.subscribe(self._keys.notifications_for_all)
-            )
-            yield "connected"
-            while True:
-                message = await self._redis.ask(channel.get_message(timeout=1.0))
-                if message:
-                    yield message["data"].decode()
+    @asynccontextmanager
+    async def listening(self) -> AsyncGenerator[TopicSubscription]:
+        """Yield a subscription to topics (`TOPICS`), without any yet."""
+        async with self._redis.subscription() as channels:
+            yield TopicSubscription(self._redis, self._keys, channels)

@@ -24,12 +24,9 @@ local function tick(prefix)
   return clock + ahead, ahead
 end
 
--- Topics that no generator waits for have a separate channel. Otherwise every generator would be notified of every group and
--- acknowledgement.
-local FOR_FEW = {acks = true, fleet = true, headers = true, replay = true, slots = true, steps = true}
-
+-- Each topic has a channel, so that a process hears only of what it waits for. The topics are in services/protocol/keys.py.
 local function notify(prefix, topic)
-  redis.call('PUBLISH', prefix .. ':notifications' .. (FOR_FEW[topic] and ':few' or ':all'), topic)
+  redis.call('PUBLISH', prefix .. ':notifications:' .. topic, topic)
 end
 
 local function number(prefix, field)

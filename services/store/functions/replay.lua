@@ -83,7 +83,6 @@ register_leader('settle', {
   end
   if #settled > 0 then
     call_over(settled, 'XDEL', prefix .. ':headers')
-    notify(prefix, 'replay')
   end
   return #settled
 end)

@@ -285,7 +285,7 @@ register('submit', {
   if #done > 0 then
     forget(prefix, done)
     call_over(kept, 'DEL')
-    notify(prefix, 'headers')
+    if redis.call('XLEN', prefix .. ':headers') == #done then notify(prefix, 'headers') end -- otherwise dataprep is still settling
   end
   return answers
 end, true)

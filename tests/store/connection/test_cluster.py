@@ -16,6 +16,7 @@ import redis
 from services.console.commands.audit import audit
 from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
+from services.protocol.keys import TOPICS
 from services.runtime.loops import end_tasks
 from services.runtime.process_tools import free_port
 from services.store import Store
@@ -84,8 +85,10 @@ class Work:
                 tasks.create_task(self._generate(store, f"g{number}"))
 
     async def _listen(self) -> None:
-        async for _ in self._leader.monitor.listen():
-            self.heard += 1
+        async with self._leader.monitor.listening() as notifications:
+            await notifications.add(*TOPICS)
+            async for _ in notifications:
+                self.heard += 1
 
     async def _issue(self) -> None:
         while self._busy:
