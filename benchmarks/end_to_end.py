@@ -4,14 +4,14 @@
     python benchmarks/end_to_end.py --staleness 0 1 2 4 --json     # ours under each bound, without TRL
 
 Same model, warm start, prompts, reward, batch, sampling, clipping, loss, steps and, step by step, the same learning rate; a run
-whose steps trained another number of completions or at another rate fails. Four sides (benchmarks/sides.py), each a process of
+whose steps trained another number of completions or at another rate fails. Four sides (against_trl/sides.py), each a process of
 its own: `ours`, a whole `grpo run`; `trl`, `GRPOTrainer` with transformers' `generate`;
 `trl_vllm`, the same with vLLM in its process; `trl_async`, `AsyncGRPOTrainer` with a vLLM server. TRL (PyPI) has an environment
 of its own. Threads, micro-batches, KV cache, requests in flight and bound of staleness of TRL's are tried first, in runs of
 `TUNED_STEPS` steps: `tried` has the steps a second of each, and the fastest is compared with ours, whose are given.
 
 A side's clock starts when it begins to sample its first completion; with `from_command` it starts with its command, loading
-included. Per seed, `ratio_05` to `ratio_08` are the seconds of `trl` over ours until the curve (benchmarks/curves.py) is at that
+included. Per seed, `ratio_05` to `ratio_08` are the seconds of `trl` over ours until the curve (against_trl/curves.py) is at that
 reward, `trl_vllm_ratio_…` and `trl_async_ratio_…` those of the others; the key without a number is the least of the four. Where
 a side does not get there, its name is in `unreached`: TRL's whole run then stands for it, which favours TRL; ours not getting
 there makes 0; with neither there the seed has no ratio. Reported are the median over seeds, the least and the largest.
@@ -36,10 +36,10 @@ from typing import Any
 if __name__ == "__main__":  # `python benchmarks/end_to_end.py` from the repository's root
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.against_trl.curves import Curve, ratios, unreached
+from benchmarks.against_trl.environment import trl_python
+from benchmarks.against_trl.sides import CONFIG, OURS, ROOT, TRIED, TRL, RunFailed, side
 from benchmarks.common import arguments, report
-from benchmarks.curves import Curve, ratios, unreached
-from benchmarks.sides import CONFIG, OURS, ROOT, TRIED, TRL, RunFailed, side
-from benchmarks.trl_environment import trl_python
 from services.config import load
 
 TUNED_STEPS = 6
@@ -224,7 +224,9 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, nargs="+", help="bounds to compare ours under, without TRL")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "end_to_end.json", help="what a stopped command leaves")
     parser.add_argument("--limit-s", type=float, default=300, help="longest that one run may take")
-    parser.add_argument("--untried", action="store_true", help="take TRL's settings as they are in benchmarks/sides.py")
+    parser.add_argument(
+        "--untried", action="store_true", help="take TRL's settings as they are in against_trl/sides.py"
+    )
     options = parser.parse_args()
     subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     if not options.staleness:

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # `python benchmarks/engine_stats.py` from the repos
 import psutil
 
 from benchmarks.common import arguments, report, run
-from benchmarks.weights_engine import make_model
+from benchmarks.weights.engine import make_model
 from services.config.load import validate
 from services.generator.engines.vllm import VllmEngine
 from services.rollouts.generated import SamplingParameters

@@ -33,8 +33,8 @@ if __name__ == "__main__":  # `python benchmarks/growth.py` from the repository'
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, report, run
-from benchmarks.fitting import growth, power_law, relative
 from benchmarks.fleet import measure_one
+from benchmarks.suite.fitting import growth, power_law, relative
 from services.console.local.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.protocol import codec

@@ -50,8 +50,8 @@ import numpy as np
 if __name__ == "__main__":  # `python benchmarks/replay.py` from the repository's root
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.against_reverb.client import BATCH, Reverb
 from benchmarks.common import arguments, report, run
-from benchmarks.reverb_client import BATCH, Reverb
 from services.console.local.redis_server import WHEEL, RedisServer
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, StepPlan, Ticket

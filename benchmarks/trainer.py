@@ -39,8 +39,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from benchmarks.against_trl.environment import TRL, trl_python
 from benchmarks.common import arguments, report
-from benchmarks.trl_environment import TRL, trl_python
 
 VOCABULARY = 32_000
 PROMPT_TOKENS = (16, 64)
@@ -101,7 +101,7 @@ class Side:
             "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
             "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
-        command = [str(python), str(Path(__file__).with_name("trainer_sides.py")), kind, str(path)]
+        command = [str(python), str(Path(__file__).with_name("against_trl") / "trainer_sides.py"), kind, str(path)]
         with self._log.open("w") as errors:
             self._process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True

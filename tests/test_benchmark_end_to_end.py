@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks import end_to_end
-from benchmarks.catalogue import SUITE
-from benchmarks.curves import WINDOW, Curve, ratio, ratios, unreached
-from benchmarks.sides import TRIED, TRL, RunFailed, running
+from benchmarks.against_trl.curves import WINDOW, Curve, ratio, ratios, unreached
+from benchmarks.against_trl.sides import TRIED, TRL, RunFailed, running
+from benchmarks.suite.catalogue import SUITE
 
 TARGETS = [0.5, 0.6, 0.7, 0.8]
 RATES = [min(1.0, (step + 1) / 10) * 2e-4 for step in range(20)]

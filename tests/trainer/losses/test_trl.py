@@ -1,4 +1,4 @@
-"""The policy losses against TRL's GRPOTrainer, on tensors and numbers recorded by benchmarks/trl_losses.py."""
+"""The policy losses against TRL's GRPOTrainer, on tensors and numbers recorded by benchmarks/against_trl/losses.py."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.catalogue import BUDGET_S, SUITE, Benchmark, Figure
-from benchmarks.page import write_page
+from benchmarks.suite.catalogue import BUDGET_S, SUITE, Benchmark, Figure
+from benchmarks.suite.page import write_page
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LATE = 3
 """Times the planned seconds after which a benchmark is ended: a busy machine makes the half of it, an installation the rest."""

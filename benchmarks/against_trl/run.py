@@ -1,12 +1,12 @@
-"""TRL's trainers on the example, for benchmarks/end_to_end.py: `python benchmarks/trl_run.py JOB.json`.
+"""TRL's trainers on the example, for benchmarks/end_to_end.py: `python benchmarks/against_trl/run.py JOB.json`.
 
 Runs in TRL's own environment. Model, prompts in their chat template, reward, batch, sampling, clipping and the loss (`dapo`, its
 clip distances) are the example's; the optimizer is torch's AdamW with its betas, and its learning rate at every step is that of
 `grpo run`: TRL's own warm-up begins at 0, which would cost it the first step. The job's `kind` chooses the trainer:
 
 - `generate`: `GRPOTrainer` with transformers' `generate`, as released;
-- `colocated`: `GRPOTrainer` with vLLM in its own process (benchmarks/trl_vllm.py);
-- `async`: `AsyncGRPOTrainer` with a vLLM server (benchmarks/trl_async.py).
+- `colocated`: `GRPOTrainer` with vLLM in its own process (benchmarks/against_trl/colocated.py);
+- `async`: `AsyncGRPOTrainer` with a vLLM server (benchmarks/against_trl/asynchronous.py).
 
 One line of JSON when the first completion is about to be sampled, {"generating": time_s}, and one a step: {"step", "reward",
 "time_s", "tokens", "completions", "rate"}; `reward` is the mean over the completions that the step trains.
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from benchmarks.trl_example import Example, Said, same_rates, teller
+from benchmarks.against_trl.example import Example, Said, same_rates, teller
 
 
 def synchronous(job: dict[str, Any], example: Example, said: Said) -> None:
@@ -36,7 +36,7 @@ def synchronous(job: dict[str, Any], example: Example, said: Said) -> None:
     tried = job["settings"]
     more: dict[str, Any] = {"cache_implementation": tried.get("cache")}
     if job["kind"] == "colocated":
-        from benchmarks.trl_vllm import prepare
+        from benchmarks.against_trl.colocated import prepare
 
         more = prepare(example)
 
@@ -65,7 +65,7 @@ def main() -> None:
         OMP_NUM_THREADS=str(job["settings"]["threads"]),
     )  # fmt: skip
     if job["kind"] != "generate":
-        from benchmarks.trl_vllm import ENVIRONMENT
+        from benchmarks.against_trl.colocated import ENVIRONMENT
 
         os.environ.update(ENVIRONMENT)
     import torch
@@ -73,7 +73,7 @@ def main() -> None:
     torch.set_num_threads(job["settings"]["threads"])
     example = Example(job["config"], job["overrides"])
     if job["kind"] == "async":
-        from benchmarks.trl_async import asynchronous
+        from benchmarks.against_trl.asynchronous import asynchronous
 
         asynchronous(job, example, said)
     else:

@@ -1,4 +1,4 @@
-"""The engine's part of benchmarks/weights.py: pauses of a real vLLM, and what follows them."""
+"""The engine's part of benchmarks/weights: pauses of a real vLLM, and what follows them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.catalogue import SUITE, Axes, Benchmark, Figure
+from benchmarks.suite.catalogue import SUITE, Axes, Benchmark, Figure
 
 HEAD = """# Benchmarks
 

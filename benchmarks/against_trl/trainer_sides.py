@@ -1,4 +1,4 @@
-"""The two sides of benchmarks/trainer.py, each in a process of its own: `python benchmarks/trainer_sides.py ours|trl JOB.json`.
+"""The two sides of benchmarks/trainer.py, each in a process of its own: `python trainer_sides.py ours|trl JOB.json`.
 
 A side loads the model, says `{"base_mib": …}`, and for every line on its standard input does one optimizer step and answers
 `{"seconds": …, "cpu_s": …, "peak_mib": …, "gradient_norm": …}`: wall and processor seconds of forward, loss, backward,
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import numpy as np
 
-from benchmarks.trl_example import Said
+from benchmarks.against_trl.example import Said
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
 CLIP_LOW, CLIP_HIGH = 0.2, 0.272

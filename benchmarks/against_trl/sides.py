@@ -1,4 +1,4 @@
-"""Runs of the example as processes: `grpo run`, and TRL's trainers (benchmarks/trl_run.py), each with what serves it best.
+"""Runs of the example as processes: `grpo run`, and TRL's trainers (run.py), each with what serves it best.
 
 `OURS` is what `grpo run` gets. TRL's sides get `TRL`, changed by whichever of `TRIED` makes the most steps a second of them in
 short runs on the same machine before the comparison; ours is not tried out.
@@ -21,14 +21,14 @@ from typing import Any
 import psutil
 import redis
 
-from benchmarks.curves import Curve
-from benchmarks.trl_environment import trl_python
+from benchmarks.against_trl.curves import Curve
+from benchmarks.against_trl.environment import trl_python
 from services.config import load_resolved
 from services.console.local.folder import RunFolder
 from services.protocol.keys import Keys
 from services.runtime.process_tools import die_with_parent
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 CONFIG = "examples/arithmetic/config.toml"
 NAME = "ours"
 OURS = ("generator.count=1", "generator.max_num_seqs=512", "generator.cpu_kv_cache_mib=160", "checkpoint.every_steps=1000")
@@ -157,7 +157,7 @@ def trl(folder: Path, overrides: Sequence[str], limit_s: float, settings: Mappin
         "settings": dict(settings),
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job))
-    command = [str(trl_python()), str(ROOT / "benchmarks" / "trl_run.py"), str(folder / "job.json")]
+    command = [str(trl_python()), str(ROOT / "benchmarks" / "against_trl" / "run.py"), str(folder / "job.json")]
     with running(command, folder / "trl.log", limit_s, stdout=subprocess.PIPE) as (process, curve):
         assert process.stdout is not None
         for step in map(json.loads, process.stdout):

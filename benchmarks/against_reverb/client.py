@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 Way = TypeVar("Way")
 
 REVERB = "dm-reverb[tensorflow]==0.14.*"
-PEER = Path(__file__).parent.parent / "build" / "reverb"
+PEER = Path(__file__).parent.parent.parent / "build" / "reverb"
 BATCH = 64  # groups of a draw
 INSERTS = [("writer", 64), ("writer", 256), ("trajectory_writer", 64), ("trajectory_writer", 256)]
 EACH_INSERTS = [("insert", 1), ("insert", 16)]
@@ -22,11 +22,11 @@ DRAWS = ["client", "batches"]
 
 
 class Reverb:
-    """Reverb's side, in a process of its own (benchmarks/reverb_peer.py)."""
+    """Reverb's side, in a process of its own (benchmarks/against_reverb/peer.py)."""
 
     def __init__(self) -> None:
         self._log = PEER.with_name("reverb.log")
-        program = [str(_peer_python()), str(Path(__file__).with_name("reverb_peer.py"))]
+        program = [str(_peer_python()), str(Path(__file__).with_name("peer.py"))]
         with self._log.open("w") as errors:
             self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
         self.settings: dict[str, dict[str, str]] = {}  # payload size -> what was fastest

@@ -19,7 +19,7 @@ that `transformers` computes from the trainer's weights; `versions_told_apart`, 
 `pause`: `pause_s_per_gb`, from vLLM's pause to its resumption with the new weights, by GB of weights (goal 0.25).
 `lora`: `lora_share`, bytes of a version of adapters of rank 8 over those of the model (goal 0.01).
 `adapters`: `merged_speed`, tokens/s of vLLM with an adapter merged into its weights over those of vLLM that serves it beside them
-(weights_adapters.py); `served_update_s`, of serving another one in its place, in which a merged one takes the pause.
+(adapters.py); `served_update_s`, of serving another one in its place, in which a merged one takes the pause.
 `link`: rounds over a link of 100 Mbit/s and 80 ms (slow_link.py; Redis and an S3 server behind it) and over loopback:
 `slow_link_ratio`, (training step + round) on loopback over that on the link (goal 0.9); `slow_round_s`, `slow_join_s`.
 `kv`: `kv_keep_gain`, seconds from the end of a round until `--sequences` of 4,000 tokens have all sampled again, `sync.kv`
@@ -37,14 +37,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # `python benchmarks/weights.py` from the repository's root
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+if __name__ == "__main__":  # `python benchmarks/weights` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import weights_adapters, weights_engine, weights_late
 from benchmarks.common import arguments, report, run
+from benchmarks.weights import adapters, engine, late
 from services.trainer.weight_sender import make_sender
 from services.weights.collective import Deadline
 from services.weights.versions.mirror import WeightMirror
@@ -60,9 +60,9 @@ class Trained:
 
     def __init__(self, folder: Path, tokens: int, lora: int = 0) -> None:
         self.folder, self._tokens = folder, tokens
-        self.master = weights_engine.make_model(folder)
+        self.master = engine.make_model(folder)
         sections: dict[str, Any] = {"lora": {"rank": lora, "alpha": 16.0}} if lora else {}
-        config = weights_engine.make_config(folder, **sections)
+        config = engine.make_config(folder, **sections)
         self.published: Any = self.master
         if lora:
             from services.trainer.model.lora import attach
@@ -106,7 +106,7 @@ class Trained:
     @property
     def nbytes(self) -> int:
         """Of the weights."""
-        return sum(weight.numel() * 2 for weight in weights_engine.distinct(self.published))
+        return sum(weight.numel() * 2 for weight in engine.distinct(self.published))
 
 
 def encoding(model: Trained, samples: dict[str, list[float]]) -> None:
@@ -136,24 +136,24 @@ def encoding(model: Trained, samples: dict[str, list[float]]) -> None:
             samples.setdefault(name, []).append(value)
 
 
-def late(model: Trained, samples: dict[str, list[float]]) -> None:
+def late_join(model: Trained, samples: dict[str, list[float]]) -> None:
     """An empty receiver beside plain reads of the same files: an anchor, and deltas of a fiftieth of the weights."""
     folder = model.folder / "volume" / str(FENCE)
     for version in range(STEPS + 1):
         if version:
             with torch.no_grad():
-                for weight in weights_engine.distinct(model.published):
+                for weight in engine.distinct(model.published):
                     weight.mul_(torch.where(torch.rand(weight.shape) < 0.02, 1.01, 1.0).to(weight.dtype))
         model.send()
     expected = model.folder / "expected.safetensors"
     save_file({name: weight.detach().clone() for name, weight in model.published.named_parameters()}, expected)
     for _ in range(LATE):
-        read_s, join_s = (weights_late.seconds(side, folder, model.version, expected) for side in ("read", "join"))
+        read_s, join_s = (late.seconds(side, folder, model.version, expected) for side in ("read", "join"))
         samples.setdefault("late_join_ratio", []).append(join_s / read_s)
         samples.setdefault("late_join_s", []).append(join_s)
-    weights_late.use_memory()
+    late.use_memory()
     for _ in range(LATE):
-        read_s, join_s = (weights_late.seconds(side, folder, model.version, expected) for side in ("read", "join"))
+        read_s, join_s = (late.seconds(side, folder, model.version, expected) for side in ("read", "join"))
         samples.setdefault("late_join_used_ratio", []).append(join_s / read_s)
 
 
@@ -161,7 +161,7 @@ def versions(folder: Path, samples: dict[str, list[float]]) -> None:
     """Many versions of few weights: about a fiftieth of them move by a few units in the last place."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(2)))
-    config = weights_engine.make_config(folder)
+    config = engine.make_config(folder)
     sender: Any = make_sender(config, model, 0, 1, lambda value: [value])
     mirror, same, compared = WeightMirror(), 0, 0
     began = time.perf_counter()
@@ -216,25 +216,23 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         model = Trained(folder / "trained", options.tokens)
         encoding(model, samples)
     if "late" in parts:
-        late(Trained(folder / "late", options.tokens), samples)
+        late_join(Trained(folder / "late", options.tokens), samples)
     if "versions" in parts:
         versions(folder / "many", samples)
     if "sampled" in parts:
-        await weights_engine.sampled(folder / "sampled", samples)
+        await engine.sampled(folder / "sampled", samples)
     if "lora" in parts:
         lora(folder / "lora", options.tokens, samples)
     if "adapters" in parts:
-        await weights_adapters.adapters(folder / "adapters", samples)
+        await adapters.adapters(folder / "adapters", samples)
     if "pause" in parts:
-        await weights_engine.pause(folder / "pause", samples)
+        await engine.pause(folder / "pause", samples)
     if "kv" in parts:
-        await weights_engine.kept(folder / "kv", options.sequences, samples)
+        await engine.kept(folder / "kv", options.sequences, samples)
     if model is not None and "link" in parts:
-        from benchmarks import weights_link
+        from benchmarks.weights import link
 
-        await asyncio.to_thread(
-            weights_link.link, folder / "link", model.published, statistics.median(samples["step_s"]), samples
-        )
+        await asyncio.to_thread(link.link, folder / "link", model.published, statistics.median(samples["step_s"]), samples)
     report({"benchmark": "weights", "tokens": options.tokens, "threads": torch.get_num_threads()}, samples)
 
 

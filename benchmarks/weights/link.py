@@ -1,4 +1,4 @@
-"""The link's part of benchmarks/weights.py: real rounds with a generator behind 100 Mbit/s and 80 ms.
+"""The link's part of benchmarks/weights: real rounds with a generator behind 100 Mbit/s and 80 ms.
 
 The trainer's side, Redis and an S3 server are near; the generator reaches Redis and S3 over the link only. It follows rounds with
 an engine that holds what it received, and joins late once.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.slow_link import SlowLink
-from benchmarks.weights_engine import distinct
+from benchmarks.weights.engine import distinct
 from services.console.local.redis_server import RedisServer
 from tests.support.rounds_world import World, open_world
 from tests.support.s3_server import BUCKET, S3Server

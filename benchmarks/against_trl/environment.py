@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 TRL = "trl==1.16.0"  # works with the transformers of pyproject.toml
-PEER = Path(__file__).parent.parent / "build" / "trl"
+PEER = Path(__file__).parent.parent.parent / "build" / "trl"
 
 
 def trl_python() -> Path:

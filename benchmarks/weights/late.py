@@ -1,6 +1,6 @@
-"""One side of the late join of benchmarks/weights.py, in a process of its own, as a generator that starts is one.
+"""One side of the late join of benchmarks/weights, in a process of its own, as a generator that starts is one.
 
-    python -m benchmarks.weights_late read|join FOLDER VERSION EXPECTED
+    python -m benchmarks.weights.late read|join FOLDER VERSION EXPECTED
 
 Prints the seconds of a plain read of all files in FOLDER, or of an empty receiver that takes VERSION from them, and fails if the
 receiver's tensors are not those of the file EXPECTED. The cache of the disk is dropped first.
@@ -21,20 +21,21 @@ from services.weights.collective import Deadline
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
 
+ROOT = Path(__file__).parent.parent.parent
 USED_BYTES = 16 << 30
 
 
 def seconds(side: str, folder: Path, version: int, expected: Path) -> float:
     """Measure a side in a process that has done nothing else."""
-    words = [sys.executable, "-m", "benchmarks.weights_late", side, str(folder), str(version), str(expected)]
-    return float(subprocess.run(words, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout)
+    words = [sys.executable, "-m", "benchmarks.weights.late", side, str(folder), str(version), str(expected)]
+    return float(subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
 
 
 def use_memory() -> None:
     """Use most of the memory that is free, up to `USED_BYTES`, in a process that ends."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     code = f"from services.weights.collective import huge_pages; huge_pages({min(USED_BYTES, free // 2)})[::4096] = 1"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def _files(folder: Path) -> list[Path]:

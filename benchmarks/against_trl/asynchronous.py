@@ -1,4 +1,4 @@
-"""`AsyncGRPOTrainer` of `trl.experimental` on a CPU, for benchmarks/trl_run.py.
+"""`AsyncGRPOTrainer` of `trl.experimental` on a CPU, for benchmarks/against_trl/run.py.
 
 TRL's own parts: the trainer, its loss (a clipped ratio to the policy that sampled, as in `grpo run`), its rollout worker in a
 process of its own, its queue and its rule of staleness. They meet vLLM's own server.
@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing  # pyright: ignore[reportMissingImports]
 
-from benchmarks.trl_example import Example, Said, same_rates, teller
-from benchmarks.trl_vllm import engine_arguments
+from benchmarks.against_trl.colocated import engine_arguments
+from benchmarks.against_trl.example import Example, Said, same_rates, teller
 from services.runtime.process_tools import die_with_parent, free_port
 
 MEMORY = Path("/dev/shm")

@@ -42,7 +42,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One command of the suite: `python benchmarks/NAME.py --json ARGUMENTS`."""
+    """One command of the suite: `python -m benchmarks.NAME --json ARGUMENTS`."""
 
     name: str
     title: str
@@ -51,7 +51,7 @@ class Benchmark:
     figures: tuple[Figure, ...]
     arguments: tuple[str, ...] = ()
     script: str = ""
-    """Name of the script, if it differs from `name`."""
+    """Name of the module, if it differs from `name`."""
     gap: str = ""
     """What would close the gap where a goal is missed."""
     axes: Axes | None = None
@@ -60,7 +60,7 @@ class Benchmark:
     @property
     def command(self) -> list[str]:
         """Return the command line after the interpreter."""
-        return [f"benchmarks/{self.script or self.name}.py", "--json", *self.arguments]
+        return ["-m", f"benchmarks.{self.script or self.name}", "--json", *self.arguments]
 
 
 def _bandwidth(megabytes: int) -> tuple[Figure, ...]:

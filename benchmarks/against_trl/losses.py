@@ -1,7 +1,7 @@
 """What TRL's GRPOTrainer makes of fixed tensors: losses and gradients, recorded for tests/trainer/losses/test_trl.py.
 
-    python -m benchmarks.trl_losses                  # compares with what is recorded
-    python -m benchmarks.trl_losses --record         # records anew
+    python -m benchmarks.against_trl.losses                  # compares with what is recorded
+    python -m benchmarks.against_trl.losses --record         # records anew
 
 TRL is installed into build/trl, an environment of its own that borrows torch and transformers from the one this runs in. The
 code measured is `GRPOTrainer._compute_loss` itself, of the installed package, on an object that has the settings it reads and
@@ -20,12 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-if __name__ == "__main__":  # `python benchmarks/trl_losses.py` from the repository's root
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+if __name__ == "__main__":  # `python benchmarks/against_trl/losses.py` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from benchmarks.trl_environment import TRL, trl_python
+from benchmarks.against_trl.environment import TRL, trl_python
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 RECORD = ROOT / "tests" / "trainer" / "losses" / "data" / "trl_losses.json"
 LENGTHS = (9, 1, 5, 9, 3, 7)
 TOLERANCE = 1e-6
@@ -162,7 +162,12 @@ def main() -> None:
     if chosen.record:
         import torch
 
-        made = {"by": "benchmarks/trl_losses.py", "trl": TRL, "torch": torch.__version__, "python": platform.python_version()}
+        made = {
+            "by": "benchmarks/against_trl/losses.py",
+            "trl": TRL,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
         RECORD.parent.mkdir(exist_ok=True)
         cases = {name: {"trl": CASES[name]} | result for name, result in results.items()}
         RECORD.write_text(json.dumps({"made": made, "inputs": given, "cases": cases}, separators=(",", ":")) + "\n")

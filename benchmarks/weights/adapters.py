@@ -1,4 +1,4 @@
-"""Adapters merged into the weights against adapters that vLLM serves: a part of benchmarks/weights.py."""
+"""Adapters merged into the weights against adapters that vLLM serves: a part of benchmarks/weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.weights_engine import make_config, make_model
+from benchmarks.weights.engine import make_config, make_model
 from services.generator.engines.vllm_arguments import engine_arguments, set_environment
 
 RANK, SEQUENCES, TOKENS, PROMPT, REPEATS, UPDATES = 8, 64, 128, 32, 3, 4

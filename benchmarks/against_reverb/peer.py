@@ -1,7 +1,7 @@
 """dm-reverb's side of benchmarks/replay.py: a server process and a client process, both in Reverb's own virtual environment.
 
-    python benchmarks/reverb_peer.py            reads one JSON request a line, answers one JSON line each
-    python benchmarks/reverb_peer.py serve      the server; prints its port, ends with its standard input
+    python benchmarks/against_reverb/peer.py            reads one JSON request a line, answers one JSON line each
+    python benchmarks/against_reverb/peer.py serve      the server; prints its port, ends with its standard input
 
 Requests: `{"do": "payloads", "folder": …}` reads the payloads to write, `fill`, `sample` and `latency` measure,
 `{"do": "reset", "table": …}` empties a table. Tables: `uniform` and `prioritized` (exponent 1), remover fifo, MinSize(1).

@@ -1,4 +1,4 @@
-"""What `GRPOTrainer(use_vllm=True, vllm_mode="colocate")` needs on a CPU, for benchmarks/trl_run.py.
+"""What `GRPOTrainer(use_vllm=True, vllm_mode="colocate")` needs on a CPU, for benchmarks/against_trl/run.py.
 
 TRL 1.16 names vLLM 0.22 to 0.31; it warns about 0.32, this project's version, and runs with it. Two things of it do not fit
 a CPU, and are given here what they need: vLLM is started in the model's dtype, without compilation and with a KV cache of a

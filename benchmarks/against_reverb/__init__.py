@@ -1,0 +1,1 @@
+"""Reverb as a peer of the replay table."""

@@ -1,0 +1,1 @@
+"""TRL as a peer: its trainers on the example, and its losses."""
