@@ -203,7 +203,7 @@ register_trainer('checkpointed', {'step', INTEGER}, function(prefix, args)
   return 1
 end)
 
-local HELD_STEPS = 8 -- as many steps more than a checkpoint needs may wait for the sample log
+local HELD_STEPS = 16 -- as many steps more than a checkpoint needs may wait for the sample log
 
 -- Return whether a step that is to be deleted waits for the sample log; if it cannot, its groups are counted as missed.
 local function awaits_log(prefix, step)
