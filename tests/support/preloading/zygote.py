@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
-import gc
 import importlib
 import logging
 import os
@@ -59,16 +58,15 @@ def main() -> None:
 
 
 def _preload(names: tuple[str, ...]) -> None:
-    from services.runtime import logs
+    from services.runtime import garbage_collection, logs
 
     logs._adopt(logs.GUESTS)  # as services do before they import these packages
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), garbage_collection.importing():
         warnings.simplefilter("ignore")
         for name in names:
             importlib.import_module(name)
     logging.disable(logging.NOTSET)
-    gc.collect()
     memory.freeze_for_good()  # so that a collection touches none of it, in no process
     memory.use_huge_pages()
 
