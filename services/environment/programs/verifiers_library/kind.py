@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from services.environment.programs.kind import LIBRARIES, Kind
 from services.environment.programs.loaded import BadReply, scores_of
 from services.runtime.own_code import Unusable
 
-BUILT_IN = "verifiers.v1.tasksets"  # package of the task sets that the library brings
+TASK_SETS = ("verifiers", "v1", "tasksets")  # package of those that the library brings
 AGAIN = "write the rows again with grpo rows"
 
 
@@ -126,18 +127,30 @@ def _older(python: Path, has: str) -> str:
 def _module(id: str, python: Path, has: str) -> Any:
     """Import the module of an environment, found by its id as the library finds it."""
     name = id.rpartition("/")[2].partition("@")[0].replace("-", "_")
-    for place in (f"{BUILT_IN}.{name.lower()}", name, name.lower()):
-        if importlib.util.find_spec(place):
-            try:
-                return importlib.import_module(place)
-            except (ImportError, AttributeError) as error:
-                if _has_classic():
-                    raise
-                raise Unusable(f"environment = {id!r} cannot be imported ({error}): {_older(python, has)}") from None
-    raise Unusable(
-        f"environment = {id!r}: {python} has no module {name!r}: correct the id, or install the environment's package with "
-        f"{python} -m pip install"
-    )
+    place = _place(name)
+    if not place:
+        raise Unusable(
+            f"environment = {id!r}: {python} has no module {name!r}: correct the id, or install the environment's package with "
+            f"{python} -m pip install"
+        )
+    try:
+        return importlib.import_module(place)
+    except (ImportError, AttributeError) as error:
+        if _has_classic():
+            raise
+        raise Unusable(f"environment = {id!r} cannot be imported ({error}): {_older(python, has)}") from None
+
+
+def _place(name: str) -> str:
+    """Return the module of an environment, or an empty string; a task set of the library's comes before a module of that name.
+
+    The v1 API is not imported to find out: that takes a second of processor time, and the classic API does without it.
+    """
+    library = importlib.util.find_spec(TASK_SETS[0])
+    folders = [str(Path(each, *TASK_SETS[1:])) for each in (library.submodule_search_locations if library else None) or ()]
+    if name.lower() in {each.name for each in pkgutil.iter_modules(folders)}:
+        return ".".join((*TASK_SETS, name.lower()))
+    return next((each for each in (name, name.lower()) if importlib.util.find_spec(each)), "")
 
 
 def _check_arguments(function: Any, options: dict[str, Any]) -> None:
