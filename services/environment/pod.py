@@ -78,8 +78,7 @@ class EnvironmentPod:
         loop.limit_s = float("inf")  # loading has no time limit
         try:
             await self.verifiers.start()
-            for pool in self.pools.values():
-                await pool.start()
+            await asyncio.gather(*(pool.start() for pool in self.pools.values()))
         except VerifierFailure as error:
             raise Fatal(f"verifiers cannot start: {error}") from None
         except ProgramUnusable as error:
