@@ -116,7 +116,7 @@ async def test_a_member_killed_in_mid_patch_leaves_others_consistent(tmp_path: P
     from tests.weights.sparse.plain_engine import CHUNK_BYTES, PlainEngine, weights
 
     monkeypatch.setattr(patches, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(nccl_wire, "LIMIT_S", 8.0)
+    monkeypatch.setattr(nccl_wire, "LIMIT_S", 4.0)
     parameters = {name: torch.nn.Parameter(weight) for name, weight in weights().items()}
     config = make_config(tmp_path)
     sync = config.sync.model_copy(update={"backend": "nccl", "encoding": "sparse", "transfer_deadline_s": 12.0})
