@@ -75,11 +75,13 @@ def pytest_unconfigure() -> None:
 
 
 FIRST = (
-    "runs/test_checkpoints", "runs/test_faults", "kubernetes/test_pods", "runs/test_run", "runs/test_scale",
-    "monitoring/test_observed", "weights/test_weight_transfer", "trainer/step/test_policy",
-    "trainer/checkpoints/test_layouts", "generator/test_engine", "web/test_page", "weights/test_nccl",
-    "trainer/model/test_reference", "runs/test_sync_faults", "runs/", "trainer/", "generator/", "kubernetes/test_chart",
-    "console/local/test_launcher", "store/test_shards", "dataprep/",
+    "runs/test_checkpoints", "runs/test_faults", "kubernetes/test_pods", "runs/test_run", "runs/test_verifiers_library",
+    "runs/test_scale", "trainer/model/test_proof", "weights/sparse/test_sparse_engines", "monitoring/test_observed",
+    "weights/test_weight_transfer", "trainer/step/test_policy", "trainer/checkpoints/test_layouts", "generator/test_engine",
+    "web/test_page", "weights/test_nccl", "trainer/model/test_reference", "runs/test_sync_faults", "runs/", "trainer/",
+    "generator/", "kubernetes/test_releases", "kubernetes/test_chart", "console/local/test_launcher",
+    "environment/test_verifiers_library", "verifiers/test_pool", "sandbox/", "store/test_shards", "test_imports", "gpu/", "web/",
+    "dataprep/", "operations/test_text", "environment/",
 )  # fmt: skip
 """Parts of paths of tests that take long, the longest first: what is left for the end is short."""
 APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/test_faults.py")
