@@ -77,7 +77,8 @@ def test_payload_shards_on_a_cluster_change_nothing(folder: Path, undisturbed: s
     """Services have their own Redis users. One of each kind is killed, then the master of some shards, which has a replica."""
     (folder / "cluster").mkdir()
     with redis_cluster(folder / "cluster", find_server(), "spread", replicated=1) as cluster:
-        path = write_run(folder, "spread", SLOW, "redis.payload_shards=6", f'redis.users_dir="{folder / "cluster" / "users"}"')
+        users, slower = folder / "cluster" / "users", "generator.engine_options.token_s=0.2"
+        path = write_run(folder, "spread", slower, "redis.payload_shards=6", f'redis.users_dir="{users}"')
         process = start(path, "--redis-url", f"redis://:{cluster.password}@127.0.0.1:{cluster.third.port}/0")
         masters = (cluster.owner, cluster.other, cluster.third)
         used: set[int] = set()
