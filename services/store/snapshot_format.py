@@ -227,7 +227,8 @@ def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], 
     if not whole:
         reissue |= untrained | planned
         held = 0
-        table = {name: value for name, value in table.items() if not name.startswith("uses:")}
+        gone = ("base", "rescaling")  # of weights by recency: the next step may be one of an earlier base
+        table = {name: value for name, value in table.items() if not name.startswith("uses:") and name not in gone}
         table |= dict.fromkeys((*nows, "idle_now", "weight_sum", "weight_rest"), "0")
         drawn = sum(len(plan["groups"].split()) for plan in head.plans.values())
         table["inserted"] = str(int(table.get("inserted", "0")) - len(untrained) - len(planned))

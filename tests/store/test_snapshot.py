@@ -410,3 +410,15 @@ async def test_a_snapshot_under_load_is_consistent(store: Store, tmp_path: Path)
         report = assess("run", await store.run.audit())
         assert report.ok, report.messages
         await check_keys(store)
+
+
+@pytest.mark.parametrize(("payloads", "base"), [(True, 16), (False, 0)])
+async def test_a_table_restored_empty_forgets_the_base_of_recency_weights(
+    any_store: Store, tmp_path: Path, payloads: bool, base: int
+) -> None:
+    team = await flow.start(any_store, table=TableRules("prioritized", "fifo", 100, 0))
+    await flow.buffer(any_store, team, 2)
+    await any_store.replay.rescale(team.leader, 0, 16, 2.0**-16)
+    await save(any_store, team.trainer, tmp_path / "s", payloads)
+    await restore(any_store, tmp_path / "s")
+    assert await any_store.replay.recency_base() == base, "steps before version 16 are planned again"
