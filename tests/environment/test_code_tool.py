@@ -17,9 +17,12 @@ import pytest
 from services.config.environments import PythonEnvironment
 from services.environment.code_tool.tool import CodeTool
 from services.environment.programs.pool import ProgramPool
+from services.verifiers.sandbox import folder
 from services.verifiers.sandbox.scratch import remove
 from tests.environment.test_mcp import say
 from tests.support.harness import wait_until
+
+NOBODY = 65_534  # a user without rights
 
 
 @pytest.fixture
@@ -123,6 +126,23 @@ async def test_folders_of_any_depth_are_deleted_and_links_are_not_followed(tool:
     await tool.close()
     assert os.listdir(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "file").exists()
+
+
+def test_a_folder_that_cannot_be_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    user = os.geteuid()
+    if user == 0:  # whom no mode keeps out
+        os.chown(tmp_path, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+    try:
+        Path("code").mkdir()
+        Path("code/file").write_text("x")
+        assert folder.packed(Path("code")) is not None
+        Path("code/closed").mkdir(mode=0)
+        assert folder.packed(Path("code")) is None
+    finally:
+        os.seteuid(user)
+        remove(Path("code"))
 
 
 def named(text: str) -> list[int]:

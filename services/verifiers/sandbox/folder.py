@@ -39,7 +39,14 @@ def over(folder: Path, most_bytes: int, most_entries: int) -> bool:
 
 
 def packed(folder: Path) -> dict[str, str] | None:
-    """Return the files by their paths, in base64; None if they are too large, or not all of them are plain files."""
+    """Return the files by their paths, in base64; None if they are too large, cannot be read, or are not all plain files."""
+    try:
+        return _packed(folder)
+    except OSError:  # its mode, or that of a folder in it, forbids it
+        return None
+
+
+def _packed(folder: Path) -> dict[str, str] | None:
     found: dict[str, str] = {}
     size = 0
     for path, entry in _entries(folder):
@@ -51,11 +58,7 @@ def packed(folder: Path) -> dict[str, str] | None:
             return None
         if not path.isprintable():  # such as a name that is not UTF-8, which no record holds
             return None
-        try:
-            data = (folder / path).read_bytes()
-        except OSError:  # its mode forbids it
-            return None
-        found[path] = base64.b85encode(data).decode()
+        found[path] = base64.b85encode((folder / path).read_bytes()).decode()
     return found
 
 
