@@ -215,8 +215,9 @@ class RolloutLoop(RolloutWorker):
             await asyncio.sleep(PARTIAL_EVERY_S)
             for rollout in list(self.rollouts.values()):
                 if not (rollout.kept or rollout.submitting) and time.monotonic() - rollout.started >= PARTIAL_EVERY_S:
-                    rollout.kept = not rollout.generating
+                    finished = not rollout.generating
                     await self._save_partial(rollout, self._so_far(rollout))
+                    rollout.kept = finished
             loop.progress()
 
     async def keep_tokens(self, rollout: Rollout) -> None:

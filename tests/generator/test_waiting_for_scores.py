@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
+from services.protocol.errors import StoreError
 from services.store import Store
 from services.verifiers.base import Job, Scores, VerifierFailure
 from tests.generator.test_loop import generator, issue
@@ -109,6 +111,38 @@ async def test_a_group_whose_scoring_failed_is_rescored(tmp_path: Path, server: 
         await running
         assert verifier.asked == 4
         assert engine.gauges().tokens == length(0, 1), "tokens were sampled twice"
+
+
+async def test_tokens_that_could_not_be_saved_are_saved_later(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.generator.loop.PARTIAL_EVERY_S", 0.1)
+    async with generator(tmp_path, server) as (service, loop, _):
+        verifier = slow(loop)
+        save, failures = service.store.tickets.save_partial, [StoreError("Redis is restarting")]
+
+        async def flaky(*given: Any) -> bool:
+            if failures:
+                raise failures.pop()
+            return await save(*given)
+
+        monkeypatch.setattr(service.store.tickets, "save_partial", flaky)
+        await issue(service.store, ticket(0))
+        running = asyncio.create_task(service.run(loop.work))
+
+        async def saved() -> bool:
+            return await service.store.tickets.load_partial("0-0") is not None
+
+        await wait_until(saved)
+        assert verifier.asked == 1
+        verifier.may.set()
+
+        async def there() -> bool:
+            return await headers(service.store) == 1
+
+        await wait_until(there)
+        service.stop()
+        await running
 
 
 async def test_a_final_failure_is_dead_lettered_at_once(tmp_path: Path, server: RedisServer) -> None:
