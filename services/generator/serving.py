@@ -23,6 +23,7 @@ from services.weights.receiver import EngineDead
 
 REQUEST_BYTES = 16 << 20
 """Maximum size of a request in bytes: a context of a million tokens, and as many tokens of a completion to continue."""
+ABORTED_S = 1.0  # for completions that the engine has stopped to reach their callers
 QUEUE_TIMES = 4  # as many completions may be in progress as the engine runs at a time, this many times over
 
 
@@ -91,7 +92,7 @@ class Serving:
                 raise NotServed(503, "the caller is gone")
             return pack_partial([await task])
         except asyncio.CancelledError:
-            raise NotServed(503, "another request of the same id took its place") from None
+            raise NotServed(503, "dropped: another request of the same id came, or the pod hands back its work") from None
         except GenerationFailed as error:
             raise NotServed(422, str(error)) from None
         except EngineDead as error:
@@ -103,10 +104,17 @@ class Serving:
                 del self._running[request.id]
 
     async def abort(self) -> None:
-        """Return all completions in progress to their callers, with their tokens so far."""
+        """Return all completions in progress to their callers, with their tokens so far.
+
+        Those that wait in front of the engine for the end of an update are dropped: nothing was sampled for them here.
+        """
         while self._running:
             await self._engine.abort(list(self._running))
-            await asyncio.wait(list(self._running.values()), timeout=1.0)
+            await asyncio.wait(list(self._running.values()), timeout=ABORTED_S)
+            sampling = self._engine.snapshot(list(self._running))
+            for request_id, task in self._running.items():
+                if request_id not in sampling:
+                    task.cancel()
             await asyncio.sleep(0)  # lets those that have ended leave
 
     def _prefix(self, request: GenerationRequest) -> Generated | None:

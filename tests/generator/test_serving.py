@@ -11,6 +11,7 @@ import pytest
 
 from services.console.local.redis_server import RedisServer
 from services.generator.api import GENERATE, add_routes
+from services.generator.serving import NotServed
 from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.generation import GenerationRequest
@@ -58,6 +59,18 @@ async def test_a_completion_whose_caller_left_is_dropped(tmp_path: Path, server:
             with pytest.raises(httpx.ReadTimeout):
                 await http.post(GENERATE, content=asked(), timeout=httpx.Timeout(30.0, read=0.2))
         await wait_until(lambda: not loop.busy and not engine.snapshot())
+
+
+async def test_a_drain_does_not_wait_for_the_end_of_an_update(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server, "sync.in_flight=abort") as (service, loop, _):
+        await service.view.refresh()
+        await loop.in_flight.quiesce(False)  # as a round does, which may fail and leave it so
+        pending = asyncio.create_task(loop.serve(asked(max_tokens=4), asyncio.get_running_loop().create_future))
+        await wait_until(lambda: loop.busy)
+        await asyncio.wait_for(loop.serving.abort(), 20)
+        with pytest.raises(NotServed, match="hands back"):
+            await pending
+        assert not loop.busy
 
 
 async def test_invalid_requests_are_rejected_with_the_reason(tmp_path: Path, server: RedisServer) -> None:
