@@ -64,7 +64,7 @@ class RolloutLoop(RolloutWorker):
         super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.training(service.config))
         self.evaluation = evaluation
         self.in_flight = InFlight(self.config, engine, metrics)
-        self.serving = Serving(self.config, engine, self.in_flight, self.sampling, self._unable, len(tokenizer))
+        self.serving = Serving(self.config, engine, self.in_flight, self.sampling, self._unable)
         self.draining = asyncio.Event()
         self.limit = Limit(Bounds.of(self.config).runnable)
         self._spare_from = 0.0
@@ -192,7 +192,8 @@ class RolloutLoop(RolloutWorker):
         """Generate, score and submit a ticket, continuing from the tokens that an earlier holder saved."""
         ticket = rollout.ticket
         saved = await self.store.tickets.load_partial(ticket.id)
-        done = await self.complete(rollout, unpack_partial(saved, ticket, self.sampling.max_tokens))
+        begun = unpack_partial(saved, ticket, self.sampling.max_tokens, self.engine.vocabulary)
+        done = await self.complete(rollout, begun)
         segments = [[Segment(completion)] for completion in done.completions]
         payload = pack_payload(ticket, segments, done.notes)
         header = make_header(

@@ -58,11 +58,11 @@ class Serving:
 
     def __init__(
         self, config: RunConfig, engine: Engine, sampler: Sampler, sampling: SamplingParameters,
-        obstacle: Callable[[GenerationRequest], str], vocabulary: int,
+        obstacle: Callable[[GenerationRequest], str],
     ) -> None:  # fmt: skip
-        """`obstacle` returns why the pod cannot serve a request now, or "". `vocabulary`: number of token ids."""
+        """`obstacle` returns why the pod cannot serve a request now, or ""."""
         self._config, self._engine, self._sampler, self._obstacle = config, engine, sampler, obstacle
-        self._vocabulary, self._sampling = vocabulary, sampling
+        self._sampling = sampling
         self._running: dict[str, asyncio.Task[Generated]] = {}
 
     def __len__(self) -> int:
@@ -124,11 +124,12 @@ class Serving:
             raise NotServed(
                 422, f"a context of shape {prompt.shape} and {request.max_tokens} tokens after it do not fit into {limit}"
             )
-        if prompt.min() < 0 or prompt.max() >= self._vocabulary or request.max_tokens < 1:
-            raise NotServed(422, f"token ids must be in 0..{self._vocabulary - 1}, and max_tokens at least 1")
+        vocabulary = self._engine.vocabulary
+        if prompt.min() < 0 or prompt.max() >= vocabulary or request.max_tokens < 1:
+            raise NotServed(422, f"token ids must be in 0..{vocabulary - 1}, and max_tokens at least 1")
         if not request.prefix:
             return None
-        [prefix] = unpack_partial(request.prefix, _as_ticket(request), request.max_tokens)
+        [prefix] = unpack_partial(request.prefix, _as_ticket(request), request.max_tokens, vocabulary)
         return prefix
 
 

@@ -16,6 +16,9 @@ from services.protocol.messages import Header, Span, Ticket
 from services.protocol.payloads import Partial, Payload
 from services.rollouts.generated import Generated, GenerationFailed, Segment
 
+MOST_TOKEN_IDS = 1 << 31
+"""As many as there are nonnegative int32."""
+
 
 def pack_payload(ticket: Ticket, rollouts: Sequence[Sequence[Segment]], notes: Sequence[str] = ()) -> bytes:
     """Encode the `Payload` of a group of n rollouts, with verifiers' `notes` [n] or none.
@@ -109,9 +112,11 @@ def pack_partial(completions: Sequence[Generated]) -> bytes:
     return codec.encode(Partial(finish, *_columns(completions)))
 
 
-def unpack_partial(data: bytes | None, ticket: Ticket, max_tokens: int) -> list[Generated | None]:
+def unpack_partial(
+    data: bytes | None, ticket: Ticket, max_tokens: int, vocabulary: int = MOST_TOKEN_IDS
+) -> list[Generated | None]:
     """Decode the tokens with which a ticket was handed back: one entry per sample, None for samples to generate from the
-    start."""
+    start. `vocabulary`: number of token ids that the engine reads, which an id beyond would kill."""
     fresh: list[Generated | None] = [None] * ticket.group_size
     if data is None:
         return fresh
@@ -129,7 +134,7 @@ def unpack_partial(data: bytes | None, ticket: Ticket, max_tokens: int) -> list[
         and partial.tokens.shape == partial.logprobs.shape == (int(lengths.sum()),)
         and (partial.tokens.dtype, partial.logprobs.dtype) == (np.int32, np.float32)
         and partial.spans.dtype == partial.tool_spans.dtype == np.int32
-        and bool((partial.tokens >= 0).all())
+        and bool(((partial.tokens >= 0) & (partial.tokens < vocabulary)).all())
         and partial.spans.ndim == 2
         and partial.spans.shape[1] == 4
         and partial.tool_spans.ndim == 2

@@ -33,7 +33,7 @@ from services.rollouts.generated import Generated, GenerationFailed, SamplingPar
 from services.runtime.metrics.declarations import exposition
 from services.weights.receiver import EngineDead
 from tests.support.preloading.starter import PLAIN
-from tests.support.tiny_vllm import EOS, assert_greedy, make_config, make_model, reference_logprobs
+from tests.support.tiny_vllm import EOS, VOCABULARY, assert_greedy, make_config, make_model, reference_logprobs
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,6 +91,10 @@ async def test_behaviour_logprobs_match_the_model_at_the_temperature(served: Ser
             assert completion.tokens.dtype == np.int32
             assert completion.logprobs.dtype == np.float32
             assert completion.spans == [Span(-1, 0, len(completion.tokens))]
+
+
+async def test_the_vocabulary_is_that_of_the_model(served: Served) -> None:
+    assert served.engine.vocabulary == VOCABULARY
 
 
 async def test_vllms_own_metrics_are_served_with_the_pods_labels(served: Served) -> None:

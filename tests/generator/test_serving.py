@@ -15,7 +15,10 @@ from services.generator.serving import NotServed
 from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.generation import GenerationRequest
+from services.protocol.messages import Span
 from services.protocol.payloads import Partial
+from services.rollouts.generated import Generated
+from services.rollouts.records import pack_partial
 from tests.generator.test_loop import generator
 from tests.support.harness import wait_until
 
@@ -71,6 +74,21 @@ async def test_a_drain_does_not_wait_for_the_end_of_an_update(tmp_path: Path, se
         with pytest.raises(NotServed, match="hands back"):
             await pending
         assert not loop.busy
+
+
+async def test_only_ids_beyond_the_models_vocabulary_are_rejected(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        await service.view.refresh()
+        engine.vocabulary = len(loop.tokenizer) + 8  # embeddings are often padded, and the padding may be sampled
+        gone = asyncio.get_running_loop().create_future
+        last = np.array([5, 6, engine.vocabulary - 1], np.int32)
+        assert codec.decode(await loop.serve(asked(prompt=last), gone), Partial).finish == ["stop"]
+        with pytest.raises(NotServed, match="token ids must be in"):
+            await loop.serve(asked(prompt=last + 1), gone)
+        script = engine.script([5, 6, 7], 3, 40)
+        strange = Generated(np.array([engine.vocabulary], np.int32), np.zeros(1, np.float32), [Span(0, 0, 1)], "aborted")
+        fresh = codec.decode(await loop.serve(asked(prefix=pack_partial([strange])), gone), Partial)
+        assert fresh.tokens.tolist() == script, "an engine would die of the prefix"
 
 
 async def test_invalid_requests_are_rejected_with_the_reason(tmp_path: Path, server: RedisServer) -> None:

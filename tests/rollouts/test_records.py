@@ -160,6 +160,12 @@ def test_a_partial_with_other_sizes_is_ignored() -> None:
     assert unpack_partial(None, ticket(0, group_size=2), 16) == [None] * 2
 
 
+def test_a_partial_with_ids_that_the_model_does_not_have_is_ignored() -> None:
+    data = pack_partial(COMPLETIONS)  # ids up to 9
+    assert unpack_partial(data, ticket(0, group_size=2), 16, vocabulary=9) == [None] * 2
+    assert None not in unpack_partial(data, ticket(0, group_size=2), 16, vocabulary=10)
+
+
 @given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 255))
 def test_arbitrary_bytes_never_crash_the_reader(noise: bytes, position: int, value: int) -> None:
     good = bytearray(pack_partial([TOOLS[0], COMPLETIONS[1]]))

@@ -59,6 +59,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.version, self.whole, self.world, self.stages = -1, True, 1, True
+        self.vocabulary = 1 << 18  # more than any tokenizer has
         self.fetched_bytes: int | None = None
         self._go = asyncio.Event()
         self._go.set()

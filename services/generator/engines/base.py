@@ -44,6 +44,11 @@ class Engine(WeightReceiver, Protocol):
         """Number of ranks that this engine has in a weight group."""
         ...
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model reads and samples, which may be more than its tokenizer has; 0 before `start`."""
+        ...
+
     async def start(self, config: RunConfig) -> None:
         """Load the model. Raises `ConfigError` or `EngineDead`."""
         ...

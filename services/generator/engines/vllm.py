@@ -50,6 +50,7 @@ class VllmEngine:
 
     def __init__(self) -> None:
         self.world = 1
+        self.vocabulary = 0
         self.stages = False
         self._started: AsyncLLM | None = None
         self._weights: WorkerWeights | None = None
@@ -88,6 +89,7 @@ class VllmEngine:
             raise ConfigError(f"vLLM rejects the configuration of the model or the generator: {error}") from error
         except RuntimeError as error:
             raise EngineDead(f"vLLM did not start: {error}") from error
+        self.vocabulary = self._started.vllm_config.model_config.get_vocab_size()
         cache = self._started.vllm_config.cache_config
         self._kv_blocks, self._kv_block = cache.num_gpu_blocks or 0, cache.block_size
 

@@ -49,7 +49,7 @@ class EvaluationWorker(RolloutWorker):
         training = Bounds.of(self.config).runnable * self.config.sampling.group_size
         self._limit = max(1, training // self.config.evaluation.samples)  # tickets, for as many completions as in training
         self._closed = self._leaving = False
-        self.serving = Serving(self.config, engine, engine, self.sampling, self._unable, len(tokenizer))
+        self.serving = Serving(self.config, engine, engine, self.sampling, self._unable)
         self._turns = asyncio.Lock()  # keeps claims from racing with handing everything back
 
     @property
