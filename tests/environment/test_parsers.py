@@ -49,10 +49,17 @@ MALFORMED = {
         "<tool_call>{}</tool_call>",
         "<tool_call>[1]</tool_call>",
         '<tool_call>{"name": "add", "arguments": NaN}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
     ),
     "qwen3_coder": ("<tool_call><function=add>a</function></tool_call>", "<tool_call>add</tool_call>"),
     "llama3_json": ('{"name": "add", "parameters": [1]}', "<|python_tag|>"),
-    "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "add"}] and', "[TOOL_CALLS]add", "[TOOL_CALLS][1]"),
+    "mistral": (
+        "[TOOL_CALLS]",
+        '[TOOL_CALLS][{"name": "add"}] and',
+        "[TOOL_CALLS]add",
+        "[TOOL_CALLS][1]",
+        '[TOOL_CALLS]add{"a": -1e999}',
+    ),
     "deepseek": ("<｜tool▁calls▁begin｜>", DEEPSEEK.format("add"), DEEPSEEK.format("<｜tool▁sep｜>{}")),
     "pythonic": ("[add(2)]", "[add(a=open)]", "[add(a=1)", "[add(a=1), 2]", "[add(a={1})]", "[add(a=1e999)]", "[f(a=1)(b=2)]"),
     "glm4": ("<tool_call></tool_call>", "<tool_call>add 2</tool_call>", '<tool_call>add {"a"</tool_call>'),
@@ -87,6 +94,11 @@ def test_parsing_time_is_linear_in_repetitive_text(family: str) -> None:
             with contextlib.suppress(MalformedCall):
                 PARSERS[family](begin + piece * (200_000 // len(piece)) + "</tool_call>", [TOOL])
             assert time.process_time() - began < 2.0, (begin, piece)
+
+
+def test_a_number_beyond_json_stays_text() -> None:
+    text = "<tool_call><function=add><parameter=a>1e999</parameter></function></tool_call>"
+    assert PARSERS["qwen3_coder"](text, [TOOL]).calls == [("add", {"a": "1e999"})]
 
 
 def test_a_name_with_surrogates_is_replaced() -> None:

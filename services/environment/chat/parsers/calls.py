@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -32,7 +33,7 @@ Parser = Callable[[str, Sequence[Mapping[str, Any]]], Found]
 def loads(text: str, what: str) -> Any:
     """Return the value of JSON. Raises `MalformedCall`, also for NaN and infinity, which JSON has not."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise MalformedCall(f"{what} is not valid JSON: {error}") from None
 
@@ -76,7 +77,7 @@ def as_typed(text: str, schema: object) -> Any:
     if kind == "string":
         return text
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return text
 
@@ -85,4 +86,11 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number[:20]} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
