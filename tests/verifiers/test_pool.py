@@ -97,6 +97,18 @@ async def test_text_with_surrogates_is_scored():
         assert await scored(pool, ["\ud800", "ok"], "ok", "main") == {"exact": [0.0, 1.0]}
 
 
+async def test_a_group_cancelled_while_its_worker_starts_costs_no_other():
+    async with running(verifier("exact")) as pool:
+        (first,) = pool.pids
+        os.kill(first, signal.SIGKILL)  # an idle one, as when memory is short
+        await until(lambda: not lives(first))
+        cut_off = asyncio.create_task(scored(pool, ["a"], "a", "main"))
+        await until(lambda: pool.pids not in ([], [first]))
+        cut_off.cancel()
+        await asyncio.gather(cut_off, return_exceptions=True)
+        assert await scored(pool, ["b"], "b", "main") == {"exact": [1.0]}
+
+
 async def test_a_call_past_its_limit_fails_and_replaces_the_worker():
     async with running(verifier("exact"), CATASTROPHE) as pool:
         (first,) = pool.pids

@@ -72,13 +72,16 @@ class WorkerProcess:
         self._scratch = Scratch()
         with theirs:
             self._process = _spawn(theirs.fileno(), str(self._scratch.path), self._setup.prints, self._inherited, self._withheld)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
             async with asyncio.timeout(START_LIMIT_S):
                 await self._send(self._setup)
                 hello = await self._receive(Hello)
         except (TimeoutError, EOFError, ConnectionError, BadFrame) as error:
             raise VerifierFailure(f"a verifier worker did not start ({await self._end(error)}); see its output above") from None
+        except asyncio.CancelledError:
+            await self.kill()  # its first frame would be taken for the answer to a group
+            raise
         if hello.error:
             await self.kill()
             raise VerifierFailure(hello.error)
