@@ -8,13 +8,14 @@ Waits for: the published version, the store.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from dataclasses import dataclass
 
 import structlog
 
+from services.protocol.errors import StoreError
 from services.protocol.messages import Round
+from services.runtime.loops import end_tasks
 from services.runtime.service import Service
 from services.weights.receiver import TransferFailed, WeightReceiver
 
@@ -61,11 +62,11 @@ class CatchUp:
             return None
         try:
             await self._task
-        except TransferFailed:
+        except (TransferFailed, StoreError) as error:
             self.over()
             self._failures += 1
             self._not_before = time.monotonic() + min(AGAIN_S[1], AGAIN_S[0] * 2.0 ** (self._failures - 1))
-            raise
+            raise TransferFailed(str(error)) from error
         self._failures = 0
         return self._target
 
@@ -75,11 +76,10 @@ class CatchUp:
         self._service.say(fetching="")
 
     async def close(self) -> None:
-        """Abandon a fetch."""
+        """Abandon a fetch; the next `step` begins another."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, TransferFailed):
-                await self._task
+            await end_tasks([self._task])
+            self.over()
 
     def _behind(self) -> Published | None:
         """Return the published version if the pod holds an older one or none."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from services.console.local.redis_server import RedisServer
+from services.protocol.errors import StoreError
+from services.protocol.messages import Round
 from services.weights.versions import catalogue
 from services.weights.versions.catalogue import CATALOGUE, Catalogue
 from tests.support.harness import wait_until
@@ -104,13 +109,43 @@ def test_a_member_that_missed_rounds_fetches_the_missing_deltas(world: World, mo
     assert_equal(world)
 
 
+@pytest.mark.parametrize("lost", ["beat", "round_of"])
+def test_a_fetch_outlasts_an_outage_of_redis(world: World, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis fails before the fetch reads anything (`beat`), or the follower of rounds while it fetches (`round_of`)."""
+    fetching, failures = threading.Event(), list[str]()
+
+    class Slow(ScriptedEngine):
+        async def join(self, round: Round, first_rank: int) -> None:
+            fetching.set()
+            while not failures:
+                await asyncio.sleep(0.01)
+            await super().join(round, first_rank)
+
+    world.member("a")
+    world.train(0)
+    call = getattr(world.store.fleet, lost)
+
+    async def flaky(of: Any, *given: Any) -> Any:
+        due = of.fetching if lost == "beat" else fetching.is_set() and "late" in of
+        if due and not failures:
+            failures.append(lost)
+            raise StoreError("Redis is restarting")
+        return await call(of, *given)
+
+    monkeypatch.setattr(world.store.fleet, lost, flaky)
+    world.member("late", Slow())
+    world.portal.call(wait_until(lambda: world.engines["late"].version == 0))
+    assert failures == [lost]
+    step(world, 1)
+    assert len(world.train(1).members) == 2, "it takes part in the next round"
+    assert_equal(world)
+
+
 def test_a_fetching_member_declines_rounds(world: World) -> None:
     class Slow(ScriptedEngine):
         async def stage(self, version: int, limit_s: float | None = None) -> None:
             await released.wait()
             await super().stage(version, limit_s)
-
-    import asyncio
 
     alive = world.member("a")
     world.train(0)
