@@ -14,6 +14,7 @@ from services.generator.api import GENERATE, add_routes
 from services.generator.serving import NotServed
 from services.http.credentials import api_tokens
 from services.protocol import codec
+from services.protocol.errors import StoreError
 from services.protocol.generation import GenerationRequest
 from services.protocol.messages import Span
 from services.protocol.payloads import Partial
@@ -74,6 +75,24 @@ async def test_a_drain_does_not_wait_for_the_end_of_an_update(tmp_path: Path, se
         with pytest.raises(NotServed, match="hands back"):
             await pending
         assert not loop.busy
+
+
+async def test_a_volunteer_that_could_not_resign_serves_its_round(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*given: object) -> None:
+        raise StoreError("Redis is restarting")
+
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        await service.view.refresh()
+        assert loop.evaluation is not None
+        loop.evaluation.version = engine.version
+        monkeypatch.setattr(service.store.evaluation, "resign", lost)
+        with pytest.raises(StoreError):
+            await loop.evaluation.abort()
+        request = codec.encode(GenerationRequest("0", PROMPT, 3, 40, version=engine.version))
+        reply = await loop.serve(request, asyncio.get_running_loop().create_future)
+        assert codec.decode(reply, Partial).finish == ["stop"]
 
 
 async def test_only_ids_beyond_the_models_vocabulary_are_rejected(tmp_path: Path, server: RedisServer) -> None:

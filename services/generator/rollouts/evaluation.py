@@ -80,7 +80,7 @@ class EvaluationWorker(RolloutWorker):
             return
         if admitted:
             log.info("evaluating", version=version)
-            self.version, self._leaving = version, False
+            self.version = version
             self.service.say(phase="evaluating", world=0)
             self.notifications.notify(self.room)
 
@@ -119,8 +119,11 @@ class EvaluationWorker(RolloutWorker):
             await self.cancel(rollout)
         if self.version is not None:
             self._leaving = True
-            await self.serving.abort()  # environments continue them on another volunteer
-            await self.store.evaluation.resign(self._member, [rollout.claim for rollout in held])
+            try:
+                await self.serving.abort()  # environments continue them on another volunteer
+                await self.store.evaluation.resign(self._member, [rollout.claim for rollout in held])
+            finally:
+                self._leaving = False  # without Redis it is still a volunteer, and serves the round
             log.info("returning to training", version=self.version)
             self.version = None
             if not self._closed:
