@@ -28,7 +28,10 @@ from pathlib import Path
 
 class World:
     tools = ["nap", "large", "say", "broken", "stays"]
-    def __init__(self): self.seen = 0
+    def __init__(self): self.seen, self.row = 0, {}
+    def start(self, row): self.row = row
+    def snapshot(self): return self.row
+    def restore(self, state): self.row = state
     async def turn(self, message):
         self.seen += 1
         match message["content"]:
@@ -38,6 +41,7 @@ class World:
             case "leave": sys.exit(3)
             case "large": return "x" * (65 << 20)
             case "unprintable": raise Unprintable
+            case "whole": return f"{self.row['n'] == 10**40}"
             case "wait": await asyncio.sleep(0.3)
         return str(self.seen)
     async def nap(self, seconds: float) -> str:
@@ -105,6 +109,15 @@ async def test_a_cancelled_start_leaves_no_process(world: PythonEnvironment) -> 
     assert one.pid is None
     with pytest.raises(asyncio.CancelledError):
         await starting
+
+
+async def test_rows_and_snapshots_may_have_integers_of_any_size(world: PythonEnvironment) -> None:
+    async with process(world) as one:
+        started = await one.do("a", "start", {"n": 10**40})
+        assert await ask(one, "a", "whole") == "True"
+        assert started.value["snapshot"] == {"n": 10**40}
+        await one.do("b", "restore", started.value["snapshot"])
+        assert await ask(one, "b", "whole") == "True"
 
 
 async def test_a_hanging_step_fails_only_its_rollout(world: PythonEnvironment) -> None:

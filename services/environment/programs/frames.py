@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
+
+
+def as_json(value: Any) -> str:
+    """Return the JSON of what programs are given and return: msgpack has no integers beyond 64 bits.
+
+    Raises TypeError, ValueError, RecursionError.
+    """
+    return json.dumps(value, ensure_ascii=False, default=msgspec.to_builtins)
 
 
 class SandboxAccess(msgspec.Struct, array_like=True):
@@ -47,14 +56,14 @@ class ProgramStep(msgspec.Struct, array_like=True):
     id: int
     rollout: str
     do: str  # start | turn | unknown | score | restore | run | rows | stop | close
-    given: Any = None
+    given: str = "null"  # JSON
 
 
 class StepDone(msgspec.Struct, array_like=True):
     """Its result."""
 
     id: int
-    value: Any = None
+    value: Any = None  # JSON on its way
     error: str = ""
     seconds: float = 0.0  # that its code took
     lost: bool = False  # whether it is an error because a sandbox was lost: what came of the step is unknown

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import socket
 import subprocess
 from pathlib import Path
@@ -22,7 +23,7 @@ from services.config.environments import (
     VerifiersEnvironment,
     code_of,
 )
-from services.environment.programs.frames import ProgramSetup, ProgramStep, SandboxAccess, Started, StepDone
+from services.environment.programs.frames import ProgramSetup, ProgramStep, SandboxAccess, Started, StepDone, as_json
 from services.verifiers.sandbox import guard
 from services.verifiers.sandbox.frames import BadFrame, frame, read_frame
 from services.verifiers.sandbox.interpreters import in_interpreter, inherited
@@ -125,15 +126,16 @@ class ProgramProcess:
         limit_s = None if what == "run" else self._environment.timeout_s  # an agent's time is watched by its rollout
         number = next(self._numbers)
         try:
-            answer = self._send(ProgramStep(number, rollout, what, given))
+            answer = self._send(ProgramStep(number, rollout, what, as_json(given)))
             async with asyncio.timeout(limit_s):
                 done = await answer
+            done.value = json.loads(done.value) if isinstance(done.value, str) else None
         except TimeoutError:
             why = f"{what} took longer than timeout_s = {limit_s:g}"
             self._waiting.pop(number, None)
             await self.stop(rollout, why)
             raise ProgramFailed(why) from None
-        except (TypeError, ValueError) as error:  # what it is given cannot be encoded
+        except (TypeError, ValueError, RecursionError) as error:  # what it is given or has said is not JSON
             raise ProgramFailed(f"{what}: {error}") from None
         finally:
             self._waiting.pop(number, None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -19,12 +20,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from services.environment.code_tool.sandboxed import SandboxLost
-from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone
+from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone, as_json
 from services.environment.programs.kind import Kind
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
@@ -114,13 +115,14 @@ class ProgramWorker:
             await writer.drain()
 
     async def _do(self, step: ProgramStep) -> Any:
+        given = json.loads(step.given)
         match step.do:
             case "stop":
                 return None
             case "run":
-                return await self._kind.run(step.given)
+                return await self._kind.run(given)
             case "rows":
-                return await self._kind.rows(**step.given)
+                return await self._kind.rows(**given)
             case "close":
                 program = self._programs.pop(step.rollout, None)
                 return await program.close() if program else None
@@ -129,7 +131,7 @@ class ProgramWorker:
             case _:
                 pass
         action: Callable[[Any], Any] = getattr(self._programs[step.rollout], step.do)
-        return await action(step.given)
+        return await action(given)
 
 
 def reason_of(error: BaseException) -> str:
@@ -144,26 +146,19 @@ def reason_of(error: BaseException) -> str:
 
 def _encoded(done: StepDone) -> bytes:
     """Return the frame of an answer. Raises `BadReply` for one that is too large."""
+    text = as_json(done.value)
     try:
-        data = frame(done)
+        data = frame(StepDone(done.id, text, seconds=done.seconds))
     except UnicodeEncodeError:  # a lone surrogate, which models write and programs repeat
-        data = frame(StepDone(done.id, _sayable(done.value), seconds=done.seconds))
+        data = frame(StepDone(done.id, _sayable(text), seconds=done.seconds))
     if len(data) - LENGTH.size > REPLY_BYTES:
         raise BadReply(f"the reply has {len(data)} bytes, more than {REPLY_BYTES}")
     return data
 
 
-def _sayable(value: Any) -> Any:
-    """Return a value without lone surrogates."""
-    match value:
-        case str():
-            return value.encode("utf-8", "replace").decode()
-        case list() | tuple():
-            return [_sayable(each) for each in cast("list[Any]", value)]
-        case dict():
-            return {_sayable(key): _sayable(each) for key, each in cast("dict[Any, Any]", value).items()}
-        case _:
-            return value
+def _sayable(text: str) -> str:
+    """Return a text without lone surrogates."""
+    return text.encode("utf-8", "replace").decode()
 
 
 if __name__ == "__main__":
