@@ -43,9 +43,9 @@ if __name__ == "__main__":  # `python benchmarks/agents.py` from the repository'
 from benchmarks.common import arguments, report, run
 from benchmarks.turn_commits import commits
 from examples.tools.curve import learned, rewards
-from tests.environment.conversations import TOOL, Program, exact_turns
-from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
-from tests.environment.templates import FAMILIES, Family
+from tests.environment.support.conversations import TOOL, Program, exact_turns
+from tests.environment.support.rollouts import ScriptedRollout, ScriptedRollouts, served
+from tests.environment.support.templates import FAMILIES, Family
 from tests.storm.kills import storm
 from tests.support.preloading import starter
 

@@ -224,9 +224,7 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, nargs="+", help="bounds to compare ours under, without TRL")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "end_to_end.json", help="what a stopped command leaves")
     parser.add_argument("--limit-s", type=float, default=300, help="longest that one run may take")
-    parser.add_argument(
-        "--untried", action="store_true", help="take TRL's settings as they are in against_trl/sides.py"
-    )
+    parser.add_argument("--untried", action="store_true", help="take TRL's settings as they are in against_trl/sides.py")
     options = parser.parse_args()
     subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     if not options.staleness:

@@ -52,7 +52,9 @@ pytest_randomly.entrypoint_reseeds = [_seed_torch]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Lengths of runs that are short by default."""
-    parser.addoption("--entries", default="300", help="fuzzed entries of each kind (tests/runs/test_stream_fuzz.py); default 300")
+    parser.addoption(
+        "--entries", default="300", help="fuzzed entries of each kind (runs/faults/test_stream_fuzz.py); default 300"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,16 +77,17 @@ def pytest_unconfigure() -> None:
 
 
 FIRST = (
-    "runs/test_checkpoints", "runs/test_faults", "kubernetes/test_pods", "runs/test_run", "runs/test_verifiers_library",
-    "runs/test_scale", "trainer/model/test_proof", "weights/sparse/test_sparse_engines", "monitoring/test_observed",
-    "weights/test_weight_transfer", "trainer/step/test_policy", "trainer/checkpoints/test_layouts", "generator/test_engine",
-    "web/test_page", "weights/test_nccl", "trainer/model/test_reference", "runs/test_sync_faults", "runs/", "trainer/",
+    "runs/test_checkpoints", "runs/faults/test_faults", "kubernetes/test_pods", "runs/test_run",
+    "runs/environments/test_verifiers_library", "runs/test_scale", "trainer/model/test_proof",
+    "weights/sparse/test_sparse_engines", "monitoring/test_observed", "weights/test_weight_transfer",
+    "trainer/step/test_policy", "trainer/checkpoints/test_layouts", "generator/test_engine", "web/test_page",
+    "weights/nccl/test_nccl", "trainer/model/test_reference", "runs/faults/test_sync_faults", "runs/", "trainer/",
     "generator/", "kubernetes/test_releases", "kubernetes/test_chart", "console/local/test_launcher",
-    "environment/test_verifiers_library", "verifiers/test_pool", "sandbox/", "store/test_shards", "test_imports", "gpu/", "web/",
-    "dataprep/", "operations/test_text", "environment/",
+    "environment/programs/test_verifiers_library", "verifiers/test_pool", "sandbox/", "store/test_shards", "test_imports",
+    "gpu/", "web/", "dataprep/", "operations/test_text", "environment/",
 )  # fmt: skip
 """Parts of paths of tests that take long, the longest first: what is left for the end is short."""
-APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/test_faults.py")
+APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/faults/test_faults.py")
 """Files whose tests may run on different workers: they share only files. Others stay together, with their engines and ranks."""
 
 
@@ -171,6 +174,6 @@ async def store(server: RedisServer) -> AsyncIterator[Store]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random Qwen3 in float32."""
-    from tests.support.tiny_model import make_model
+    from tests.support.models.tiny_model import make_model
 
     return make_model(tmp_path_factory.mktemp("model"))

@@ -15,7 +15,7 @@ from services.generator.engines.vllm import VllmEngine
 from services.protocol.messages import Round
 from services.rollouts.generated import SamplingParameters
 from services.trainer.weight_sender import make_sender
-from tests.support.tiny_vllm import reference_logprobs
+from tests.support.models.tiny_vllm import reference_logprobs
 
 SEQUENCES, LENGTH, PAUSES = 64, 4000, 6
 SAMPLED, EQUAL = 1000, 2e-5  # versions; nats between logprobs that count as equal

@@ -16,7 +16,7 @@ from benchmarks.slow_link import SlowLink
 from benchmarks.weights.engine import distinct
 from services.console.local.redis_server import RedisServer
 from tests.support.rounds_world import World, open_world
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.servers.s3_server import BUCKET, S3Server
 
 BITS_PER_S, ROUND_TRIP_S, ROUNDS = 100e6, 0.08, 5
 

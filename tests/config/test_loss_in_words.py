@@ -10,7 +10,7 @@ import torch
 
 from services.config.reading.loss_in_words import clips, loss_in_words
 from services.trainer import losses
-from tests.support.tiny_model import make_config
+from tests.support.models.tiny_model import make_config
 from tests.trainer.losses.tokens import make_tokens
 
 BUILT_IN = ("grpo", "dapo", "cispo", "gspo", "reinforce")

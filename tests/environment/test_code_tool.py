@@ -19,7 +19,7 @@ from services.environment.code_tool.tool import CodeTool
 from services.environment.programs.pool import ProgramPool
 from services.verifiers.sandbox import folder
 from services.verifiers.sandbox.scratch import remove
-from tests.environment.test_mcp import say
+from tests.environment.programs.test_mcp import say
 from tests.support.harness import wait_until
 
 NOBODY = 65_534  # a user without rights

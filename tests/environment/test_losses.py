@@ -21,8 +21,8 @@ from services.environment.rollout import LeaseLost
 from services.protocol import codec
 from services.protocol.errors import RedisUnreachable
 from services.protocol.payloads import Turn
-from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
-from tests.environment.templates import FAMILIES, chat_of
+from tests.environment.support.rollouts import ScriptedRollout, ScriptedRollouts, served
+from tests.environment.support.templates import FAMILIES, chat_of
 from tests.environment.test_pod import N, environment, fleet, groups, issue, overrides
 from tests.environment.test_restore import Policy, rollout
 from tests.support.harness import buried, wait_until

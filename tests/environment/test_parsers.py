@@ -14,8 +14,8 @@ from services.config import ConfigError
 from services.environment.chat.format import message_of
 from services.environment.chat.parsers.calls import MalformedCall
 from services.environment.chat.parsers.families import PARSERS, family_of
-from tests.environment.conversations import TOOL
-from tests.environment.templates import FAMILIES, chat_of
+from tests.environment.support.conversations import TOOL
+from tests.environment.support.templates import FAMILIES, chat_of
 
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 WRITTEN = {

@@ -26,12 +26,12 @@ from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.loops import Fatal, Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Store
-from tests.environment.templates import FAMILIES, save_family
+from tests.environment.support.templates import FAMILIES, save_family
 from tests.generator.test_loop import generator
 from tests.support.harness import buried, ticket, wait_until
 from tests.support.scripted import ScriptedEngine
 
-PROGRAMS = Path(__file__).parent / "programs.py"
+PROGRAMS = Path(__file__).parent / "support" / "programs.py"
 N = 2
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from services.environment.posting import NoReply, Posted, Poster
-from tests.support.certificates import make_certificates
 from tests.support.harness import wait_until
+from tests.support.servers.certificates import make_certificates
 
 
 class Served:

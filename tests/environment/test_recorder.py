@@ -13,8 +13,8 @@ from services.protocol import codec
 from services.protocol.messages import Span
 from services.protocol.payloads import Turn
 from services.rollouts.generated import Generated, GenerationFailed
-from tests.environment.conversations import Program, exact_turns
-from tests.environment.templates import FAMILIES, Family, chat_of
+from tests.environment.support.conversations import Program, exact_turns
+from tests.environment.support.templates import FAMILIES, Family, chat_of
 
 TURNS = 100
 

@@ -13,8 +13,8 @@ import httpx2
 import pytest
 
 from services.environment.door import resends
-from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
-from tests.environment.templates import FAMILIES
+from tests.environment.support.rollouts import ScriptedRollout, ScriptedRollouts, served
+from tests.environment.support.templates import FAMILIES
 from tests.support.lazily import Lazily
 
 anthropic = Lazily("anthropic")

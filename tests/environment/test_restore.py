@@ -18,10 +18,10 @@ from services.environment.rollout import FinishedRollout, LiveRollout, Manner, R
 from services.protocol.messages import Span
 from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.tracing import OtlpTracing, TraceRecorder, gen_ai
-from tests.environment.templates import FAMILIES, chat_of
-from tests.environment.test_programs import PROGRAMS, process
-from tests.support.collector import collecting
+from tests.environment.programs.test_programs import PROGRAMS, process
+from tests.environment.support.templates import FAMILIES, chat_of
 from tests.support.harness import small_config, ticket, wait_until
+from tests.support.servers.collector import collecting
 
 TURNS = 4
 

@@ -38,7 +38,7 @@ PROFILES = {
         'data.sources=[{kind="jsonl", path="FOLDER/data.jsonl", environment="digits"}]',
         "verifiers=[]",
         "data.chat_template=true",
-        f'environments=[{{name="digits", kind="python", function="{ROOT}/tests/environment/programs.py:Digits"}}]',
+        f'environments=[{{name="digits", kind="python", function="{ROOT}/tests/environment/support/programs.py:Digits"}}]',
         "sampling.max_tokens=12",
     ),
     "replay": ("replay.sampler=prioritized", "replay.max_uses=2", "replay.capacity=64"),

@@ -32,8 +32,8 @@ from services.protocol.messages import Span
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.runtime.metrics.declarations import exposition
 from services.weights.receiver import EngineDead
+from tests.support.models.tiny_vllm import EOS, VOCABULARY, assert_greedy, make_config, make_model, reference_logprobs
 from tests.support.preloading.starter import PLAIN
-from tests.support.tiny_vllm import EOS, VOCABULARY, assert_greedy, make_config, make_model, reference_logprobs
 
 pytestmark = [
     pytest.mark.slow,
@@ -305,7 +305,7 @@ from pathlib import Path
 from services.generator.__main__ import prepare
 from services.generator.engines.vllm import VllmEngine
 from services.http.entry import Arguments
-from tests.support.tiny_vllm import make_config
+from tests.support.models.tiny_vllm import make_config
 async def main():
     engine = VllmEngine()
     await engine.start(config)

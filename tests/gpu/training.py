@@ -16,7 +16,7 @@ from services.trainer.ranks import World
 from services.trainer.step import batches
 from services.trainer.step.policy import Policy, Trained
 from tests.gpu.bench import QWEN3_06B, QWEN3_17B, Bench, Figures, Shape
-from tests.support.tiny_model import make_config, make_samples, plan_of
+from tests.support.models.tiny_model import make_config, make_samples, plan_of
 
 GROUP = 8
 ROWS = 2

@@ -13,7 +13,7 @@ import pytest
 
 from services.config import load, load_resolved
 from services.store.acl import GRANTS
-from tests.kubernetes import chart
+from tests.kubernetes.support import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 import kubernetes_validate
@@ -23,7 +23,7 @@ NEWER = {"resource.k8s.io/v1", "scheduling.k8s.io/v1beta1"}
 """APIs missing from the older version, named by the values that need them."""
 OPERATORS = {
     (schema["properties"]["apiVersion"]["const"], schema["properties"]["kind"]["const"]): jsonschema.Draft202012Validator(schema)
-    for schema in (json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "crds").glob("*.json")))
+    for schema in (json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "support" / "crds").glob("*.json")))
 }
 """Kinds of third-party operators, by the structure of their custom resource definitions."""
 

@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from services.config import load_resolved
-from tests.kubernetes import chart
+from tests.kubernetes.support import chart
 
 DOCKER = chart.ROOT / "docker"
 FILES = sorted(DOCKER.glob("*.Dockerfile"))

@@ -8,7 +8,7 @@ import pytest
 
 from services.config import load, load_resolved
 from services.environment.programs.pool import ProgramPool
-from tests.kubernetes import chart
+from tests.kubernetes.support import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

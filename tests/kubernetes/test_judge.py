@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.scaler.__main__ import ScalerSettings
-from tests.kubernetes import chart
+from tests.kubernetes.support import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes import chart
-from tests.kubernetes.field_managers import FieldConflict, LiveObject
+from tests.kubernetes.support import chart
+from tests.kubernetes.support.field_managers import FieldConflict, LiveObject
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

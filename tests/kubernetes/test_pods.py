@@ -22,10 +22,10 @@ import pytest
 from services.config import to_toml
 from services.http.client import ApiError, Client
 from services.store import RunState
-from tests.kubernetes import chart, network
-from tests.kubernetes.cluster import Cluster
-from tests.support.certificates import make_certificates
+from tests.kubernetes.support import chart, network
+from tests.kubernetes.support.cluster import Cluster
 from tests.support.harness import save_model_folder, small_config
+from tests.support.servers.certificates import make_certificates
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 WHY_NOT = network.reason_against()

@@ -18,7 +18,7 @@ from services.console.__main__ import with_waits
 from services.http.api import make_app
 from services.http.entry import START_ENV
 from services.scaler.__main__ import ScalerSettings
-from tests.kubernetes import chart
+from tests.kubernetes.support import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

@@ -11,7 +11,7 @@ from services.config import RunConfig, digest, load, to_toml
 from services.console.local.redis_server import RedisServer
 from services.console.release_check import main, refusal
 from services.store import Store
-from tests.kubernetes import chart
+from tests.kubernetes.support import chart
 from tests.support.harness import small_config
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")

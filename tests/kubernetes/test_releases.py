@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes import chart
-from tests.kubernetes.cluster_api import ClusterApi
+from tests.kubernetes.support import chart
+from tests.kubernetes.support.cluster_api import ClusterApi
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

@@ -10,7 +10,7 @@ from services.config import RunConfig, load, load_resolved
 from services.protocol.entries import encode_entry
 from services.verifiers.base import Job
 from services.verifiers.scoring import Scoring
-from tests.kubernetes import chart
+from tests.kubernetes.support import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

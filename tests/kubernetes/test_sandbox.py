@@ -10,7 +10,7 @@ import pytest
 from services.environment.code_tool.sandboxed import SandboxTool
 from services.sandbox.__main__ import SandboxSettings
 from services.sandbox.execution import CONTAINER
-from tests.kubernetes import chart
+from tests.kubernetes.support import chart
 from tests.kubernetes.test_environments import VALUES, chosen, template
 from tests.sandbox import worlds
 

@@ -28,7 +28,7 @@ from services.scaler.reconcile import EMPTYING, FINISHED, Decision, decide, whol
 from services.scaler.workload import DELETION_COST, KubernetesApi, WorkloadChanged
 from services.store import Store
 from services.store.records import Scale
-from tests.kubernetes.api_server import ApiServer
+from tests.kubernetes.support.api_server import ApiServer
 from tests.support.harness import small_config, wait_until
 
 SETTINGS = ScalerSettings("demo-generator", 3, "demo-trainer", trainer_replicas=2)

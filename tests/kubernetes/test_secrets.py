@@ -22,8 +22,8 @@ from services.console.local.redis_server import find_server
 from services.protocol.keys import Keys
 from services.runtime.process_tools import free_port
 from services.store import acl
-from tests.kubernetes import chart
-from tests.support.certificates import Certificates, make_certificates
+from tests.kubernetes.support import chart
+from tests.support.servers.certificates import Certificates, make_certificates
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

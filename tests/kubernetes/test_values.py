@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes import chart
-from tests.kubernetes.chart import changed
+from tests.kubernetes.support import chart
+from tests.kubernetes.support.chart import changed
 
 helm_python = pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

@@ -25,8 +25,8 @@ from services.console.attach import attach
 from services.dataprep.metrics import EvaluationMetrics
 from services.protocol.messages import PodStatus
 from services.runtime.metrics.declarations import Declared, declarations
-from tests.support.collector import Collector, Span, collecting
 from tests.support.harness import save_model_folder
+from tests.support.servers.collector import Collector, Span, collecting
 from tests.support.whole_runs import finish, pids_of, start, summary, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,7 +46,7 @@ ONLY_IN_TROUBLE = {
     "grpo_generator_catch_ups_total",
 }  # fmt: skip
 """Metrics that do not change in a run without problems; tests/monitoring/test_movement.py, test_trouble.py and
-tests/weights/test_store_rounds.py change them."""
+tests/weights/versions/test_store_rounds.py change them."""
 OF_EVALUATION = {metric.name for metric in declarations(EvaluationMetrics).values()}
 """Metrics of evaluations, which this run lacks; tests/runs/test_evaluation.py changes them."""
 OF_A_MOMENT = {

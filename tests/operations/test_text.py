@@ -17,8 +17,8 @@ from services.operations.inspection import text
 from services.operations.inspection.byte_level import _BYTES, ByteLevelDecoder
 from services.operations.inspection.text import TextReader
 from tests.support.harness import save_tokenizer_folder
-from tests.support.hub import Hub
 from tests.support.preloading.starter import PLAIN
+from tests.support.servers.hub import Hub
 
 READ = """
 import sys

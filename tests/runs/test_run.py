@@ -20,7 +20,7 @@ import pytest
 from services.console.__main__ import main
 from services.console.local.redis_server import find_server
 from services.store import Store
-from tests.support.redis_cluster import RedisCluster, redis_cluster
+from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
 from tests.support.whole_runs import (
     SLOW,
     STEPS,

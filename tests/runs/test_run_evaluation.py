@@ -15,7 +15,7 @@ from services.config import load_resolved, to_toml
 from services.protocol import codec
 from services.store import Store
 from tests.support.harness import save_model_folder, small_config, wait_until
-from tests.support.held_loss import HELD
+from tests.support.models.held_loss import HELD
 from tests.support.whole_runs import check_whole, finish, kill, start, steps_done, summary, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -106,7 +106,7 @@ def test_evaluation_survives_damaged_payloads_and_a_hanging_step(tmp_path: Path,
     # The first loaded generator may evaluate; otherwise version 0 might pass before another one is ready to train.
     options = (
         "evaluation.min_training_generators=0",
-        'loss.policy="tests.support.held_loss:dapo"',
+        'loss.policy="tests.support.models.held_loss:dapo"',
         f"trainer.step_timeout_s={STUCK_S}",
         "generator.engine_options.token_s=0.1",
     )

@@ -19,8 +19,8 @@ from services.trainer.ranks import World
 from services.trainer.step import batches
 from services.trainer.step.policy import Policy
 from services.trainer.weight_sender import make_weight_sender
-from tests.support.tiny_model import make_payloads
-from tests.support.tiny_vllm import assert_greedy, make_config, make_model, reference_logprobs
+from tests.support.models.tiny_model import make_payloads
+from tests.support.models.tiny_vllm import assert_greedy, make_config, make_model, reference_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]  # vLLM and DeepSpeed warn
 

@@ -24,8 +24,8 @@ from services.runtime.process_tools import free_port
 from services.runtime.service import Service
 from services.store import Store
 from services.store.connection.client import Login
-from tests.support.certificates import Certificates, make_certificates, put
 from tests.support.harness import small_config
+from tests.support.servers.certificates import Certificates, make_certificates, put
 
 START_S = 20.0
 

@@ -15,8 +15,8 @@ from benchmarks.observing import black_hole
 from services.config import ConfigError
 from services.runtime import tracing
 from services.runtime.tracing import OtlpTracing, TraceRecorder, check_tracing, open_tracing
-from tests.support.collector import collecting
 from tests.support.harness import small_config, wait_until
+from tests.support.servers.collector import collecting
 
 
 def test_tracing_is_off_by_default_and_then_costs_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("kubernetes", reason="pip install 'grpo[cluster]'")
 
 from services.environment.code_tool.sandboxed import SandboxLost
 from services.sandbox import keeper
-from tests.kubernetes.pod_cluster import PodCluster, processes
+from tests.kubernetes.support.pod_cluster import PodCluster, processes
 from tests.sandbox.worlds import SandboxWorld, kept, sandboxes
 from tests.support.harness import wait_until
 

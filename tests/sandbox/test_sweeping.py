@@ -16,7 +16,7 @@ from services.protocol.sandboxes import SandboxName
 from services.sandbox.pods import HELD, ROLLOUT, STATE, TEMPLATE, WARM, SandboxPod
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.sweeping import decide
-from tests.kubernetes.pod_cluster import Pod
+from tests.kubernetes.support.pod_cluster import Pod
 from tests.sandbox.worlds import SandboxWorld, kept, sandboxes, swept, warmed
 
 

@@ -23,7 +23,7 @@ from services.sandbox.keeper import SandboxKeeper
 from services.sandbox.metrics import SandboxMetrics
 from services.sandbox.pods import PodsApi
 from services.sandbox.settings import SandboxSettings
-from tests.kubernetes.pod_cluster import PodCluster
+from tests.kubernetes.support.pod_cluster import PodCluster
 from tests.support.harness import small_config
 
 SETTINGS = SandboxSettings("demo-sandbox", "", "demo", 0)

@@ -32,7 +32,7 @@ from tests.store.test_conservation import Walk
 from tests.support import flow
 from tests.support.flow import Team
 from tests.support.harness import ticket
-from tests.support.redis_cluster import RedisCluster, redis_cluster
+from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
 
 RUN = "spread"
 SHARDS = 6

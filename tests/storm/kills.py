@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from services.console.commands.audit import assess
 from services.verifiers.sandbox import scratch
-from tests.kubernetes.pod_cluster import PodCluster
+from tests.kubernetes.support.pod_cluster import PodCluster
 from tests.storm.world import POLL_S, Pod, World, world
 
 PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0, "sandbox": 3.0, "node": 1.0}

@@ -20,8 +20,8 @@ from services.runtime.loops import end_tasks
 from services.runtime.process_tools import die_with_parent, free_port
 from services.sandbox.settings import RELEASE_ENV, TEMPLATE_ENV, WARM_ENV
 from services.store import Store
-from tests.environment.templates import FAMILIES, save_family
-from tests.kubernetes.pod_cluster import PodCluster
+from tests.environment.support.templates import FAMILIES, save_family
+from tests.kubernetes.support.pod_cluster import PodCluster
 from tests.sandbox.worlds import TEMPLATE
 from tests.storm.programs import LOOK, looking
 from tests.support.harness import small_config

@@ -33,8 +33,8 @@ from services.weights.versions import catalogue
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
 from services.weights.versions.sender import StoreWeightSender
-from tests.support.s3_server import S3Server
-from tests.support.tiny_vllm import make_config
+from tests.support.models.tiny_vllm import make_config
+from tests.support.servers.s3_server import S3Server
 
 LENGTH, TENSORS = 200_000, 3
 LIMIT_S = 60.0

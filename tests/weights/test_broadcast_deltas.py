@@ -18,7 +18,7 @@ from services.weights.versions.broadcast import BroadcastEncoder, EncodedDelta, 
 from services.weights.versions.mirror import NOTHING, WeightMirror
 from services.weights.versions.positions import InvalidVersion
 from tests.support.rounds_world import World, open_world
-from tests.weights.test_store_rounds import assert_equal, step
+from tests.weights.versions.test_store_rounds import assert_equal, step
 
 SIZE = 256
 BUCKET = 64 << 10

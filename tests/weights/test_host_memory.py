@@ -9,8 +9,8 @@ import torch
 
 from services.weights.collective import Bucket, plan_buckets
 from services.weights.host_memory import HostBuckets, as_they_lie, describe, lay_end_to_end
-from tests.support.rank_worker import launch
-from tests.support.tiny_model import make_payloads, make_samples
+from tests.support.models.rank_worker import launch
+from tests.support.models.tiny_model import make_payloads, make_samples
 
 
 class Odd(torch.nn.Module):

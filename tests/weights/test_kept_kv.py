@@ -14,7 +14,7 @@ import pytest_asyncio
 from services.generator.engines.vllm import VllmEngine
 from services.protocol.messages import Span
 from services.rollouts.generated import SamplingParameters
-from tests.support.tiny_vllm import make_config, make_model, perturb, reference_logprobs
+from tests.support.models.tiny_vllm import make_config, make_model, perturb, reference_logprobs
 from tests.weights.test_weight_transfer import Pair, made, until
 
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.weights.receivers.loaded import LoadedWeights, compare
-from tests.support.tiny_vllm import make_config, make_model, perturb
+from tests.support.models.tiny_vllm import make_config, make_model, perturb
 
 
 class Fused(torch.nn.Module):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.s3_server import find_rclone
+from tests.support.servers.s3_server import find_rclone
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from services.generator.engines.vllm import VllmEngine
 from services.protocol.messages import Round, Span
 from services.rollouts.generated import SamplingParameters
 from services.weights.receiver import TransferFailed, WeightsChanged
-from tests.support.tiny_vllm import BUCKET_BYTES, assert_greedy, make_config, make_model, perturb, reference_logprobs
-from tests.support.two_ranks import address, two_ranks
+from tests.support.models.tiny_vllm import BUCKET_BYTES, assert_greedy, make_config, make_model, perturb, reference_logprobs
+from tests.support.models.two_ranks import address, two_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -237,7 +237,7 @@ import os, signal, sys
 from pathlib import Path
 from services.trainer.weight_sender import make_weight_sender
 from services.weights.transports import gloo
-from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model
+from tests.support.models.tiny_vllm import BUCKET_BYTES, make_config, make_model
 folder = Path(sys.argv[1])
 sender = make_weight_sender(make_config(folder), make_model(folder, tied=sys.argv[2] == "tied", seed=99), 0, BUCKET_BYTES)
 sent, honest = [], gloo.begin_broadcast
@@ -371,7 +371,7 @@ import os, sys
 import deepspeed, torch
 from pathlib import Path
 from services.trainer.weight_sender import make_weight_sender
-from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model
+from tests.support.models.tiny_vllm import BUCKET_BYTES, make_config, make_model
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1]) / os.environ["RANK"]
 torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from services.console.local.redis_server import RedisServer
 from services.console.start.resumption import next_step
 from services.store import Store
 from services.store.connection.client import Login
-from tests.console.test_fork import checkpoint
+from tests.console.commands.test_fork import checkpoint
 from tests.support.console import config_file, grpo
 from tests.support.harness import small_config
 

@@ -19,8 +19,8 @@ from services.config.data import FileSource
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.files import find_files
 from services.dataprep.prompts.rows import Needs, read_rows
-from tests.support.hub import Hub
 from tests.support.preloading.starter import PLAIN
+from tests.support.servers.hub import Hub
 
 NAME = "owner/sums"
 READ = """

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.console import wait_until
-from tests.support.hub import Hub
 from tests.support.preloading.starter import PLAIN
+from tests.support.servers.hub import Hub
 
 NAME = "owner/tiny"
 CHUNK = 10 << 20  # what the library writes at once

@@ -18,7 +18,7 @@ from services.dataprep.planning.step import segments_of
 from services.dataprep.replay.settling import settle
 from services.protocol.messages import Header
 from services.store import HeaderEntry
-from tests.support.tiny_model import make_config
+from tests.support.models.tiny_model import make_config
 
 GROUP_SIZE, MAX_TOKENS = 4, 100
 OWNERS = [0, 0, 1, 2, 3, 3]

@@ -24,9 +24,9 @@ from services.store.connection import client
 from services.store.connection.cluster import SlotOwner
 from tests.conftest import SERVERS, skip_without
 from tests.support import flow
-from tests.support.certificates import make_certificates
 from tests.support.harness import ticket, wait_until
-from tests.support.redis_cluster import RedisCluster, redis_cluster
+from tests.support.servers.certificates import make_certificates
+from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
 
 RUN = "clustered"
 Changed = TypeVar("Changed")

@@ -20,8 +20,8 @@ from services.runtime.checkpoints import LAYOUT
 from services.trainer import ranks
 from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, CheckpointWriter, Saved
 from services.trainer.ranks import World
-from tests.support.rank_worker import Job, launch
-from tests.support.tiny_model import VOCABULARY, make_model, make_payloads, make_samples
+from tests.support.models.rank_worker import Job, launch
+from tests.support.models.tiny_model import VOCABULARY, make_model, make_payloads, make_samples
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from services.runtime.atomic_folders import read_manifest
 from services.trainer.checkpoints import exporting
 from services.trainer.step import deepspeed_engine as engine
-from tests.support.rank_worker import Job, launch
-from tests.support.tiny_model import make_config, make_payloads, make_samples
+from tests.support.models.rank_worker import Job, launch
+from tests.support.models.tiny_model import make_config, make_payloads, make_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.support.rank_worker import _policy, _train, whole_weights
+from tests.support.models.rank_worker import _policy, _train, whole_weights
 
 BUCKET_BYTES = 20_000
 """A handful of buckets for the tiny model."""

@@ -22,7 +22,7 @@ from services.trainer.model.logprobs import compiled_chunks
 from services.trainer.ranks import World
 from services.trainer.step.policy import Policy
 from tests.gpu.numerics import row_mask
-from tests.support.tiny_model import make_config
+from tests.support.models.tiny_model import make_config
 
 ROW = Packing.of([6, 3, 4, 5, 2], [(0, 0), (0, 2), (0, 2), (0, 0), (13, 3)])
 """Three responses to one prompt of two tokens and two to one of three, 20 tokens."""

@@ -17,7 +17,7 @@ from services.config import RunConfig
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FolderError
 from services.trainer.model import export
-from tests.support.tiny_model import VOCABULARY, make_config
+from tests.support.models.tiny_model import VOCABULARY, make_config
 
 
 @pytest.fixture(scope="module")

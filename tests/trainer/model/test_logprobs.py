@@ -22,7 +22,7 @@ from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import Computing
 from services.trainer.model.logprobs import LogitRule, token_logprobs
 from services.trainer.step import batches
-from tests.support.tiny_model import VOCABULARY, make_config, make_payloads, make_samples
+from tests.support.models.tiny_model import VOCABULARY, make_config, make_payloads, make_samples
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])

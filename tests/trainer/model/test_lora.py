@@ -20,8 +20,8 @@ from services.trainer.model import policy_network as model
 from services.trainer.model.logprobs import token_logprobs
 from services.trainer.step import batches
 from services.trainer.step import deepspeed_engine as engine
-from tests.support.rank_worker import Job, launch
-from tests.support.tiny_model import VOCABULARY, make_config, make_model, make_payloads, make_samples
+from tests.support.models.rank_worker import Job, launch
+from tests.support.models.tiny_model import VOCABULARY, make_config, make_model, make_payloads, make_samples
 from tests.trainer import literal, loss_variants
 
 OPTIONS = {"rank": 4, "alpha": 6.0}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.rank_worker import Job, launch
-from tests.support.tiny_model import make_payloads, make_samples
+from tests.support.models.rank_worker import Job, launch
+from tests.support.models.tiny_model import make_payloads, make_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -12,7 +12,7 @@ import torch
 from services.config.training import Optimizer
 from services.trainer.model import policy_network as model
 from services.trainer.step import deepspeed_engine as engine
-from tests.support.tiny_model import make_config, make_model
+from tests.support.models.tiny_model import make_config, make_model
 
 
 def test_a_tied_embedding_does_not_decay(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from services.store.records import TableRules
 from services.trainer.step.discard_damaged import DAMAGED, discard_damaged, without
 from tests.repeats.repeater import Journal, Repeater
 from tests.support import flow
-from tests.support.tiny_model import make_config
+from tests.support.models.tiny_model import make_config
 
 
 def group(name: str, seed: int) -> PlanGroup:

@@ -17,8 +17,8 @@ import torch
 from services.protocol.messages import Sample
 from services.protocol.payloads import Payload
 from tests.support.documented import undocumented
-from tests.support.rank_worker import Job, launch
-from tests.support.tiny_model import make_config, make_model, make_payloads, make_samples
+from tests.support.models.rank_worker import Job, launch
+from tests.support.models.tiny_model import make_config, make_model, make_payloads, make_samples
 from tests.trainer import loss_variants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -26,8 +26,8 @@ from services.trainer.step import batches
 from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.prefetch import Fetched, Prefetch
 from tests.support import flow
-from tests.support.rank_worker import SlowStore, launch
-from tests.support.tiny_model import VOCABULARY, make_payloads
+from tests.support.models.rank_worker import SlowStore, launch
+from tests.support.models.tiny_model import VOCABULARY, make_payloads
 
 DELAY_S = 0.3
 STEPS, GROUPS = 4, 3  # groups of a step, the first for rank 0, the others for rank 1

@@ -23,8 +23,8 @@ from services.trainer.model import policy_network as model
 from services.trainer.model.attention.packing import Packing
 from services.trainer.step import batches, denominators, priorities
 from services.trainer.step.discard_damaged import without
-from tests.support.segmented import PROMPT, VOCABULARY, Drawn, Made, groups, make
-from tests.support.tiny_model import make_config
+from tests.support.models.segmented import PROMPT, VOCABULARY, Drawn, Made, groups, make
+from tests.support.models.tiny_model import make_config
 
 ROW_TOKENS = 40
 

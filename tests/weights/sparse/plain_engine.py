@@ -84,7 +84,7 @@ def main() -> None:
     """Receive, and die in mid-transfer."""
     from services.weights.receivers.patching import Patcher
     from services.weights.sparse import patch
-    from tests.weights.nccl_wire import wired
+    from tests.weights.nccl.nccl_wire import wired
 
     host, port, rank, size = sys.argv[1], *map(int, sys.argv[2:])
     patch.CHUNK_BYTES = CHUNK_BYTES

@@ -12,7 +12,7 @@ from vllm.model_executor.layers import utils
 
 from services.weights.receivers.nccl import NcclWeightTransferEngine
 from services.weights.receivers.patching import Patcher
-from tests.weights.nccl_worker import WorkerExtension as WiredExtension
+from tests.weights.nccl.nccl_worker import WorkerExtension as WiredExtension
 
 
 def leave(layer: torch.nn.Module, remove_weight: bool) -> None:

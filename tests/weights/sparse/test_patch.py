@@ -18,7 +18,7 @@ from services.weights.versions import encoder as versions
 from services.weights.versions.broadcast import Heading
 from services.weights.versions.encoder import whole_shards
 from services.weights.versions.positions import InvalidVersion
-from tests.support.fused_model import checkpoint, manifest_of
+from tests.support.models.fused_model import checkpoint, manifest_of
 from tests.weights.sparse.test_placement import changed
 
 PIECE = 96  # bytes, so that a tensor has several pieces

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.weights.sparse.changes import bits, changed_positions
 from services.weights.sparse.placement import NotPlaceable, trace
-from tests.support.fused_model import FusedModel, checkpoint, manifest_of
+from tests.support.models.fused_model import FusedModel, checkpoint, manifest_of
 from tests.support.versions import assert_same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

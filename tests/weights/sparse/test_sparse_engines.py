@@ -1,5 +1,5 @@
 """Patches over the NCCL path into a real vLLM, on one worker and split over two, with the NCCL library replaced by gloo
-(tests/weights/nccl_wire.py) and weights kept as on a GPU (plain_worker.py)."""
+(tests/weights/nccl/nccl_wire.py) and weights kept as on a GPU (plain_worker.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.weights.sender import SendFailed
 from services.weights.sparse import sender as senders
 from services.weights.sparse.sender import SparseWeightSender
 from services.weights.transports import nccl
-from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb
+from tests.support.models.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb
 from tests.weights.test_weight_transfer import Pair
 
 pytestmark = [
@@ -71,7 +71,7 @@ class SparsePair(Pair):
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[(1, True), (2, False)], ids=["one", "split"])
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SparsePair]:
     from services.trainer.weight_sender import make_sender
-    from tests.weights.nccl_wire import wired
+    from tests.weights.nccl.nccl_wire import wired
 
     workers, tied = request.param
     folder = tmp_path_factory.mktemp("sparse")

@@ -1,4 +1,4 @@
-"""Patches of trainers with several ranks, and members that die: real processes, NCCL over gloo (tests/weights/nccl_wire.py)."""
+"""Patches of trainers with several ranks, and members that die: real processes, NCCL over gloo (nccl/nccl_wire.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from services.weights.sparse import patch as patches
 from services.weights.sparse.sender import SparseWeightSender
-from tests.support.tiny_vllm import make_config
-from tests.support.two_ranks import address, two_ranks
+from tests.support.models.tiny_vllm import make_config
+from tests.support.models.two_ranks import address, two_ranks
 from tests.support.versions import assert_same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]  # importing vLLM warns
@@ -31,7 +31,7 @@ from pathlib import Path
 from services.trainer import ranks
 from services.trainer.weight_sender import make_sender
 from services.weights.versions import encoder
-from tests.support.tiny_vllm import make_config, make_model
+from tests.support.models.tiny_vllm import make_config, make_model
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
 encoder.PIECE_BYTES = 8 << 10  # several pieces for each rank
 rank, root, stage, versions = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -54,7 +54,7 @@ engine, *_ = deepspeed.initialize(
     optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5),
 )
 if rank == 0:
-    from tests.weights.nccl_wire import wired
+    from tests.weights.nccl.nccl_wire import wired
 else:
     wired = nullcontext
 with wired():
@@ -83,8 +83,8 @@ with wired():
 
 @pytest.mark.parametrize("stage", [1, 3])
 async def test_every_rank_finds_the_changes_in_its_share(tmp_path: Path, stage: int) -> None:
-    from tests.support.tiny_vllm import make_model
-    from tests.weights.nccl_wire import wired
+    from tests.support.models.tiny_vllm import make_model
+    from tests.weights.nccl.nccl_wire import wired
     from tests.weights.sparse.plain_engine import PlainEngine
 
     model = make_model(tmp_path / "here", tied=True).bfloat16()
@@ -111,8 +111,8 @@ async def test_every_rank_finds_the_changes_in_its_share(tmp_path: Path, stage: 
 
 
 async def test_a_member_killed_in_mid_patch_leaves_others_consistent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.weights import nccl_wire
-    from tests.weights.nccl_wire import wired
+    from tests.weights.nccl import nccl_wire
+    from tests.weights.nccl.nccl_wire import wired
     from tests.weights.sparse.plain_engine import CHUNK_BYTES, PlainEngine, weights
 
     monkeypatch.setattr(patches, "CHUNK_BYTES", CHUNK_BYTES)

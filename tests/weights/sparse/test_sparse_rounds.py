@@ -1,4 +1,4 @@
-"""Rounds that send patches, with Redis, the leader and members that follow: NCCL over gloo (tests/weights/nccl_wire.py)."""
+"""Rounds that send patches, with Redis, the leader and members that follow: NCCL over gloo (tests/weights/nccl/nccl_wire.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.weights.sparse.sender import SparseWeightSender
 from tests.support.rounds_world import World, open_world
 from tests.support.scripted import ScriptedEngine
 from tests.weights.test_broadcast_deltas import Tied, step_of_trained, trained
-from tests.weights.test_store_rounds import assert_equal
+from tests.weights.versions.test_store_rounds import assert_equal
 
 if TYPE_CHECKING:
     from tests.weights.sparse.plain_engine import PlainEngine
@@ -53,7 +53,7 @@ class PatchedEngine(ScriptedEngine):
 
 @pytest.fixture
 def world(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    from tests.weights import nccl_wire
+    from tests.weights.nccl import nccl_wire
 
     monkeypatch.setattr(nccl_wire, "LIMIT_S", 2.5)
     overrides = ("sync.backend=nccl", "sync.encoding=sparse")

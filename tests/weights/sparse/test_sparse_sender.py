@@ -21,7 +21,7 @@ from services.weights.sparse.encoder import ChangeEncoder
 from services.weights.sparse.patch import Patch
 from services.weights.sparse.sender import SparseWeightSender
 from services.weights.versions.broadcast import Heading
-from tests.support.tiny_vllm import make_config
+from tests.support.models.tiny_vllm import make_config
 
 RANKS = 3
 

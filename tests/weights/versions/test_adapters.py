@@ -12,7 +12,7 @@ from services.trainer.weight_sender import make_sender
 from services.weights.collective import Deadline
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
-from tests.support.tiny_vllm import make_config, make_model
+from tests.support.models.tiny_vllm import make_config, make_model
 from tests.support.versions import assert_same_bits
 
 

@@ -22,8 +22,8 @@ from services.runtime.process_tools import free_port
 from services.weights.versions.objects import BucketObjects, FolderObjects, Objects, open_objects
 from tests.support.harness import wait_until
 from tests.support.rounds_world import open_world
-from tests.support.s3_server import S3Server, find_rclone
-from tests.weights.test_store_rounds import assert_equal, step
+from tests.support.servers.s3_server import S3Server, find_rclone
+from tests.weights.versions.test_store_rounds import assert_equal, step
 
 
 @pytest.fixture(scope="module")

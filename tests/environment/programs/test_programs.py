@@ -1,0 +1,157 @@
+"""Programs in worker processes: tools, replies, rewards and commands; every failure has a reason."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config.environments import AgentEnvironment, EnvironmentConfig, PythonEnvironment
+from services.console.doctor.environments import environments
+from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
+from services.environment.programs.pool import ProgramPool
+from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
+from services.environment.programs.tools import answered, methods_of
+from services.environment.records import RECORD_BYTES, pack_record, reply_of, unpack_records
+from tests.support.harness import save_tokenizer_folder, small_config
+
+PROGRAMS = Path(__file__).parents[1] / "support" / "programs.py"
+
+
+class Shop:
+    tools = ["price"]
+
+    def price(self, item: str, count: int = 1) -> dict[str, Any]:
+        """Look up a price."""
+        if item == "nothing":
+            raise KeyError(item)
+        return {"total": 3 * count}
+
+
+def called(name: str, arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": name, "arguments": arguments}}]}
+
+
+@asynccontextmanager
+async def process(environment: EnvironmentConfig) -> AsyncIterator[ProgramProcess]:
+    pool = ProgramPool(environment)
+    try:
+        async with pool.process() as one:
+            yield one
+    finally:
+        await pool.close()
+
+
+async def test_a_tool_is_described_by_its_signature_and_answers_every_call() -> None:
+    tools = methods_of(Shop(), Shop.tools)
+    function = tools["price"].described["function"]
+    assert (function["name"], function["description"]) == ("price", "Look up a price.")
+    assert function["parameters"]["required"] == ["item"]
+    assert function["parameters"]["properties"]["count"] == {"default": 1, "type": "integer"}
+    for arguments, said in (
+        ('{"item": "tea", "count": 2}', '{"total": 6}'),
+        ({"item": "tea"}, '{"total": 3}'),
+        ('{"item": "tea", "count": "many"}', "Error: count:"),
+        ("no JSON", "Error: "),
+        ('{"item": "nothing"}', "Error: KeyError: 'nothing'"),
+    ):
+        [reply] = await answered(called("price", arguments), tools)
+        assert (reply["role"], reply["tool_call_id"]) == ("tool", "a")
+        assert reply["content"].startswith(said)
+    [reply] = await answered(called("prise", "{}"), tools)
+    assert reply["content"] == "Error: there is no tool 'prise'; the tools are price"
+
+
+@given(st.recursive(st.none() | st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+async def test_a_tool_answers_any_arguments(arguments: Any) -> None:
+    [reply] = await answered(called("price", arguments), methods_of(Shop(), Shop.tools))
+    assert isinstance(reply["content"], str)
+
+
+async def test_malformed_calls_and_lost_results_are_answered() -> None:
+    program = LoadedProgram(Shop())
+    assert (await program.turn({"error": "no closing brace"}))["messages"] == [
+        {"role": "user", "content": "Error: no closing brace"}
+    ]
+    assert (await program.turn({"content": "done"}))["messages"] is None
+    [told] = (await program.unknown(called("price", "{}")))["messages"] or []
+    assert "unknown" in told["content"]
+    assert await program.score() is None
+
+
+@pytest.mark.parametrize("said", ["good", {"part": 1.0}, {"score": float("nan")}, {"score": "1"}, [1.0]])
+def test_an_invalid_reward_is_rejected(said: Any) -> None:
+    with pytest.raises(BadReply, match="is not valid"):
+        scores_of(said)
+
+
+def test_records_are_complete_or_dropped() -> None:
+    reply = reply_of([{"role": "user", "content": "x"}], {"state": 1}, 0.5, [])
+    assert unpack_records([pack_record(reply)]) == [reply]
+    assert unpack_records([pack_record(reply), b"Rgarbage"]) == []
+    with pytest.raises(ValueError, match="bytes with its snapshot"):
+        pack_record(reply_of([], "x" * RECORD_BYTES, 0.0))
+
+
+async def test_a_blocking_program_loses_only_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.environment.programs.process.STOP_LIMIT_S", 0.5)
+    code = (
+        "import time\nclass Slow:\n    def turn(self, message):\n        time.sleep(60)\n    def score(self):\n        return 1\n"
+    )
+    (tmp_path / "slow.py").write_text(code)
+    slow = PythonEnvironment(name="slow", kind="python", function=f"{tmp_path / 'slow.py'}:Slow", timeout_s=20.0)
+    async with process(slow) as one:
+        first = one.pid
+        await one.do("a", "start", {})
+        one._environment = slow.model_copy(update={"timeout_s": 0.5})
+        with pytest.raises(ProgramFailed, match=r"turn took longer than timeout_s = 0\.5"):
+            await one.do("a", "turn", {"content": "x"})
+        one._environment = slow
+        await one.ensure()
+        assert one.pid not in (None, first)
+        await one.do("b", "start", {})
+        assert (await one.do("b", "score")).value == {"score": 1.0}
+
+
+async def test_a_command_prints_its_reward_or_fails_with_a_reason() -> None:
+    script = "import json, os, sys; row = json.loads(os.environ['GRPO_ROW']); print('hello'); print(row['reward'])"
+    given = {"url": "http://127.0.0.1:1/v1", "key": "k"}
+    async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:
+        assert (await one.do("a", "run", {**given, "row": {"reward": 0.5}})).value == {"score": 0.5}
+        parts = json.dumps({"score": 1, "part": 2})
+        assert (await one.do("a", "run", {**given, "row": {"reward": parts}})).value == {"score": 1.0, "part": 2.0}
+        with pytest.raises(ProgramFailed, match="print the reward, a number, as the last line"):
+            await one.do("a", "run", {**given, "row": {"reward": "none"}})
+        with pytest.raises(ProgramFailed, match="exited with status 1: KeyError: 'reward'"):
+            await one.do("a", "run", {**given, "row": {}})
+
+
+async def test_unloadable_code_is_named() -> None:
+    pool = ProgramPool(PythonEnvironment(name="e", kind="python", function=f"{PROGRAMS}:agent"))
+    with pytest.raises(ProgramUnusable, match=r"environment 'e' cannot be used: .* is not a class but function"):
+        await pool.start()
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("Echo", "", "started with the first row, tools: add"),
+        ("Echo", "options = { turns = 2, laps = 3 }", "unexpected keyword argument 'laps'"),
+        ("Absent", "", "has no 'Absent'"),
+    ],
+)
+def test_doctor_starts_the_class(name: str, keys: str, said: str, tmp_path: Path) -> None:
+    save_tokenizer_folder(tmp_path / "model")
+    table = f'{{name = "world", kind = "python", function = "{PROGRAMS}:{name}"{f", {keys}" if keys else ""}}}'
+    source = f'{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", environment = "world"}}'
+    config = small_config(tmp_path, None, f"data.sources=[{source}]", "verifiers=[]", f"environments=[{table}]")
+    [finding] = list(environments(config))
+    assert said in finding.detail

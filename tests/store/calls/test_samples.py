@@ -1,0 +1,156 @@
+"""Finished groups wait for the sample log, up to a limit, and only while its tracker is alive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.protocol import codec
+from services.protocol.messages import Header
+from services.store import Store
+from services.store.calls.samples import WHOLE, is_sampled
+from services.store.snapshot_format import Snapshot
+from tests.support.flow import Team, buffer, claim, issue, prepare, settle, start, submit
+
+
+async def attached(store: Store, share: float = 1.0, lease_s: float = 60.0) -> Team:
+    team = await start(store, slots=64)
+    await store.samples.log(await incarnation(store), -1, share, lease_s)
+    return team
+
+
+async def incarnation(store: Store) -> int:
+    state = await store.run.state()
+    assert state is not None
+    return state.incarnation
+
+
+async def drop(store: Store, team: Team, count: int, action: str = "filtered:zero") -> list[str]:
+    """Drop `count` finished groups; return the names of their payloads."""
+    await issue(store, team, count)
+    claims = await claim(store, "g", count)
+    for one in claims:
+        assert await submit(store, "g", one)
+    assert await settle(store, team, action) == count
+    return [one.payload for one in claims]
+
+
+async def test_a_dropped_group_keeps_its_tokens_until_it_is_logged(any_store: Store) -> None:
+    team = await attached(any_store)
+    [name] = await drop(any_store, team, 1)
+    [waiting] = await any_store.samples.waiting(10)
+    assert (waiting.outcome, waiting.payload, waiting.step) == ("filtered:zero", name, 0)
+    assert not await any_store.client.exists(any_store.keys.group(waiting.ticket))
+    assert codec.decode(waiting.header, Header).ticket == waiting.ticket
+    assert list(await any_store.samples.payloads([name, "0-9.9"])) == [name]
+    for _ in range(2):  # a repeated call finds nothing to do
+        assert await any_store.samples.log(waiting.incarnation, -1, 1.0, 60.0, [waiting.entry]) == 0
+    assert await any_store.samples.payloads([name]) == {}
+    assert await any_store.client.hget(any_store.keys.samples_state, "bytes") == b"0"
+    assert await any_store.samples.missed() == {}
+
+
+async def test_without_a_tracker_nothing_waits(any_store: Store) -> None:
+    team = await start(any_store)
+    [name] = await drop(any_store, team, 1)
+    assert await any_store.samples.waiting(10) == []
+    assert await any_store.samples.payloads([name]) == {}
+    assert await any_store.samples.missed() == {}
+
+
+async def test_samples_missed_by_a_lost_tracker_are_counted(any_store: Store) -> None:
+    team = await attached(any_store, lease_s=0.0)
+    names = await drop(any_store, team, 2) + await drop(any_store, team, 1, "stale")
+    assert await any_store.samples.waiting(10) == []
+    assert await any_store.samples.payloads(names) == {}
+    assert await any_store.samples.missed() == {"filtered": 2, "stale": 1}
+
+
+async def test_the_bytes_that_wait_are_limited(any_store: Store) -> None:
+    team = await attached(any_store)
+    await any_store.client.hset(any_store.keys.samples_state, "bytes", str(64 << 20))
+    await drop(any_store, team, 1)
+    assert await any_store.samples.waiting(10) == []
+    assert await any_store.samples.missed() == {"filtered": 1}
+
+
+async def test_redis_and_python_sample_the_same_tickets(any_store: Store) -> None:
+    team = await attached(any_store, share=0.3)
+    await drop(any_store, team, 20)
+    there = {one.ticket for one in await any_store.samples.waiting(100)}
+    assert there == {f"0-{row}" for row in range(20) if is_sampled(f"0-{row}", 0.3)}
+    assert 0 < len(there) < 20
+    assert not is_sampled("0-0", 0.0)
+    assert round(1.0 * WHOLE) == WHOLE
+
+
+async def test_failed_tickets_and_stale_groups_wait_too(any_store: Store) -> None:
+    team = await attached(any_store)
+    await issue(any_store, team, 1)
+    [one] = await claim(any_store, "g", 1)
+    assert await any_store.tickets.fail("g", one, "the engine refused it", 1)
+    await buffer(any_store, team, 1)
+    await any_store.replay.sweep_and_peek(team.leader, 5, 1, 0)
+    assert not await any_store.client.exists(any_store.keys.group("0-1"))
+    outcomes = {(each.ticket, each.outcome): each.payload for each in await any_store.samples.waiting(10)}
+    assert outcomes.keys() == {("0-0", "failed:the engine refused it"), ("0-1", "stale")}
+    assert outcomes["0-0", "failed:the engine refused it"] == ""
+    assert len(await any_store.samples.payloads([outcomes["0-1", "stale"]])) == 1
+
+
+@pytest.mark.parametrize("covered", [1, 17])
+async def test_a_step_is_deleted_once_it_is_logged_or_too_many_wait(any_store: Store, covered: int) -> None:
+    team = await attached(any_store)
+    for step in range(covered + 1):
+        await prepare(any_store, team, step, await buffer(any_store, team, 1, oldest=step))
+        await any_store.steps.commit(team.trainer, step)
+        await any_store.steps.publish(team.trainer, step + 1)
+    await any_store.steps.checkpointed(team.trainer, covered)
+    late = max(0, covered + 1 - 16)  # above the limit
+    assert await any_store.steps.retire() == late
+    assert await any_store.samples.missed() == ({"trained": late} if late else {})
+    await any_store.samples.log(await incarnation(any_store), covered, 1.0, 60.0)
+    assert await any_store.steps.retire() == covered + 1 - late
+    assert (await any_store.samples.missed()).get("trained", 0) == late
+
+
+async def train(store: Store, team: Team, step: int) -> None:
+    await prepare(store, team, step, await buffer(store, team, 1, oldest=step))
+    await store.steps.commit(team.trainer, step)
+    await store.steps.publish(team.trainer, step + 1)
+    await store.steps.checkpointed(team.trainer, step)
+
+
+async def test_a_step_does_not_wait_for_a_lost_tracker(any_store: Store) -> None:
+    team = await attached(any_store, lease_s=0.0)
+    await train(any_store, team, 0)
+    assert await any_store.steps.retire() == 1
+    assert await any_store.samples.missed() == {"trained": 1}
+
+
+async def test_reports_of_an_earlier_incarnation_are_ignored(any_store: Store) -> None:
+    team = await attached(any_store)
+    now = await incarnation(any_store)
+    await any_store.samples.log(now - 5, 40, 1.0, 60.0)
+    await train(any_store, team, 0)
+    assert await any_store.steps.retire() == 0
+    await any_store.samples.log(now, 0, 1.0, 60.0)
+    assert await any_store.steps.retire() == 1
+
+
+async def test_a_restore_resets_what_counts_as_logged(any_store: Store, tmp_path: Path) -> None:
+    team = await attached(any_store)
+    await train(any_store, team, 0)
+    await any_store.samples.log(await incarnation(any_store), 40, 1.0, 60.0)
+    assert await any_store.steps.retire() == 1
+    await any_store.snapshots.save(team.trainer, 0, tmp_path / "s", payloads=True)
+    trainer = await any_store.run.attach_trainer()
+    await any_store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: None)
+    leader = await any_store.run.lead("after", 60.0)
+    assert leader is not None
+    await any_store.steps.publish(trainer, 1)
+    await train(any_store, Team(leader, trainer), 1)
+    assert await any_store.steps.retire() == 0
+    await any_store.samples.log(await incarnation(any_store), 1, 1.0, 60.0)
+    assert await any_store.steps.retire() == 1

@@ -1,0 +1,42 @@
+"""Two trainer ranks as processes that run a test's script."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from services.runtime.process_tools import free_port
+
+ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def two_ranks(folder: Path, code: str, *arguments: object) -> AsyncIterator[list[Process]]:
+    """Run `code` with `arguments` as ranks 0 and 1, with output in pipes. Kill what is left of them."""
+    script = folder / "rank.py"
+    script.write_text(code)
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    command = (sys.executable, str(script), *map(str, arguments))
+    environs = [os.environ | master | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [await asyncio.create_subprocess_exec(*command, env=environ, stdout=PIPE) for environ in environs]
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def address(rank: Process) -> tuple[str, int]:
+    """Return the host and port that a rank prints on a separate line."""
+    assert rank.stdout is not None
+    while not (line := await rank.stdout.readline()).startswith(b"127.0.0.1 "):  # DeepSpeed logs to the same pipe
+        assert line, "the rank ended early"
+    host, port = line.split()
+    return host.decode(), int(port)

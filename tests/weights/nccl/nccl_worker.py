@@ -1,0 +1,9 @@
+"""The extension class of a vLLM worker whose NCCL goes over gloo (nccl_wire.py), for as long as the worker lives."""
+
+from __future__ import annotations
+
+from services.weights.receivers.gloo import WorkerExtension as WorkerExtension
+from tests.weights.nccl.nccl_wire import wired
+
+_wired = wired()
+_wired.__enter__()
