@@ -9,6 +9,7 @@ Waits for: a generator that can sample. Unblocked by: the fleet's heartbeats (`f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections import Counter
@@ -132,7 +133,8 @@ class GeneratorFleet:
                     return pod
             if able:
                 return min(able, key=lambda pod: self._asked[pod.member])
-            await self._service.notifications.wait("fleet", "version", timeout=FOLLOW_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), FOLLOW_S)
 
     async def _ask(self, pod: PodStatus, body: bytes) -> Posted | None:
         """Return a generator's answer, or None if it left the fleet or cannot be reached."""

@@ -10,6 +10,7 @@ the trainer (`version`), operators (`control`), its own finished groups (`room`)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ PAYLOAD_TTL_S = 3600
 """Seconds after which a payload expires if its header was never committed, and a ticket's tokens so far if no pod continues it.
 A header follows its payload in the same request, or within seconds; an hour outlasts a Redis that fails over in between.
 """
+PUBLISHED_S = 1.0  # a caller that is sent away asks this pod again after as long
 SPARE_S = 0.5  # a ticket left unclaimed this long is not wanted by the pods below their share
 PROBE_S = 5.0  # between claims while a service that scores does not answer
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
@@ -92,8 +94,17 @@ class RolloutLoop(RolloutWorker):
     async def serve(self, body: bytes, gone: Callable[[], asyncio.Future[None]]) -> bytes:
         """Complete an encoded `GenerationRequest` of training or evaluation (`Serving.generate`). Raises `NotServed`."""
         request = read_request(body)
+        if request.version is None:
+            await self._published()
         serving = self.evaluation.serving if self.evaluation and request.version is not None else self.serving
         return await serving.generate(request, gone)
+
+    async def _published(self) -> None:
+        """Wait until the weights that the engine holds are published, as they are right after an update, or for PUBLISHED_S."""
+        view = self.service.view
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PUBLISHED_S), view.changed:
+                await view.changed.wait_for(lambda: view.state is None or view.state.published_version >= self.engine.version)
 
     def why_idle(self) -> str:
         """Return why this pod would start little or no work now, or "" if it would, or is evaluating."""

@@ -65,6 +65,21 @@ async def test_a_completion_whose_caller_left_is_dropped(tmp_path: Path, server:
         await wait_until(lambda: not loop.busy and not engine.snapshot())
 
 
+async def test_a_completion_asked_for_before_an_update_is_published_waits_for_it(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        await service.view.refresh()
+        gone = asyncio.get_running_loop().create_future
+        engine.version = 1  # the pod has applied the next version; others have not
+        with pytest.raises(NotServed, match="0 is published"):
+            await loop.serve(asked(), gone)
+        pending = asyncio.create_task(loop.serve(asked(), gone))
+        await asyncio.sleep(0.05)
+        assert not pending.done()
+        await service.store.client.hset(service.store.keys.run, "published_version", 1)  # type: ignore[misc]
+        await service.view.refresh()
+        assert codec.decode(await pending, Partial).finish == ["stop"]
+
+
 async def test_a_drain_does_not_wait_for_the_end_of_an_update(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "sync.in_flight=abort") as (service, loop, _):
         await service.view.refresh()
