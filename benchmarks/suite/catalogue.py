@@ -454,7 +454,7 @@ SUITE = (
         "seeing",
         "The sample log",
         "none; a log of 1,000,000 completions of 48 tokens",
-        160,
+        320,
         (
             Figure("search_ms", "numeric filter through the web console's endpoint, p50, ms", 200, "lower", ratio=False),
             Figure("search_cpu_ms", "CPU of such a filter, server and client, ms", None, "lower", ratio=False),
