@@ -8,7 +8,7 @@ POLL_S = 1.0  # how often what ended is counted, and the shortest time between t
 LONGEST_S = 10.0
 SHARE = 0.004  # of a core, to be spent on writing; reading takes about half as much
 WAITING_BYTES = 8 << 20  # of tokens that may come together meanwhile
-WAITING_STEPS = 10  # Redis holds 16 behind a checkpoint (`HELD_STEPS` in functions/steps.lua)
+WAITING_STEPS = 8  # Redis holds 16 behind a checkpoint (`HELD_STEPS` in functions/steps.lua)
 WAITING_GROUPS = 512  # that were dropped: Redis keeps 2,048 (`SAMPLES_KEPT` in functions/prelude.lua)
 
 
