@@ -1,7 +1,7 @@
 """What TRL's GRPOTrainer makes of fixed tensors: losses and gradients, recorded for tests/trainer/losses/test_trl.py.
 
-    python -m benchmarks.against_trl.losses                  # compares with what is recorded
-    python -m benchmarks.against_trl.losses --record         # records anew
+    python -m benchmarks.against_trl.losses            # compares with the record
+    python -m benchmarks.against_trl.losses --record   # makes a new record
 
 TRL is installed into build/trl, an environment of its own that borrows torch and transformers from the one this runs in. The
 code measured is `GRPOTrainer._compute_loss` itself, of the installed package, on an object that has the settings it reads and

@@ -17,7 +17,7 @@ from services.protocol.keys import Keys, user_name
 from services.store.functions.footprint import footprints
 
 _CONNECTING = ("auth", "hello", "ping", "select", "client|setname", "info", "time", "fcall", "cluster|slots")
-_LISTENING = ("subscribe", "unsubscribe", "psubscribe", "punsubscribe", "publish")
+_LISTENING = ("subscribe", "unsubscribe", "publish")
 _NOTIFICATIONS = ":notifications"  # names channels, not keys
 _TOGETHER = ("multi", "exec", "discard")
 _LOADING = ("function|load",)

@@ -49,6 +49,6 @@ def copy_code(to: Path, mutant: str = "") -> None:
         text = (to / name).read_text()
         if text.count(guard) != 1:
             raise LookupError(
-                f"mutant {mutant}: {name} holds its guard {text.count(guard)} times; write the guard anew:\n{guard}"
+                f"mutant {mutant}: {name} holds its guard {text.count(guard)} times; write the guard again:\n{guard}"
             )
         (to / name).write_text(text.replace(guard, without))

@@ -235,7 +235,7 @@ def test_the_schema_matches_the_configuration(monkeypatch: pytest.MonkeyPatch) -
 
     sys.modules.pop("make_schema")
     held = (chart.CHART / "values.schema.json").read_text()
-    assert held == make_schema.make(), "python charts/make_schema.py writes it anew"
+    assert held == make_schema.make(), "python charts/make_schema.py updates it"
 
 
 def test_the_readme_matches_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,4 +244,4 @@ def test_the_readme_matches_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sys.modules.pop("make_readme")
     sys.modules.pop("make_schema", None)
-    assert make_readme.FILE.read_text() == make_readme.make(), "python charts/make_readme.py writes it anew"
+    assert make_readme.FILE.read_text() == make_readme.make(), "python charts/make_readme.py updates it"

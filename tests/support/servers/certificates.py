@@ -19,7 +19,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path, bears: str = "IP:127.0.0.1") -> Certificates:
-    """Make a certificate for the names `bears`, valid for a day."""
+    """Make a certificate that is valid for a day. `bears`: its alternative names, such as `DNS:redis`."""
     authority, certificate, key, authority_key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem", "ca-key.pem"))
     elliptic = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
     _openssl("req", "-x509", *elliptic, "-subj", "/CN=tests", "-keyout", authority_key, "-out", authority)
