@@ -368,26 +368,16 @@ async def test_a_receive_without_a_sender_times_out(pair: Pair) -> None:
 
 ZERO3_RANK = """
 import os, sys
-import deepspeed, torch
+import torch
 from pathlib import Path
 from services.trainer.weight_sender import make_weight_sender
 from tests.support.models.tiny_vllm import BUCKET_BYTES, make_config, make_model
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
+from tests.support.models.two_ranks import zero_engine
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1]) / os.environ["RANK"]
 torch.set_num_threads(1)
 model = make_model(folder, tied=True)
 expected = {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
-engine, *_ = deepspeed.initialize(
-    model=model,
-    model_parameters=model.parameters(),
-    config={
-        "train_batch_size": 2,
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-    },
-    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-)
+engine = zero_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 3, "stage3_param_persistence_threshold": 0})
 sender = make_weight_sender(make_config(folder), engine.module, rank, BUCKET_BYTES)
 assert any(weight.numel() == 0 for weight in model.parameters()), "the weights must be partitioned"
 if rank == 0:

@@ -6,9 +6,10 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from services.runtime.process_tools import free_port
 
@@ -40,3 +41,16 @@ async def address(rank: Process) -> tuple[str, int]:
         assert line, "the rank ended early"
     host, port = line.split()
     return host.decode(), int(port)
+
+
+def zero_engine(model: Any, optimizer: Any, stage: Mapping[str, Any], **more: object) -> Any:
+    """Return DeepSpeed's engine of one of the ranks. `stage`: its settings of ZeRO; `more`: others of DeepSpeed."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
+    config = {
+        "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "zero_optimization": dict(stage),
+        "zero_allow_untested_optimizer": True, **more,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, optimizer=optimizer)
+    return engine

@@ -32,7 +32,7 @@ from services.trainer import ranks
 from services.trainer.weight_sender import make_sender
 from services.weights.versions import encoder
 from tests.support.models.tiny_vllm import make_config, make_model
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
+from tests.support.models.two_ranks import zero_engine
 encoder.PIECE_BYTES = 8 << 10  # several pieces for each rank
 rank, root, stage, versions = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 folder = root / str(rank)
@@ -41,18 +41,7 @@ torch.manual_seed(0)
 model = make_model(folder, tied=True).bfloat16()
 config = make_config(folder)
 config = config.model_copy(update={"sync": config.sync.model_copy(update={"backend": "nccl", "encoding": "sparse"})})
-engine, *_ = deepspeed.initialize(
-    model=model,
-    model_parameters=model.parameters(),
-    config={
-        "train_batch_size": 2,
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    },
-    optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5),
-)
+engine = zero_engine(model, torch.optim.AdamW(model.parameters(), lr=1e-5), {"stage": stage}, bf16={"enabled": True})
 if rank == 0:
     from tests.weights.nccl.nccl_wire import wired
 else:

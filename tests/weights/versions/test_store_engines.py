@@ -119,25 +119,14 @@ from pathlib import Path
 from services.trainer import ranks
 from services.trainer.weight_sender import make_sender
 from tests.support.models.tiny_vllm import make_config, make_model
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
+from tests.support.models.two_ranks import zero_engine
 rank, root, stage = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2])
 folder = root / str(rank)
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = make_model(folder, tied=True).bfloat16()
 config = make_config(folder, sync={"backend": "store", "folder": str(root / "volume")})
-engine, *_ = deepspeed.initialize(
-    model=model,
-    model_parameters=model.parameters(),
-    config={
-        "train_batch_size": 2,
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    },
-    optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
-)
+engine = zero_engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4), {"stage": stage}, bf16={"enabled": True})
 sender = make_sender(config, engine.module, rank, 2, ranks.gather)
 for version in range(3):
     if version:
