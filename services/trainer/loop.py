@@ -1,17 +1,18 @@
-"""The trainer's main loop, on rank 0: train, commit, sync, publish, checkpoint; step after step.
+"""The trainer's main loop, on rank 0: train, commit, send the weights, checkpoint; step after step.
 
 Guarantees: a step is trained on exactly its plan; `committed_step` is the only count of steps; weights go to the fleet after
-every step, before the first one and after every resume; a trainer that was killed retrains the same plans from its last
-checkpoint and ends with the same weights; a run that Redis lost resumes from the last checkpoint (resume.py); a group whose
-payload is damaged or missing costs the run only that group (discard_damaged.py).
+every step, before the first one and after every resume, and generators apply them while the next step trains; a trainer that
+was killed retrains the same plans from its last checkpoint and ends with the same weights; a run that Redis lost resumes from the
+last checkpoint (resume.py); a group whose payload is damaged or missing costs the run only that group (discard_damaged.py).
 Waits for: the plan of the next step, the end of a pause, sync rounds. Unblocked by: dataprep (`steps`), operators (`control`),
 generators (`acks`, `fleet`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
@@ -35,6 +36,7 @@ from services.trainer.step.policy import Trained
 from services.trainer.step.priorities import sampling_weights
 from services.trainer.throughput import Throughput
 from services.trainer.worker import Worker
+from services.weights.delivery import DELIVERED, Delivery
 from services.weights.leader import Alone, Stopped, SyncReport, SyncRounds
 from services.weights.sender import SendFailed
 
@@ -68,6 +70,8 @@ class TrainLoop:
         self._throughput = Throughput(time.monotonic(), self.config.trainer.ranks, worker.policy.peak_tflops)
         self._incarnation = 0
         self._waited_s = 0.0  # for a plan, since the last record
+        self._synced_s = 0.0  # spent on weight sync since the step began
+        self._delivered: SyncReport | None = None  # the last round that ended
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
         service.activity.devices = self.config.trainer.ranks
@@ -83,6 +87,7 @@ class TrainLoop:
             self._tick,
             self._sync_begins,
         )
+        self.delivery = Delivery(self.rounds, portal, self.notifications, self._publish, self._tick)
         self._comparison = EngineComparison(self.config.loss.correction_max_gap)
         metrics.step.set_function(lambda: self.step)
         metrics.checkpointed.set_function(lambda: self.saving.last)
@@ -95,18 +100,21 @@ class TrainLoop:
         try:
             self._catch_up()
             self._sync()
+            self._finish_sync()
             while self.step + 1 < self.config.run.steps:
                 state = self._next_plan()
                 if state.stopping:
                     break
                 with structlog.contextvars.bound_contextvars(step=self.step + 1):
                     self._train_next()
+            self._finish_sync()
             self._end()
         except Stopped:
             if not self.service.view.ended:
                 self.saving.save(self.step)
             log.info("stopped", step=self.step)
         finally:
+            self.delivery.close()
             self.worker.close()
             self.commands.dismiss()
 
@@ -128,8 +136,8 @@ class TrainLoop:
             log.info("retrained a step", step=self.step, committed=state.committed_step)
 
     def _next_plan(self) -> RunState:
-        """Wait until the next step is prepared and the trainer is not paused; meanwhile send the weights to generators that
-        joined late.
+        """Wait until the next step is prepared and the trainer is not paused; meanwhile finish the sync, then send the weights to
+        generators that joined late.
         """
         while True:
             self._tick()
@@ -139,16 +147,18 @@ class TrainLoop:
             if state.stopping or (state.prepared_step > self.step and not paused):
                 return state
             self.saving.save_if_redis_is_nearly_full(self.step)
+            if self.delivery.pending and self.delivery.done:
+                self._finish_sync()
             self._say(phase="paused" if paused else "waiting for data", paused=paused)
-            if not paused:
+            if not paused and not self.delivery.pending:
                 self.rounds.catch_up(self.step + 1)
             began = time.monotonic()
-            self.call(self.notifications.wait("steps", "control", "fleet", timeout=POLL_S))
+            self.call(self.notifications.wait("steps", "control", "fleet", DELIVERED, timeout=POLL_S))
             if not paused:
                 self._waited_s += time.monotonic() - began
 
     def _train_next(self) -> None:
-        started = time.monotonic()
+        started, self._synced_s = time.monotonic(), 0.0
         step = self.step + 1
         self._say(phase="training", paused="")
         plan, trained = self._train_whole(step)
@@ -162,9 +172,9 @@ class TrainLoop:
         self._reweigh(trained.priorities)
         metrics = trained.metrics | {"time/train_s": time.monotonic() - started}
         try:
-            metrics |= self._sync_metrics(self._sync())
+            self._sync()
         finally:  # if told to stop meanwhile, it saves the step and exits, and nobody would record it later
-            self._record(plan, metrics, time.monotonic() - started)
+            self._record(plan, metrics | self._sync_metrics(), time.monotonic() - started)
         if self.saving.due(step):
             self.saving.save(step, must=False)
 
@@ -208,16 +218,41 @@ class TrainLoop:
         self.call(self.store.monitor.record(record))
         self.metrics.record_s.observe(time.monotonic() - began)
 
-    def _sync(self) -> SyncReport | None:
-        """Send the weights and publish them. Returns None if no generator is left to take them and the run is ending."""
+    def _sync(self) -> None:
+        """Send the weights once the fleet has those of the step before, unless no generator is left and the run is ending.
+
+        If it has not taken those, it gets these instead.
+        """
+        with self._syncing():
+            self._published(self.delivery.finish())
+            self.delivery.begin(self.step + 1, self._ending)
+
+    def _finish_sync(self) -> None:
+        """Wait until the weights of this process are published."""
+        with self._syncing():
+            self._published(self.delivery.finish_or_repeat(self._ending))
+
+    @contextlib.contextmanager
+    def _syncing(self) -> Iterator[None]:
         self._say(phase="syncing", version=self.step + 1)
+        began = time.monotonic()
         try:
-            report = self.rounds.run(self.step + 1, lambda: bool(self.recovery.stay_in_step(self.step).stopping))
+            yield
         except Alone:
-            return None
+            self._delivered = None
+        finally:
+            self._synced_s += time.monotonic() - began
+
+    def _published(self, report: SyncReport | None) -> None:
+        if report is not None:
+            self._delivered = report
+            self.recovery.published(report.version)
+
+    def _ending(self) -> bool:
+        return bool(self.recovery.stay_in_step(self.step).stopping)
+
+    def _publish(self, report: SyncReport) -> None:
         self.call(self.store.steps.publish(self.fence, report.version))
-        self.recovery.published(report.version)
-        return report
 
     def _send(self) -> None:
         try:
@@ -226,11 +261,12 @@ class TrainLoop:
             self.commands.keep_waiting()  # the other ranks have finished gathering and wait for the next command
             raise
 
-    def _sync_metrics(self, report: SyncReport | None) -> dict[str, float]:
-        if report is None:
-            return {"fleet/generators": 0.0}
-        return {
-            "time/sync_s": report.total_s,
+    def _sync_metrics(self) -> dict[str, float]:
+        """Return how long this step's sync took the trainer, and figures of the last round that ended."""
+        metrics = {"time/sync_s": self._synced_s}
+        if (report := self._delivered) is None:
+            return metrics | {"fleet/generators": 0.0}
+        return metrics | {
             "time/transfer_s": report.transfer_s,
             "fleet/generators": float(len(report.members)),
             "sync/attempts": float(report.attempts),

@@ -1,9 +1,9 @@
 """The trainer's side of the weight-sync rounds (docs/design.md, section 8; for a member's, see services/weights/member.py).
 
-Guarantees: `run` returns once at least one generator holds the version, and reports which; every wait has a limit; a collective
-that failed is never retried inside its epoch, only under a new one and without the members that failed; a member that cannot
-reach the trainer costs one round's `gather` and rejoins when it reports that it can; a weight that arrives changed in two
-consecutive transfers ends the run.
+Guarantees: a version is published once at least one generator holds it; every wait has a limit; a collective that failed is never
+retried inside its epoch, only under a new one and without the members that failed; a member that cannot reach the trainer costs
+one round's `gather` and rejoins when it reports that it can; a weight that arrives changed in two consecutive transfers ends the
+run.
 Waits for: generators that are loaded, their acknowledgements, the broadcast. Unblocked by: `fleet`, `acks`.
 """
 
@@ -51,6 +51,17 @@ class SyncReport:
     transfer_s: float
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A round whose weights have been sent, but not all applied."""
+
+    transfer: Round
+    group: CollectiveGroup
+    began: float  # with sending
+    attempt_began: float
+    first: tuple[float, int]  # when the first attempt for this version began, and the number of attempts before it
+
+
 class SyncRounds:
     """Opens rounds and runs them to completion."""
 
@@ -70,7 +81,7 @@ class SyncRounds:
         called with every phase when it begins, and with `done` and `failed`.
         """
         self.config, self.store, self.notifications = config, store, notifications
-        self._call, self._fence, self._sender, self._send, self._tick = portal.call, fence, sender, send, tick
+        self._call, self._fence, self._sender, self._broadcast, self._tick = portal.call, fence, sender, send, tick
         self._begins = begins
         last, _ = portal.call(store.fleet.round())
         self._attempt = last.attempt if last else 0
@@ -81,32 +92,77 @@ class SyncRounds:
         self._answered = 0.0  # when the answers of the last phase were complete, or its deadline passed
         self._said: dict[str, tuple[str, str]] = {}  # stage and detail of each member when a phase's answers were last read
 
-    def run(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
-        """Bring `version` to every loaded generator; wait until at least one holds it. Raises `Alone` if `ending` comes first."""
-        started, before = time.monotonic(), self._attempt
+    def run(self, version: int, ending: Callable[[], bool] = lambda: False, first: tuple[float, int] | None = None) -> SyncReport:
+        """Bring `version` to every loaded generator; wait until at least one holds it. Raises `Alone` if `ending` comes first.
+
+        `first`: when the first attempt for this version began and the number of attempts before it, if there was one.
+        """
+        first = first or (time.monotonic(), self._attempt)
         while True:
-            if report := self._try(version, self._live, started, before):
+            if report := self._try(version, self._live, first):
                 return report
-            if ending():
-                raise Alone
-            self._wait(RETRY_PAUSE_S)
+            self.pause(ending)
+
+    def send(self, version: int, ending: Callable[[], bool] = lambda: False) -> Sent:
+        """Send `version` to every loaded generator. Return once all of it is sent: `conclude` waits until it is applied.
+
+        Raises `Alone` if `ending` comes before there is a generator that takes it.
+        """
+        first = (time.monotonic(), self._attempt)
+        while True:
+            self._membership.begin()
+            if sent := self._send(version, self._live, first):
+                return sent
+            self.pause(ending)
+
+    def conclude(self, sent: Sent, tick: Callable[[], None]) -> SyncReport | None:
+        """Wait for the members' answers to what was sent, and end the round. Returns None if none of them applied it.
+
+        No other method may be called meanwhile. `tick` is called between waits.
+        """
+        version, group, (started, before) = sent.transfer.version, sent.group, sent.first
+        applied = self._collect(sent.transfer, self.config.sync.transfer_deadline_s, tick)
+        if applied != set(group.ranks):
+            self._give_up(version, group, set(group.ranks) - applied)
+        else:
+            self._sender.took(self._answered - sent.began)
+        self._judge(group)
+        self._open(self._of_group(version, "done", group))
+        if self._sender.sweeps:  # what members announce is read after the store has told readers what stays
+            self._sender.sweep({pod.fetching for pod in self._call(self.store.fleet.members(self.config.fleet.ttl_s))})
+        if not applied:
+            return None
+        self._applied |= dict.fromkeys(applied, version)
+        total_s, transfer_s = self._answered - started, self._answered - sent.attempt_began
+        members, attempts = tuple(sorted(applied)), self._attempt - before
+        return SyncReport(version, group.epoch, members, attempts, total_s, transfer_s)
+
+    def pause(self, ending: Callable[[], bool]) -> None:
+        """Wait a moment before a version is sent again. Raises `Alone` if `ending`."""
+        if ending():
+            raise Alone
+        self._wait(RETRY_PAUSE_S)
 
     def catch_up(self, version: int) -> SyncReport | None:
         """Bring `version` to the generators that do not hold it yet, if any. From a store they fetch it themselves."""
         if self._sender.backend == "store":
             return None
-        return self._try(version, lambda: self._behind(version), time.monotonic(), self._attempt)
+        return self._try(version, lambda: self._behind(version), (time.monotonic(), self._attempt))
 
-    def _try(self, version: int, candidates: Callable[[], dict[str, int]], started: float, before: int) -> SyncReport | None:
+    def _try(self, version: int, candidates: Callable[[], dict[str, int]], first: tuple[float, int]) -> SyncReport | None:
         """Make attempts, each without the members that failed in an earlier one. Returns None when no member is left."""
         self._membership.begin()
+        while sent := self._send(version, candidates, first):
+            if report := self.conclude(sent, self._tick):
+                return report
+        return None
+
+    def _send(self, version: int, candidates: Callable[[], dict[str, int]], first: tuple[float, int]) -> Sent | None:
+        """Attempt to send until it succeeds. Returns None when no member is left."""
         while worlds := self._membership.choose(candidates()):
-            attempt_started, blamed = time.monotonic(), set(self._membership.excluded)
-            if applied := self._attempt_round(version, worlds):
-                self._applied |= dict.fromkeys(applied, version)
-                members, attempts = tuple(sorted(applied)), self._attempt - before
-                total_s, transfer_s = self._answered - started, self._answered - attempt_started
-                return SyncReport(version, self._membership.epoch, members, attempts, total_s, transfer_s)
+            blamed = set(self._membership.excluded)
+            if sent := self._send_round(version, worlds, first):
+                return sent
             if self._membership.excluded == blamed:  # the sender's own fault, e.g. a full disk
                 self._wait(RETRY_PAUSE_S)
         return None
@@ -137,8 +193,9 @@ class SyncRounds:
         loaded = [pod for pod in able if pod.kind == "generator" and pod.world > 0]
         return [pod for pod in loaded if not pod.unreached] or loaded
 
-    def _attempt_round(self, version: int, worlds: dict[str, int]) -> set[str]:
-        """Make one attempt. Returns the members that applied the version, or none if it must be retried."""
+    def _send_round(self, version: int, worlds: dict[str, int], first: tuple[float, int]) -> Sent | None:
+        """Make one attempt to send. Returns None if it must be repeated."""
+        attempt_began = time.monotonic()
         self._attempt += 1
         self._sender.label(version, self._fence)
         if not self._membership.fits(worlds):
@@ -147,39 +204,32 @@ class SyncRounds:
             except SendFailed as error:
                 log.warning("failed to open a weight group", error=str(error))
                 self._membership.exclude(worlds)
-                return set()
+                return None
             present = self._phase(self._round(version, "gather", dict.fromkeys(worlds, 0), 0, self._membership.epoch))
             self._leave_out(set(worlds) - present)
             worlds = {member: world for member, world in worlds.items() if member in present}
             if not worlds or not self._make_group(version, worlds):
-                return set()
+                return None
         group = self._membership.group
         assert group is not None
         ready = self._phase(self._of_group(version, "pause", group))
         if ready != set(group.ranks):
-            return self._give_up(version, group, set(group.ranks) - ready)
+            self._give_up(version, group, set(group.ranks) - ready)
+            return None
         transfer, began = self._of_group(version, "transfer", group), time.monotonic()
         if not self._sender.ahead:
             self._open(transfer)
         held = {self._applied.get(member) for member in group.ranks}
         self._sender.members_hold(held.pop() if len(held) == 1 else None)
         try:
-            self._send()
+            self._broadcast()
         except SendFailed as error:
             log.warning("failed to send weights", epoch=group.epoch, error=str(error))
-            return self._give_up(version, group, self._membership.suspects())
+            self._give_up(version, group, self._membership.suspects())
+            return None
         if self._sender.ahead:
             self._open(transfer)
-        applied = self._collect(transfer, self.config.sync.transfer_deadline_s)
-        if applied != set(group.ranks):
-            self._give_up(version, group, set(group.ranks) - applied)
-        else:
-            self._sender.took(self._answered - began)
-        self._judge(group)
-        self._open(self._of_group(version, "done", group))
-        if self._sender.sweeps:  # what members announce is read after the store has told readers what stays
-            self._sender.sweep({pod.fetching for pod in self._call(self.store.fleet.members(self.config.fleet.ttl_s))})
-        return applied
+        return Sent(transfer, group, began, attempt_began, first)
 
     def _judge(self, group: CollectiveGroup) -> None:
         """End the run if a weight arrives changed twice: once may be an accident, but further rounds would only hide a fault."""
@@ -204,7 +254,7 @@ class SyncRounds:
             log.warning("failed to form a weight group", epoch=group.epoch, error=str(error))
             self._give_up(version, group, self._membership.suspects())
             return False
-        joined = self._collect(self._of_group(version, "join", group), self.config.sync.join_deadline_s)
+        joined = self._collect(self._of_group(version, "join", group), self.config.sync.join_deadline_s, self._tick)
         if joined != set(group.ranks):
             self._give_up(version, group, set(group.ranks) - joined)
             return False
@@ -233,18 +283,17 @@ class SyncRounds:
             log.warning("excluded members from a weight-sync round", attempt=self._attempt, members=said)
         self._membership.exclude(members)
 
-    def _give_up(self, version: int, group: CollectiveGroup, blamed: Collection[str]) -> set[str]:
+    def _give_up(self, version: int, group: CollectiveGroup, blamed: Collection[str]) -> None:
         """Tear the group down and exclude members that are blamed or have declined until the next round."""
         log.warning("retrying the weight-sync round under a new epoch", epoch=group.epoch)
         self._leave_out(blamed)
         self._membership.breaks()
         self._sender.close_group()
         self._open(self._of_group(version, "failed", group))
-        return set()
 
     def _phase(self, current: Round) -> set[str]:
         self._open(current)
-        return self._collect(current, self.config.sync.join_deadline_s)
+        return self._collect(current, self.config.sync.join_deadline_s, self._tick)
 
     def _open(self, current: Round) -> None:
         self._begins(current.phase)
@@ -253,14 +302,14 @@ class SyncRounds:
     def _acks(self) -> dict[str, tuple[str, str]]:
         return self._call(self.store.fleet.round())[1]
 
-    def _collect(self, current: Round, limit_s: float) -> set[str]:
+    def _collect(self, current: Round, limit_s: float, tick: Callable[[], None]) -> set[str]:
         """Return the members that acknowledge a phase before its deadline. A reported failure counts as an answer; a member that
         is gone is not awaited.
         """
         started, late = time.monotonic(), set[str]()
         deadline = started + limit_s
         while True:
-            self._tick()
+            tick()
             self._said = self._call(self._next_acks(min(POLL_S, max(0.0, deadline - time.monotonic()))))
             answers = answered(self._said, current.members, current.phase)
             silent = answers.awaited(current.members, current.members)

@@ -32,7 +32,8 @@ class Interrupted(TrainLoop):
         self.saving: Any = SimpleNamespace(failed=0)
         self._throughput = Throughput(0.0)
         self._plans, self._incarnation, self._failed = {}, 0, 0
-        self._waited_s = 0.25
+        self._waited_s, self._synced_s = 0.25, 0.0
+        self._delivered: Any = None
 
     def _say(self, **changes: object) -> None:
         pass
@@ -53,13 +54,32 @@ def test_a_committed_step_is_recorded_even_if_stopped_in_its_sync() -> None:
 
 
 @pytest.mark.parametrize("delta", [1.0, 0.0])
-def test_the_record_of_a_step_includes_its_sync(delta: float) -> None:
+def test_the_record_of_a_step_includes_the_last_round_that_ended(delta: float) -> None:
     loop, told = Interrupted(), list[object]()
     sent = {"bytes": 10.0, "share": 0.25, "changed": 0.5, "delta": delta}
     loop.worker = SimpleNamespace(sender=SimpleNamespace(sent=sent))  # type: ignore[assignment]
     loop._say = lambda **changes: told.append(changes)
-    record = loop._sync_metrics(SyncReport(4, 1, ("generator-0:boot",), 1, 2.0, 0.5))
+    loop._synced_s, loop._delivered = 0.125, SyncReport(4, 1, ("generator-0:boot",), 1, 2.0, 0.5)
+    record = loop._sync_metrics()
+    assert (record["time/sync_s"], record["time/transfer_s"], record["fleet/generators"]) == (0.125, 0.5, 1.0)
     assert {name: value for name, value in record.items() if name.startswith("sync/")} == {
         "sync/attempts": 1.0, "sync/bytes": 10.0, "sync/share": 0.25, "sync/changed": 0.5, "sync/delta": delta,
     }  # fmt: skip
     assert told == [{"weights": sent}]
+
+
+def test_a_step_is_trained_and_committed_before_the_sync_of_the_one_before_is_awaited() -> None:
+    loop, order = Interrupted(), list[str]()
+    lead, report = loop.commands.lead, SyncReport(4, 1, ("generator-0:boot",), 1, 2.0, 0.5)
+    loop.commands.lead = lambda name, step: order.append(name) or lead(name, step)
+    loop.store.steps.commit = lambda fence, step: order.append("commit")
+    loop.recovery.published = lambda version: order.append(f"published {version}")
+    loop.delivery = SimpleNamespace(  # type: ignore[assignment]
+        finish=lambda: order.append("finish") or report, begin=lambda version, ending: order.append(f"send {version}")
+    )
+    loop.saving.due = lambda step: False
+    loop.worker = SimpleNamespace(sender=SimpleNamespace(sent={}))  # type: ignore[assignment]
+    loop._sync = TrainLoop._sync.__get__(loop)  # type: ignore[method-assign]
+    loop._train_next()
+    assert order == ["train", "commit", "finish", "published 4", "send 5"]
+    assert loop.recorded[0]["fleet/generators"] == 1.0

@@ -226,7 +226,7 @@ def test_damaged_data_is_rejected_and_the_weights_are_resent(world: World, tmp_p
     world.member("a")
     world.train(0)
     step(world, 1)
-    send = world.rounds._send
+    send = world.rounds._broadcast
 
     def damaging() -> None:
         send()
@@ -238,7 +238,7 @@ def test_damaged_data_is_rejected_and_the_weights_are_resent(world: World, tmp_p
             path.write_bytes(data)
 
     damaged: list[bytes] = []
-    world.rounds._send = damaging
+    world.rounds._broadcast = damaging
     before = world.engines["a"].weights
     world.rounds._wait = lambda seconds: (  # type: ignore[method-assign]
         (tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0").write_bytes(damaged[0])

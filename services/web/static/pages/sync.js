@@ -62,8 +62,8 @@ function Charts({ data }) {
   const drawn = useMemo(
     () => ({
       time: [
-        { label: "sync", values: data.columns["time/sync_s"], colour: "--line-1" },
-        { label: "transfer", values: data.columns["time/transfer_s"], colour: "--line-2" },
+        { label: "trainer waits", values: data.columns["time/sync_s"], colour: "--line-1" },
+        { label: "last round", values: data.columns["time/transfer_s"], colour: "--line-2" },
       ],
       sent: [
         { label: "bytes sent", values: data.columns["sync/share"], colour: "--line-1" },
