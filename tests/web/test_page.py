@@ -98,6 +98,46 @@ def test_a_link_logs_in_and_its_token_is_removed_from_the_url(run: Shown, browse
         page.wait_for_selector(".banner:has-text('grpo web')")
 
 
+def test_a_link_that_is_opened_in_the_same_tab_logs_in(run: Shown, browser: Any) -> None:
+    with opened(browser, run.url, token=run.read_token) as page:
+        settle(page)
+        assert page.query_selector("header .buttons") is None
+        page.evaluate("token => { location.hash = `token=${token}` }", run.token)
+        page.wait_for_selector("header .buttons")
+        page.wait_for_selector("main h1:has-text('Overview')")
+        assert run.token not in page.url
+        page.go_back()
+        assert run.token not in page.url
+        assert page.complaints == []
+
+
+def test_a_damaged_link_leads_to_a_missing_page(run: Shown, browser: Any) -> None:
+    with opened(browser, f"{run.url}/#/steps%", token=run.read_token) as page:
+        page.wait_for_selector("main h1:has-text('not found')")
+        assert page.complaints == []
+
+
+SLOW = """seconds => {
+    const before = window.fetch;
+    window.fetch = async (path, options) => {
+        if (String(path).includes('v1/buffer')) await new Promise((done, failed) => {
+            setTimeout(done, 1000 * seconds);
+            options.signal.addEventListener('abort', () => failed(options.signal.reason));
+        });
+        return before(path, options);
+    };
+}"""
+
+
+def test_a_response_that_takes_longer_than_its_interval_is_shown(run: Shown, browser: Any) -> None:
+    with opened(browser, run.url, token=run.read_token) as page:
+        settle(page)
+        page.evaluate(SLOW, 3.0)  # the page asks every two seconds
+        page.evaluate("() => { location.hash = '/buffer' }")
+        page.wait_for_selector("main .tile:has-text('Sampler')", timeout=20_000)
+        assert page.complaints == []
+
+
 def test_buttons_pause_and_resume_the_run(run: Shown, browser: Any) -> None:
     with opened(browser, run.url, token=run.read_token) as page:
         settle(page)

@@ -88,29 +88,43 @@ export function lock() {
 }
 
 // The response to a GET as {data, error}. It is repeated every `every_s` seconds while the page is visible, and when `again`
-// changes. An error keeps the last response from the same path.
+// changes; a request that takes longer than that is not cut short. An error keeps the last response from the same path.
 export function useAnswer(path, every_s = 0, again = null) {
   const [answer, set] = useState({ path, data: null, error: null });
   const { token } = useStore(session);
-  const asking = useRef(null);
+  const repeat = useRef(() => {});
+  const seen = useRef(again);
   useEffect(() => {
     if (!path) return undefined;
+    const aborter = new AbortController();
+    let asking = false;
+    let outdated = false; // something changed since the request under way
     const load = async () => {
-      asking.current?.abort();
-      const aborter = (asking.current = new AbortController());
+      outdated = asking;
+      if (asking) return;
+      asking = true;
       try {
         const data = await read(path, aborter.signal);
         set({ path, data, error: null });
       } catch (error) {
-        if (error.name !== "AbortError") set((last) => ({ path, data: last.path === path ? last.data : null, error }));
+        if (error.name === "AbortError") return;
+        set((last) => ({ path, data: last.path === path ? last.data : null, error }));
       }
+      asking = false;
+      if (outdated) load();
     };
+    repeat.current = load;
     load();
-    const timer = every_s ? setInterval(() => document.hidden || load(), every_s * 1000) : 0;
+    const timer = every_s ? setInterval(() => document.hidden || asking || load(), every_s * 1000) : 0;
     return () => {
       clearInterval(timer);
-      asking.current?.abort();
+      aborter.abort();
+      repeat.current = () => {};
     };
-  }, [path, every_s, token, again]);
+  }, [path, every_s, token]);
+  useEffect(() => {
+    if (seen.current !== again) repeat.current();
+    seen.current = again;
+  }, [again]);
   return answer.path === path ? answer : { data: null, error: null };
 }

@@ -149,7 +149,10 @@ function App() {
 
 let moved = false; // the first page leaves the focus where the browser put it
 
-if (tokenOfLink) perform(async () => ((await unlock(tokenOfLink)) ? "This tab can operate the run." : "This tab can view the run."));
+const logIn = (token) => perform(async () => ((await unlock(token)) ? "This tab can operate the run." : "This tab can view the run."));
+
+tokenOfLink.listen(logIn);
+if (tokenOfLink.get()) logIn(tokenOfLink.get());
 else if (session.get().token) unlock(session.get().token).catch(() => {});
 keepFollowing();
 render(html`<${App} />`, document.getElementById("app"));

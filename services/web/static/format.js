@@ -17,8 +17,9 @@ export const fixed = (value, digits = 2) =>
 export function short(value) {
   if (!known(value)) return NOTHING;
   if (Math.abs(value) < 1e-12) return "0";
-  if (Number.isInteger(value) || (Math.abs(value) >= 1e4 && Math.abs(value) < 1e12)) return count(value);
-  return Math.abs(value) < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  const size = Math.abs(value);
+  if (size < 1e12 && (size >= 1e4 || Number.isInteger(value))) return count(value);
+  return size < 1e-3 || size >= 1e12 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
 export const signed = (value, digits = 3) => (known(value) ? (value > 0 ? "+" : "") + fixed(value, digits).replace("-", "−") : NOTHING);

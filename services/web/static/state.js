@@ -30,11 +30,20 @@ export function useStore(from) {
 export const now = store(Date.now() / 1000);
 setInterval(() => now.set(Date.now() / 1000), 1000);
 
+const decoded = (part) => {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // a damaged link: there is no such page
+  }
+};
+
 // The current route: "#/steps/12?sort=weight" -> {path: ["steps", "12"], query}.
 const readRoute = () => {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  return { path: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query || "") };
+  return { path: path.split("/").filter(Boolean).map(decoded), query: new URLSearchParams(query || "") };
 };
+
 // The token of a link that logs in, "#token=…", or an empty string. It leaves the address, and with it the browser's history.
 function takeToken() {
   const token = new URLSearchParams(location.hash.slice(1)).get("token") ?? "";
@@ -42,10 +51,14 @@ function takeToken() {
   return token;
 }
 
-export const tokenOfLink = takeToken();
+export const tokenOfLink = store(takeToken());
 
 export const route = store(readRoute());
-addEventListener("hashchange", () => route.set(readRoute()));
+addEventListener("hashchange", () => {
+  const token = takeToken(); // such a link was opened in this tab
+  route.set(readRoute());
+  if (token) tokenOfLink.set(token);
+});
 
 export const link = (...path) => `#/${path.map(encodeURIComponent).join("/")}`;
 
