@@ -117,7 +117,7 @@ async def _received(socket: aiohttp.ClientWebSocketResponse) -> bytes:
 def _succeeded(body: bytes) -> bool:
     try:
         return msgspec.json.decode(body).get("status") == "Success"
-    except (msgspec.DecodeError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         return False
 
 
@@ -125,7 +125,7 @@ def _read(output: bytes) -> CodeDone:
     """Return the result that a pod has sent. Raises `Garbled`."""
     try:
         found = msgspec.json.decode(output, type=_Result)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise Garbled(str(error)[:200]) from None
     files = found.files
     if files is not None and (sum(map(len, files.values())) > 2 * folder.KEPT_BYTES or not all(map(folder.inside, files))):

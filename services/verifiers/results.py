@@ -98,7 +98,7 @@ def shown(value: object) -> str:
 def _is_note(note: str) -> bool:
     try:
         return len(note) <= NOTE_BYTES and (not note or msgspec.json.decode(note) is not None)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return False
 
 

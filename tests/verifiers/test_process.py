@@ -1,4 +1,4 @@
-"""How a pool handles malformed frames of a verifier worker."""
+"""What workers and pods, in which code that is not ours runs, may send: it is read or rejected, whatever it is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import asyncio
 
 import pytest
 
+from services.sandbox.execution import Garbled
+from services.sandbox.execution import _read as read_result
+from services.verifiers.results import Verdict, fault_of
 from services.verifiers.sandbox.frames import LENGTH, BadFrame, Hello, read_frame
+
+DEEP = "[" * 5000 + "]" * 5000
 
 
 @pytest.mark.parametrize(
-    "body", [b"\x92\xa0" + b"\x91" * 20_000 + b"\xc0", b"\x93\xa0\x80" + b"\x91" * 20_000 + b"\xc0", b"\x92\xa0", b"\xc1"],
-    ids=["deep", "deep and surplus", "cut", "no value"],
+    "body",
+    [
+        b"\x92\xa0" + b"\x91" * 20_000 + b"\xc0", b"\x93\xa0\x80" + b"\x91" * 20_000 + b"\xc0", b"\x92\xa0", b"\xc1",
+        b"\x92\xa1\xff\x80",
+    ],
+    ids=["deep", "deep and surplus", "cut", "no value", "not UTF-8"],
 )  # fmt: skip
 async def test_malformed_frames_are_rejected(body: bytes) -> None:
     reader = asyncio.StreamReader()
@@ -19,3 +28,16 @@ async def test_malformed_frames_are_rejected(body: bytes) -> None:
     async with asyncio.timeout(10):
         with pytest.raises(BadFrame):
             await read_frame(reader, Hello)
+
+
+@pytest.mark.parametrize("note", [DEEP, "{", "\ud800", '"\ud800"', "null"])
+def test_notes_that_are_not_json_are_a_fault(note: str) -> None:
+    assert "one that is not JSON" in fault_of(Verdict([1.0], {}, [note]), 1, None)
+
+
+@pytest.mark.parametrize(
+    "output", [b'{"x": %s}' % DEEP.encode(), b'{"output": "\xff"}', b'{"output": "\\ud800"}', b"", b"[]", b'{"output": 3}']
+)
+def test_output_of_a_pod_that_is_not_a_result_is_rejected(output: bytes) -> None:
+    with pytest.raises(Garbled):
+        read_result(output)

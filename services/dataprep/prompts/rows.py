@@ -116,10 +116,10 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: the file begins with a byte order mark: save it as UTF-8 without one")
     try:
         record = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        raise DataError(f"{where}: not valid JSON ({error}): fix or remove the line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 ({error.reason}): save the file as UTF-8") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({error}): fix or remove the line") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a JSON object, not {type(record).__name__}: fix or remove the line")
     return cast("dict[str, Any]", record)

@@ -67,7 +67,7 @@ class HttpVerifier:
         answer = await self._connection.ask(self._url, msgspec.json.encode(request), silence)
         try:
             reply = msgspec.json.decode(answer, type=ScoreReply)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise BadResult(f'answered with something other than {{"scores": […]}}: {error}') from None
         return read_results(reply.scores, len(completions))
 

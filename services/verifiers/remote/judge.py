@@ -103,7 +103,7 @@ class JudgeVerifier:
         answer = await self._connection.ask(self._url, body, silence)
         try:
             choices = msgspec.json.decode(answer, type=ChatReply).choices
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise BadResult(f"answered with something other than a chat completion: {error}") from None
         if not choices:
             raise BadResult("answered with a chat completion without choices")

@@ -51,5 +51,5 @@ async def read_frame(reader: asyncio.StreamReader, kind: type[T]) -> T:
         raise BadFrame(f"a frame of {length} bytes, more than {REPLY_BYTES}")
     try:
         return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:  # the latter: a value that is nested too deep
+    except (ValueError, RecursionError) as error:  # also text that is not UTF-8, and a value that is nested too deep
         raise BadFrame(str(error)) from None

@@ -236,6 +236,7 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
     ("lines", "data", "message"),
     [
         ([GOOD, "{not json"], {}, r"prompts\.jsonl:2: not valid JSON"),
+        ([GOOD, "[" * 5000 + "]" * 5000], {}, r"prompts\.jsonl:2: not valid JSON \(maximum recursion depth"),
         ([GOOD, "", "[1]"], {}, r"prompts\.jsonl:3: expected a JSON object, not list"),
         (
             [GOOD, {"question": "?"}],
