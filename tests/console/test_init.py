@@ -136,6 +136,32 @@ def test_errors_are_reported_on_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"prompts.jsonl": b"[" * 5000 + b"]" * 5000}, "--data prompts.jsonl:1: not valid JSON"),
+        ({"prompts.jsonl": b'{"prompt": "a"}\n{"prompt": "\xff"}'}, "--data prompts.jsonl:2: not valid JSON"),
+        ({"prompts.parquet": b"PAR1"}, "--data prompts.parquet: it is not a parquet file"),
+        ({"model/config.json": b"[1]"}, "--model model: config.json cannot be read"),
+        ({"model/config.json": b"[" * 5000}, "--model model: config.json cannot be read"),
+    ],
+)
+def test_damaged_files_are_reported_on_one_line(
+    files: dict[str, bytes], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    name = next(iter(files))
+    option = ["--model", "model"] if name.startswith("model") else ["--data", name]
+    assert main(["init", "run.toml", *option]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run.toml").exists()
+
+
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"grpo {importlib.metadata.version('grpo')}\n"

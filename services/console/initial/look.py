@@ -72,8 +72,8 @@ def look_at_model(path: str) -> SeenModel:
             return SeenModel(path)
         raise ConsoleError(f"--model {path}: neither a folder nor a name on the hub (owner/name): correct the path", EXIT_CONFIG)
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        described = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ConsoleError(
             f"--model {path}: config.json cannot be read ({error}): give a folder made by save_pretrained", EXIT_CONFIG
         ) from None
@@ -137,13 +137,17 @@ def look_at_reward(text: str, folder: Path) -> SeenReward:
 
 def _jsonl(file: SourceFile) -> list[dict[str, Any]]:
     rows, path = list[dict[str, Any]](), file.shown
-    with file.path.open("rb") as lines:
+    try:
+        lines = file.path.open("rb")
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    with lines:
         for number, line in enumerate(islice(lines, ROWS), start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConsoleError(
                     f"--data {path}:{number}: not valid JSON ({error}): fix or remove the line", EXIT_CONFIG
                 ) from None
@@ -165,6 +169,12 @@ def _parquet(given: SourceFile) -> list[dict[str, Any]]:
             return [row for batch in islice(file.iter_batches(ROWS), 1) for row in batch.to_pylist()]
     except pyarrow.ArrowInvalid as error:
         raise ConsoleError(f"--data {path}: it is not a parquet file ({error}): correct the path", EXIT_CONFIG) from None
+    except OSError as error:
+        raise _unreadable(given, error) from None
+
+
+def _unreadable(file: SourceFile, error: OSError) -> ConsoleError:
+    return ConsoleError(f"--data {file.shown}: cannot be read ({error.strerror or error}): correct the path", EXIT_CONFIG)
 
 
 def _first(likely: Sequence[str], names: Sequence[str]) -> str:
@@ -173,6 +183,6 @@ def _first(likely: Sequence[str], names: Sequence[str]) -> str:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
