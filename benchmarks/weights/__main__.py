@@ -21,7 +21,8 @@ that `transformers` computes from the trainer's weights; `versions_told_apart`, 
 `adapters`: `merged_speed`, tokens/s of vLLM with an adapter merged into its weights over those of vLLM that serves it beside them
 (adapters.py); `served_update_s`, of serving another one in its place, in which a merged one takes the pause.
 `link`: rounds over a link of 100 Mbit/s and 80 ms (slow_link.py; Redis and an S3 server behind it) and over loopback:
-`slow_link_ratio`, (training step + round) on loopback over that on the link (goal 0.9); `slow_round_s`, `slow_join_s`.
+`slow_link_ratio`, steps/s on the link over those on loopback, with rounds beside the steps (goal 0.9); `slow_round_s`,
+`slow_join_s`.
 `kv`: `kv_keep_gain`, seconds from the end of a round until `--sequences` of 4,000 tokens have all sampled again, `sync.kv`
 recompute over keep (goal 5), of a model of 1.6 MB, since prefills of more take minutes here.
 """

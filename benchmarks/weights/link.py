@@ -1,12 +1,15 @@
 """The link's part of benchmarks/weights: real rounds with a generator behind 100 Mbit/s and 80 ms.
 
 The trainer's side, Redis and an S3 server are near; the generator reaches Redis and S3 over the link only. It follows rounds with
-an engine that holds what it received, and joins late once.
+an engine that holds what it received, and joins late once. As in the trainer, a version is sent once the one before is published,
+and the next step, a pause as long as one of the model, goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import torch
 from benchmarks.slow_link import SlowLink
 from benchmarks.weights.engine import distinct
 from services.console.local.redis_server import RedisServer
+from services.weights.delivery import Delivery
+from services.weights.leader import SyncReport
 from tests.support.rounds_world import World, open_world
 from tests.support.servers.s3_server import BUCKET, S3Server
 
@@ -26,18 +31,18 @@ def link(folder: Path, model: Any, step_s: float, samples: dict[str, list[float]
     server = S3Server(folder / "s3")
     os.environ |= server.environment
     try:
-        near = _rounds(folder / "near", model, server.port, None)
+        near = _rounds(folder / "near", model, server.port, None, step_s)
         with SlowLink(BITS_PER_S, ROUND_TRIP_S) as slow:
-            far = _rounds(folder / "far", model, server.port, slow)
+            far = _rounds(folder / "far", model, server.port, slow, step_s)
     finally:
         server.stop()
-    samples["near_round_s"], samples["slow_round_s"] = near[1:], far[1:]
-    samples["slow_join_s"] = far[:1]
-    samples["slow_link_ratio"] = [(step_s + a) / (step_s + b) for a, b in zip(near[1:], far[1:], strict=True)]
+    samples["near_round_s"], samples["slow_round_s"] = near[1], far[1]
+    samples["slow_join_s"] = [far[0]]
+    samples["slow_link_ratio"] = [a / b for a, b in zip(near[2], far[2], strict=True)]
 
 
-def _rounds(folder: Path, model: Any, port: int, slow: SlowLink | None) -> list[float]:
-    """Return the seconds of the first round, which brings everything, and of others."""
+def _rounds(folder: Path, model: Any, port: int, slow: SlowLink | None, step_s: float) -> tuple[float, list[float], list[float]]:
+    """Return the seconds of the first round, which brings everything, of the others, and from one step's end to the next."""
     folder.mkdir(parents=True)
     redis = RedisServer(folder)
     redis.start()
@@ -49,16 +54,34 @@ def _rounds(folder: Path, model: Any, port: int, slow: SlowLink | None) -> list[
             if slow is not None:
                 _behind(world, redis, port, slow)
             world.member("generator")
-            took = [world.train(0).total_s]
+            join_s, rounds, steps = world.train(0).total_s, list[float](), list[float]()
+            delivery = Delivery(world.rounds, world.portal, world.rounds.notifications, _publish(world), lambda: None)
             for version in range(1, ROUNDS + 1):
+                began = time.monotonic()
+                time.sleep(step_s)
                 with torch.no_grad():
                     for weight in distinct(model):
                         weight *= torch.where(torch.rand(weight.shape) < 0.02, 1.01, 1.0).to(weight.dtype)
-                took.append(world.train(version).total_s)
+                if report := delivery.finish():
+                    rounds.append(report.total_s)
+                world.commit(version)
+                delivery.begin(version, lambda: False)
+                steps.append(time.monotonic() - began)
+            if report := delivery.finish():
+                rounds.append(report.total_s)
+            delivery.close()
+            assert len(rounds) == ROUNDS
             assert all(torch.equal(world.engines["generator"].weights[n], w) for n, w in model.named_parameters())
-            return took
+            return join_s, rounds, steps
     finally:
         redis.stop()
+
+
+def _publish(world: World) -> Callable[[SyncReport], None]:
+    def publish(report: SyncReport) -> None:
+        world.portal.call(world.store.steps.publish(world.fence, report.version))
+
+    return publish
 
 
 def _behind(world: World, redis: RedisServer, port: int, slow: SlowLink) -> None:

@@ -104,7 +104,14 @@ class World:
         self.lanes[name].version = None
 
     def train(self, version: int) -> SyncReport:
-        """Sync `version` to the fleet and publish it, as the trainer does after a step."""
+        """Sync `version` to the fleet and publish it, as after a step."""
+        self.commit(version)
+        report = self.rounds.run(version)
+        self.portal.call(self.store.steps.publish(self.fence, version))
+        return report
+
+    def commit(self, version: int) -> None:
+        """Commit the step that makes `version`."""
 
         async def step() -> None:
             if version > 0:
@@ -113,9 +120,6 @@ class World:
                 await self.store.client.hset(self.store.keys.step(step), mapping={"fresh": ""})
 
         self.portal.call(step())
-        report = self.rounds.run(version)
-        self.portal.call(self.store.steps.publish(self.fence, version))
-        return report
 
     def versions(self) -> dict[str, int]:
         return {name: engine.version for name, engine in self.engines.items()}
