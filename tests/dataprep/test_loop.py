@@ -218,3 +218,13 @@ def test_a_header_that_cannot_be_packed_is_dead_lettered(tmp_path: Path, server:
     assert settle(HeaderEntry("1-0", "0-1", header.payload, b"", header), 0, config).action == "insert"
     long = msgspec.structs.replace(header, prompt_tokens=config.data.max_prompt_tokens + 1)
     assert "outside 1.." in settle(HeaderEntry("1-0", "0-1", header.payload, b"", long), 0, config).action
+
+
+async def test_a_table_without_a_base_is_rescaled_at_any_step(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server, "replay.sampler=prioritized", "replay.priority=recency")
+    async with dataprep(config) as (service, loop):
+        fence = await service.store.run.lead("dataprep-0:boot", 60.0)
+        assert fence is not None
+        assert await loop._rebase(fence, 5000) == 4992, "a restore without groups removes the base"
+        assert await service.store.replay.recency_base() == 4992
+        await service.store.restores.delete_run()

@@ -46,8 +46,8 @@ def recency_base(step: int, replay: Replay) -> int:
 
 
 def recency_weight(versions: int, replay: Replay) -> float:
-    """Return the weight of a group `versions` policy versions younger than one of weight 1, limited to 2^1023."""
-    return 2.0 ** min(replay.priority_exponent * versions / replay.recency_half_life, 1023.0)
+    """Return the weight of a group `versions` policy versions younger than one of weight 1, within 2^-1022..2^1023."""
+    return 2.0 ** min(max(replay.priority_exponent * versions / replay.recency_half_life, -1022.0), 1023.0)
 
 
 def weight(header: Header, given: np.ndarray, config: RunConfig, base: int) -> float:
