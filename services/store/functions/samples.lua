@@ -15,12 +15,16 @@ register('log_samples', {
     redis.call('HSET', state, 'logged_in', args[1], 'logged', args[2])
   end
   redis.call('HSET', state, 'share', args[3], 'until_ms', math.max(tonumber(held[3]) or 0, run_ms(prefix) + tonumber(args[4])))
+  local incarnation = redis.call('HGET', prefix .. ':run', 'incarnation')
   for i = 5, #args do
     local found = redis.call('XRANGE', prefix .. ':samples', args[i], args[i])[1]
     if found then
       local fields = {}
       for j = 1, #found[2], 2 do fields[found[2][j]] = found[2][j + 1] end
-      if fields.payload ~= '' then redis.call('UNLINK', prefix .. ':payload:' .. fields.payload) end
+      -- tokens of an earlier incarnation are gone; by that name the restore may have brought back a group of its table
+      if fields.payload ~= '' and fields.incarnation == incarnation then
+        redis.call('UNLINK', prefix .. ':payload:' .. fields.payload)
+      end
       redis.call('XDEL', prefix .. ':samples', args[i])
       freed = freed + tonumber(fields.size)
     end

@@ -154,3 +154,16 @@ async def test_a_restore_resets_what_counts_as_logged(any_store: Store, tmp_path
     assert await any_store.steps.retire() == 0
     await any_store.samples.log(await incarnation(any_store), 1, 1.0, 60.0)
     assert await any_store.steps.retire() == 1
+
+
+async def test_a_group_that_a_restore_brings_back_keeps_its_tokens(any_store: Store, tmp_path: Path) -> None:
+    team = await attached(any_store)
+    await train(any_store, team, 0)
+    await buffer(any_store, team, 1, oldest=1)
+    await any_store.snapshots.save(team.trainer, 0, tmp_path / "s", payloads=True)
+    assert (await any_store.replay.sweep_and_peek(team.leader, 2, 1)).stale == 1
+    [waiting] = await any_store.samples.waiting(10)
+    trainer = await any_store.run.attach_trainer()
+    await any_store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: None)
+    assert await any_store.samples.log(await incarnation(any_store), 0, 1.0, 60.0, [waiting.entry]) == 0
+    assert list(await any_store.steps.payloads([waiting.payload])) == [waiting.payload]
