@@ -30,7 +30,7 @@ from services.store.records import RunState
 from services.tracker.metrics import TrackerMetrics
 from services.tracker.samples import pace
 from services.tracker.samples.ended import EndedGroups, pieces
-from services.tracker.samples.rows import EndedGroup, Gaps, LoggedRows
+from services.tracker.samples.rows import EndedGroup, Gaps, GroupKey, LoggedRows
 from services.tracker.samples.writer import PartWriter
 
 log = structlog.get_logger()
@@ -46,7 +46,7 @@ class SampleLog:
         self.done = asyncio.Event()
         self._config, self._store, self._path, self._stopping = config, store, folder / SAMPLES, stopping
         self._metrics, self._reader = metrics, TextReader(config.model.path, download=True)
-        self._known: OrderedDict[tuple[str, int, str], None] = OrderedDict()
+        self._known: OrderedDict[GroupKey, None] = OrderedDict()
         self._position = LogPosition()
         self._missed, self._counted = dict[str, int](), dict[str, int]()  # recorded in the log; counted by this Redis
         self._ended, self._pace = EndedGroups(store, config.samples.share), pace.Pace()
@@ -133,19 +133,19 @@ class SampleLog:
         writer.tidy()
         return time.thread_time() - began_s
 
-    def _remember(self, keys: Iterable[tuple[str, int, str]]) -> None:
+    def _remember(self, keys: Iterable[GroupKey]) -> None:
         self._known.update(dict.fromkeys(keys))
         while len(self._known) > KNOWN:
             self._known.popitem(last=False)
 
     def _recognise(self, writer: PartWriter) -> None:
         """Read the identities of what was logged last."""
-        groups, found = 0, list[dict[tuple[str, int, str], None]]()
+        groups, found = 0, list[dict[GroupKey, None]]()
         for part in reversed(writer.folder.parts):
             if groups > KNOWN:
                 break
-            table = pq.read_table(part.path, columns=["payload", "step", "outcome"])
-            columns = (table[name].to_pylist() for name in ("payload", "step", "outcome"))
+            table = pq.read_table(part.path, columns=["payload", "step", "outcome", "incarnation"])
+            columns = (table[name].to_pylist() for name in ("payload", "step", "outcome", "incarnation"))
             found.append(dict.fromkeys(zip(*columns, strict=True)))
             groups += len(found[-1])
         for keys in reversed(found):

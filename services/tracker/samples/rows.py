@@ -34,6 +34,8 @@ _OWN = (
     "notes", "segments",
 )  # fmt: skip
 """Columns with a value for each row."""
+GroupKey = tuple[str, int, str, int]
+"""Payload or ticket of a group, step, outcome, incarnation: after a restore, a step may train the same tokens again."""
 KEPT_BITS = np.uint32(0xFFFFE000)  # of a logprob: 10 bits after the point of its mantissa, some 3 digits
 
 
@@ -54,9 +56,9 @@ class EndedGroup:
     """About their size."""
 
     @property
-    def key(self) -> tuple[str, int, str]:
+    def key(self) -> GroupKey:
         """Return what identifies it in the log."""
-        return self.payload or self.ticket, self.step, self.outcome.partition(":")[0]
+        return self.payload or self.ticket, self.step, self.outcome.partition(":")[0], self.incarnation
 
 
 class LoggedRows:

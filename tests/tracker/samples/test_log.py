@@ -23,6 +23,7 @@ from services.protocol.logprob_gaps import LogprobGaps
 from services.runtime.loops import Loop
 from services.store import Store
 from services.store.calls.samples import is_sampled
+from services.store.snapshot_format import Snapshot
 from services.tracker.metrics import TrackerMetrics
 from services.tracker.samples import ended, pace
 from services.tracker.samples.log import SampleLog
@@ -328,3 +329,25 @@ async def test_a_repeatedly_killed_process_logs_every_group_once(store: Store, s
     await follow_once(store, config, folder)
     assert outcomes(folder) == expected
     assert await store.samples.missed() == {}
+
+
+async def test_groups_that_a_restore_brings_back_are_logged_again(store: Store, quick: None, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)
+    await trained(store, team, 0, 1)
+    [name] = await buffer(store, team, 1, oldest=1)
+    await store.snapshots.save(team.trainer, 0, tmp_path / "snapshot", payloads=True)
+    await prepare(store, team, 1, [name])
+    await store.steps.commit(team.trainer, 1)
+    await follow_once(store, config, tmp_path)
+    assert outcomes(tmp_path)[name, "trained", 1] == 4
+    trainer = await store.run.attach_trainer()
+    await store.restores.restore(trainer, Snapshot(tmp_path / "snapshot"), True, lambda: None)
+    leader = await store.run.lead("after", 60.0)
+    assert leader is not None
+    await prepare(store, Team(leader, trainer), 1, [name])
+    await store.steps.commit(trainer, 1)
+    await follow_once(store, config, tmp_path)
+    assert outcomes(tmp_path)[name, "trained", 1] == 4
+    assert outcomes(tmp_path, "undone") == {(name, "trained", 1): 4}
