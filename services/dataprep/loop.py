@@ -227,7 +227,8 @@ class DataprepLoop:
         if full != (self.service.status.phase == FULL_PHASE):
             self.service.say(phase=FULL_PHASE if full else "leading")
         issued = await self.issuer.issue(fence, state.cursor, wanted, swept) if wanted else 0
-        if self.issuer.exhausted and not issued and admission.stuck(swept, progress, self.rules):
+        ending = progress.next_step < progress.steps and state.restore < 0  # otherwise it ends, or goes back, by itself
+        if self.issuer.exhausted and not issued and ending and admission.stuck(swept, progress, self.rules):
             await self.store.run.stop(self.issuer.exhausted)
         self.metrics.issued.inc(issued)
         return issued

@@ -14,7 +14,7 @@ import pytest
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.dataprep.evaluation.rounds import EvaluationRounds
-from services.dataprep.loop import DataprepLoop
+from services.dataprep.loop import IDLE_S, DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.order import permutation
@@ -228,3 +228,35 @@ async def test_a_table_without_a_base_is_rescaled_at_any_step(tmp_path: Path, se
         assert await loop._rebase(fence, 5000) == 4992, "a restore without groups removes the base"
         assert await service.store.replay.recency_base() == 4992
         await service.store.restores.delete_run()
+
+
+async def test_a_run_that_has_trained_all_its_steps_is_not_stopped_for_lack_of_prompts(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    config = configured(tmp_path, server)
+    async with dataprep(config) as (service, loop):
+        running = asyncio.create_task(service.run(loop.work))
+        await train(service.store, config.run.steps)
+        loop.issuer.exhausted = "every row is solved"
+        await asyncio.sleep(2 * IDLE_S)
+        state = await service.store.run.state()
+        assert state is not None
+        assert state.stopping == "", "it would abandon the last evaluation round"
+        service.stop()
+        await running
+        await service.store.restores.delete_run()
+
+
+async def test_a_run_without_prompts_that_is_to_be_restored_is_not_stopped(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server)
+    async with dataprep(config) as (service, loop):
+        store = service.store
+        fence = await store.run.lead("dataprep-0:boot", 60.0)
+        assert fence is not None
+        await store.steps.publish(await store.run.attach_trainer(), 0)
+        await store.run.request_restore(2)
+        loop.issuer.exhausted = "every row is solved"
+        state = await store.run.state()
+        assert state is not None
+        assert not await loop._turn(fence, state)
+        await store.restores.delete_run()
