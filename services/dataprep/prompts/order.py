@@ -62,7 +62,7 @@ class Draft:
     picks: list[Pick]
     """Prompts asked again come first. There may be fewer than requested, if every source becomes exhausted on the way."""
     state: bytes
-    """Position in the order after them: about 10 bytes plus the name of each source, with a curriculum 4 bytes per slot."""
+    """Position in the order after them: 10 bytes, 10 and the name for each source, and with a curriculum 4 bytes per slot."""
     epochs: dict[str, bytes]
     """Source -> rows of the epoch that began on the way, int32 little-endian. They replace the source's previous epoch."""
 
@@ -84,6 +84,8 @@ class _State(msgspec.Struct, array_like=True):
     recent: np.ndarray
     """[<= slots] int32: rows of the most recent prompts, new or asked again, whose groups may not be settled. Kept for a
     curriculum."""
+    exclude: float | None = None
+    """Pass rate at which rows were excluded; None: an older version wrote the state."""
 
 
 class PromptOrder:
@@ -104,7 +106,8 @@ class PromptOrder:
     def restore(self, state: bytes, epochs: Mapping[str, bytes]) -> None:
         """Resume where the last accepted draft of the run ended: its `state`, and the last `epochs` of the sources that have one.
 
-        If both are empty, the run is new. Raises `DataError` if the bytes are not a valid order.
+        If both are empty, the run is new. If rows are excluded at another pass rate now, exhausted sources may have rows again.
+        Raises `DataError` if the bytes are not a valid order.
         """
         self._begin_run()
         if not state and not epochs:
@@ -117,6 +120,9 @@ class PromptOrder:
             self._check(read, rows)
         except ValueError as error:
             raise DataError(f"the run's order of prompts in Redis is invalid ({error}): start under another run.name") from None
+        if read.exclude not in (None, self._exclude) and any(source.exhausted for source in read.sources):
+            for source in read.sources:  # shares count from here
+                source.exhausted, source.mixed = False, 0
         self._state, self._rows = read, self._rows | rows
 
     def begins_epoch(self, count: int) -> bool:
@@ -161,7 +167,7 @@ class PromptOrder:
                 rows[source.name], began[source.name] = begun, begun.tobytes()
             picks.append(Pick(source.name, source.epoch, int(rows[source.name][source.taken])))
             _take(source)
-        return Draft(picks, codec.encode(_State(sources, self._recent(picks))), began)
+        return Draft(picks, codec.encode(_State(sources, self._recent(picks), self._exclude)), began)
 
     def accept(self, draft: Draft) -> None:
         """Advance to the end of `draft`, which was made from the current position."""

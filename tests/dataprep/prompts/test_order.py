@@ -371,8 +371,8 @@ def test_stored_state_is_small_and_epochs_are_plain_integers():
     draft = order.draft(128, 0, {})
     assert {name: len(body) for name, body in draft.epochs.items()} == {"source-a": 400_000, "source-b": 200_000}
     assert np.frombuffer(draft.epochs["source-b"], "<i4").tolist() == (100_000 + permutation(5, 0, 50_000)).tolist()
-    assert len(draft.state) < 32 * 4 + 2 * 20
-    assert len(PromptOrder(spans, 5, True, slots=32).draft(128, 0, {}).state) < 2 * 25
+    assert len(draft.state) < 32 * 4 + 2 * 20 + 10
+    assert len(PromptOrder(spans, 5, True, slots=32).draft(128, 0, {}).state) < 2 * 25 + 10
 
 
 def test_a_curriculum_gets_the_rates_known_at_each_epoch():
@@ -395,3 +395,19 @@ def test_a_curriculum_gets_the_rates_known_at_each_epoch():
     known = dict(zip(rows, given_rates, strict=True))
     assert (known[middle], known[hard]) == (0.5, 0.0)
     assert np.isnan(known[first[3]]), "the last one may not be settled yet"
+
+
+def test_a_raised_bound_brings_exhausted_sources_back():
+    spans = _spans((5, 1.0), (7, 1.0))
+    order = _order(spans, exclude=0.5, slots=1)
+    rates = {row: PassRate(-9, 0.6) for row in range(5)} | {row: PassRate(-9, 0.1) for row in range(5, 12)}
+    picks = _draw(order, 10, 0) + _draw(order, 6, 10, rates)
+    assert {pick.source for pick in picks[11:]} == {"b"}
+    state, epochs = order.draft(0, 16, rates).state, {name: rows.tobytes() for name, rows in order._rows.items()}
+    same, raised = _order(spans, exclude=0.5, slots=1), _order(spans, exclude=0.9, slots=1)
+    same.restore(state, epochs)
+    raised.restore(state, epochs)
+    assert {pick.source for pick in _draw(same, 6, 16, rates)} == {"b"}
+    more = _draw(raised, 6, 16, rates)
+    assert Counter(pick.source for pick in more) == {"a": 3, "b": 3}
+    assert len({(pick.epoch, pick.row) for pick in picks + more}) == len(picks + more), "no row is asked twice in an epoch"
