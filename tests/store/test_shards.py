@@ -476,3 +476,17 @@ async def test_a_shard_follows_its_slot(tmp_path: Path) -> None:
             await store.payloads.sweep()
             assert await held(store) == await named(store)
             await store.restores.delete_run()
+
+
+async def test_the_sample_log_knows_the_size_of_payloads_in_shards(cluster: RedisCluster) -> None:
+    async with run_of(cluster) as store:
+        team = await flow.start(store)
+        state = await store.run.state()
+        assert state is not None
+        await store.samples.log(state.incarnation, -1, 1.0, 60.0)
+        await flow.issue(store, team, 1)
+        [one] = await flow.claim(store, "g")
+        assert await flow.submit(store, "g", one)
+        await flow.settle(store, team, "filtered:zero")
+        [waiting] = await store.samples.waiting(10)
+        assert waiting.size == len(waiting.header) + flow.header(one).payload_bytes

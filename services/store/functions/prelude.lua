@@ -204,13 +204,22 @@ local function is_sampled(share, ticket)
   return share and tonumber(string.sub(redis.sha1hex(ticket), 1, 8), 16) < tonumber(share)
 end
 
+-- Return about how many bytes the tokens of a group have. If they are in a shard, its header says so.
+local function payload_size(prefix, payload, header)
+  if payload == '' then return 0 end
+  local size = redis.call('STRLEN', prefix .. ':payload:' .. payload)
+  if size > 0 then return size end
+  local read, fields = pcall(cmsgpack.unpack, header)
+  return read and type(fields) == 'table' and math.max(tonumber(fields[6]) or 0, 0) or 0
+end
+
 -- Keep a group for the sample log. `payload`: name of its tokens, or '' if it has none. Returns true if the log now has charge of them;
 -- otherwise the caller deletes them.
 local function keep_sample(prefix, ticket, outcome, header, payload)
   local state = prefix .. ':samples:state'
   local held = redis.call('HMGET', state, 'share', 'until_ms', 'bytes')
   if not is_sampled(held[1], ticket) then return false end
-  local size = #header + (payload ~= '' and redis.call('STRLEN', prefix .. ':payload:' .. payload) or 0)
+  local size = #header + payload_size(prefix, payload, header)
   local bytes = (tonumber(held[3]) or 0) + size
   if run_ms(prefix) >= tonumber(held[2]) or bytes > SAMPLE_BYTES or redis.call('XLEN', prefix .. ':samples') >= SAMPLES_KEPT then
     redis.call('HINCRBY', state, 'missed:' .. string.match(outcome, '^[^:]*'), 1)
