@@ -81,14 +81,15 @@ class EvaluationRounds:
         due = self.given.next_version(self._dealt_with, state.steps)
         if due is None or state.ended or due > state.prepared_step + 1:
             return False
-        late = 0
+        late, last = 0, self._dealt_with
         while due is not None and due < state.published_version:  # the fleet has moved past it
-            late, self._dealt_with = late + 1, due
+            late, last = late + 1, due
             due = self.given.next_version(due, state.steps)
         if late:
-            log.warning("evaluation rounds skipped: newer weights are already published", last=self._dealt_with, skipped=late)
-            if await self.store.evaluation.skip(fence, self._dealt_with, late):
+            if await self.store.evaluation.skip(fence, last, late):
                 self.metrics.rounds["skipped"].inc(late)
+            log.warning("evaluation rounds skipped: newer weights are already published", last=last, skipped=late)
+            self._dealt_with = last
             return True
         assert due is not None
         trace, began = self.tracing.begin(always=True), time.monotonic()
