@@ -50,8 +50,8 @@ class Settlement(msgspec.Struct, frozen=True):
     """Exp(1)-distributed: sets its clock."""
     victim: float = 0.0
     """Uniform in 0..1: selects the group that leaves a full table for it, for the remover `uniform`."""
-    rate: tuple[int, float, bool] | None = None
-    """Dataset row, pass rate and whether that excludes the row, if the order of later epochs depends on it."""
+    rate: tuple[int, float, float] | None = None
+    """Dataset row, pass rate and the rate that excludes rows (0: none), if the order of later epochs depends on it."""
 
 
 class PassRate(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import pytest
 from services.protocol.errors import Fenced, OutOfOrder, StoreError
 from services.protocol.messages import PodStatus
 from services.store import HeaderEntry, Settlement, Store
-from services.store.records import TableRules
+from services.store.records import PassRate, TableRules
 from tests.support import flow
 from tests.support.flow import buffer, claim, issue, prepare, settle, start, submit
 from tests.support.harness import ticket
@@ -39,7 +39,7 @@ async def test_a_wrong_number_of_arguments_is_rejected(store: Store) -> None:
     assert await store.connection.call("settle", team.leader) == 0, "no groups are a valid number of groups"
 
 
-@pytest.mark.parametrize("row", [("x", "0.5", "1"), ("7", "1.5", "1"), ("7", "0.5", "2")])
+@pytest.mark.parametrize("row", [("x", "0.5", "1"), ("7", "1.5", "1"), ("7", "0.5", "2"), ("7", "0.5", "x")])
 async def test_a_batch_with_an_invalid_pass_rate_is_rejected(store: Store, row: tuple[str, ...]) -> None:
     team = await start(store)
     await issue(store, team, 1)
@@ -72,12 +72,13 @@ async def test_pass_rates_do_not_depend_on_the_order_of_settling(
         await submit(store, "g", held)
     for item in await store.replay.read_headers(team.leader, 3):
         items[item.ticket] = item
+    rates = [(i + 1) / 10 + 0.5 * solved[i] for i in range(3)]
     for i in order:
-        rate = (7, (i + 1) / 10, solved[i])
+        rate = (7, rates[i], 0.5)
         assert await store.replay.settle(team.leader, [Settlement(items[f"0-{i}"], "insert", rate=rate)]) == 1
     counts = solved.index(True) if any(solved) else 2
     (held,) = (await store.client.hgetall(f"{store.keys.prefix}:rates")).values()  # type: ignore[misc]
-    assert held.decode().split() == [str(counts), str((counts + 1) / 10), str(int(solved[counts]))]
+    assert held.decode().split() == [str(counts), str(rates[counts]), str(int(solved[counts]))]
 
 
 async def test_reweighing_a_table_without_weights_changes_nothing(store: Store) -> None:
@@ -231,3 +232,14 @@ async def test_an_audit_before_the_first_publication_counts_tickets(store: Store
     assert await store.tickets.issue(fence, 0, [ticket(0)]) == 1
     counted = await store.run.audit()
     assert (counted["tickets"], counted["prepared"], counted["unpublished"]) == (1, 0, 0)
+
+
+async def test_a_solved_row_is_judged_by_the_present_bound(store: Store) -> None:
+    team = await start(store)
+    await issue(store, team, 2)
+    for held in await claim(store, "g", 2):
+        await submit(store, "g", held)
+    first, second = await store.replay.read_headers(team.leader, 2)
+    assert await store.replay.settle(team.leader, [Settlement(first, "insert", rate=(7, 0.6, 0.5))]) == 1
+    assert await store.replay.settle(team.leader, [Settlement(second, "insert", rate=(7, 1.0, 0.9))]) == 1
+    assert await store.replay.rates() == {7: PassRate(1, 1.0)}, "0.6 no longer excludes the row"

@@ -12,7 +12,6 @@ from services.algorithm.group_statistics import constant_kind
 from services.algorithm.segments import segment_fault
 from services.config import RunConfig
 from services.config.verifiers import MOST_SCORE, named
-from services.dataprep.prompts.order import RATE_SLACK
 from services.dataprep.replay import weights as replay
 from services.dataprep.replay.admission import is_stale
 from services.protocol.messages import Header
@@ -33,8 +32,7 @@ def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) 
         return Settlement(item, f"failed:{fault}")
     oldest, rate = min(header.oldest), None
     if header.solved and (config.filters.exclude_pass_rate or config.data.curriculum):
-        share = sum(header.solved) / len(header.solved)
-        rate = (header.index, share, RATE_SLACK < config.filters.exclude_pass_rate <= share + RATE_SLACK)
+        rate = (header.index, sum(header.solved) / len(header.solved), config.filters.exclude_pass_rate)
     outcome = _filtered(header, config)
     if not outcome and is_stale(next_step, oldest, config.admission.max_staleness):
         outcome = "stale"

@@ -28,7 +28,7 @@ class ReplayTable(Facet):
         for first in range(0, len(settlements) or 1, SETTLED_TOGETHER):  # of none, too: it may raise `Fenced`
             args: list[Any] = []
             for s in settlements[first : first + SETTLED_TOGETHER]:
-                kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), int(s.rate[2]))
+                kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), float(s.rate[2]))
                 args += (s.item.entry, s.item.ticket, s.item.payload, s.action, s.oldest, s.item.body)
                 args += (float(s.weight), float(s.variate), float(s.victim), *kept)
             calls.append(self._redis.function("settle", fence, *args))

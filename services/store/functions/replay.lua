@@ -5,16 +5,22 @@
 
 local SWEPT_TOGETHER = 200 -- stale groups dropped by one call: some milliseconds of the server's time
 
+-- Return whether a pass rate reaches the one that excludes its row; 0 excludes none.
+local function solves(rate, bound)
+  return bound > 0 and tonumber(rate) >= bound - 1e-8 -- sums of floats are rounded
+end
+
 -- Of a row's settled groups, keep the first issued that is solved, or if none is, the last issued. The result does not depend on
--- the order of settling.
-local function keep_rate(prefix, row, seq, rate, solved)
-  local held = redis.call('HGET', prefix .. ':rates', row)
+-- the order of settling. A resumed run may have another bound, so whether the held one is solved is not what was stored.
+local function keep_rate(prefix, row, seq, rate, bound)
+  local held, solved = redis.call('HGET', prefix .. ':rates', row), solves(rate, bound)
   if held then
-    local held_seq, was = string.match(held, '^(%d+) %S+ (%d)$')
-    if was == '1' and solved ~= '1' then return end
-    if was == solved and (tonumber(held_seq) < seq) == (solved == '1') then return end
+    local held_seq, held_rate = string.match(held, '^(%d+) (%S+)')
+    local was = solves(held_rate, bound)
+    if was and not solved then return end
+    if was == solved and (tonumber(held_seq) < seq) == solved then return end
   end
-  redis.call('HSET', prefix .. ':rates', row, string.format('%.0f', seq) .. ' ' .. rate .. ' ' .. solved)
+  redis.call('HSET', prefix .. ':rates', row, string.format('%.0f', seq) .. ' ' .. rate .. ' ' .. (solved and 1 or 0))
 end
 
 -- Insert a group. A table of `capacity` groups evicts first, so its size never exceeds it; a group that is already there is
@@ -31,21 +37,21 @@ local function insert(t, group, payload, seq, oldest, header, weight, variate, v
 end
 
 -- args: leader fence, then of each header: entry, ticket, payload, action, oldest version, header, weight, variate (Exp(1)),
--- victim (uniform in 0..1), row, pass rate and whether that is solved ('' if they are not kept).
+-- victim (uniform in 0..1), row, pass rate and the one that excludes rows ('' if they are not kept).
 -- Actions: `insert`; `failed:<reason>` makes a dead letter; any other is the outcome to count (`stale`, `filtered:<reason>`).
 -- An entry that was settled before is skipped, which makes a repeated call harmless. Returns how many were settled.
 register_leader('settle', {
   EACH, 'entry', ENTRY, 'ticket', TEXT, 'payload', TEXT, 'action', TEXT, 'oldest version', INTEGER, 'header', TEXT, 'weight', TEXT,
-  'variate', VARIATE, 'victim', SHARE, 'row', TEXT, 'rate', TEXT, 'solved', TEXT,
+  'variate', VARIATE, 'victim', SHARE, 'row', TEXT, 'rate', TEXT, 'bound', TEXT,
 }, function(prefix, args)
   local settlements = records(args, 2, 'entry', 'ticket', 'payload', 'action', 'oldest', 'header', 'weight', 'variate', 'victim',
-    'row', 'rate', 'solved')
+    'row', 'rate', 'bound')
   for _, each in ipairs(settlements) do
     if each.action == 'insert' and not weight_of(each.weight) then
       return redis.error_reply('INVALID weight ' .. each.weight .. ' of group ' .. each.ticket .. ' is not in 0..1e9')
     end
-    if each.row ~= '' and not (NATURAL.fits(each.row) and SHARE.fits(each.rate) and FLAG.fits(each.solved)) then
-      return redis.error_reply('INVALID row ' .. each.row .. ', pass rate ' .. each.rate .. ' or solved ' .. each.solved)
+    if each.row ~= '' and not (NATURAL.fits(each.row) and SHARE.fits(each.rate) and SHARE.fits(each.bound)) then
+      return redis.error_reply('INVALID row ' .. each.row .. ', pass rate ' .. each.rate .. ' or bound ' .. each.bound)
     end
   end
   local t, settled, outcomes = open_table(prefix), {}, {}
@@ -56,7 +62,7 @@ register_leader('settle', {
       local seq = tonumber(redis.call('ZSCORE', prefix .. ':outstanding', ticket)) -- trust what dataprep issued, not the header
       local known = seq ~= nil
       redis.call('ZREM', prefix .. ':outstanding', ticket)
-      if known and each.row ~= '' then keep_rate(prefix, each.row, seq, each.rate, each.solved) end
+      if known and each.row ~= '' then keep_rate(prefix, each.row, seq, each.rate, tonumber(each.bound)) end
       if known and action == 'insert' then
         insert(t, ticket, payload, seq, tonumber(each.oldest), each.header, weight_of(each.weight), tonumber(each.variate),
           tonumber(each.victim))
