@@ -75,8 +75,9 @@ GRANTS: dict[str, Grant] = {
     ),
     "trainer": Grant(
         (
-            "attach_trainer", "commit", "discard_damaged", "publish", "checkpointed", "retire", "reweigh", "round", "audit",
-            "eval_look", "snapshot_begin", "snapshot_hold", "snapshot_end", "restore_begin", "restore_write", "restore_end",
+            "attach_trainer", "commit", "discard_damaged", "publish", "checkpointed", "retire", "reweigh", "record", "round",
+            "audit", "eval_look", "snapshot_begin", "snapshot_hold", "snapshot_end", "restore_begin", "restore_write",
+            "restore_end",
         ),
         (*_COPYING, *_RESTORING, *_LOADING, "zrem"), everything=True, shards="writes",
     ),

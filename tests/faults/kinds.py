@@ -34,7 +34,7 @@ CALLS = {
         "issue", "settle", "prepare", "sweep_and_peek", "lead", "read_headers", "beat", "create", "step_down", "leave",
     ),
     "trainer": (
-        "commit", "publish", "checkpointed", "round", "retire", "beat", "members", "snapshot_begin", "snapshot_end",
+        "commit", "publish", "record", "checkpointed", "round", "retire", "beat", "members", "snapshot_begin", "snapshot_end",
         "attach_trainer", "desire", "leave",
     ),
 }  # fmt: skip

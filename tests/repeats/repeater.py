@@ -30,6 +30,7 @@ MAY_CHANGE = {
     "save_partial": (r"partial:.*", "saves older tokens; the rest is generated again"),
     "retire": (r"step:.*|group:.*|payload:.*|run\.retired_step", "retires the next step that is due"),
     "log_samples": (r"samples:state\.until_ms", "renews the sample log's lease"),
+    "record": (r"metrics", "records a step again; readers take the first record"),
     "rescale": (r"replay:.*", "goes on with the rescaling that was begun"),
     "sweep_and_peek": (r"run\.frozen_by", "finds that the lease of a snapshot has expired"),
 }  # fmt: skip

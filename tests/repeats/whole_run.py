@@ -217,6 +217,7 @@ class WholeRun:
         assert plan is not None
         self.plans[step] = plan.groups
         await self.trainer.steps.commit(self.trains, step)
+        await self.trainer.monitor.record({"step": float(step)})
         await self.trainer.replay.reweigh(self.trains, dict.fromkeys(plan.groups, 0.5 + step))
         await self._publish(step + 1)
         await self._evaluate(step + 1)

@@ -59,7 +59,7 @@ class Monitor(Facet):
 
     async def record(self, metrics: dict[str, float]) -> None:
         """Append the metrics of a step to the capped stream."""
-        await self._redis.send(("XADD", self._keys.metrics, "MAXLEN", "~", METRICS_KEPT, "*", "m", msgspec.json.encode(metrics)))
+        await self._redis.call("record", msgspec.json.encode(metrics), METRICS_KEPT)
 
     async def metrics(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
         """Return entries of the metrics stream after an entry id, oldest first."""

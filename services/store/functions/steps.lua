@@ -1,5 +1,5 @@
 -- Steps: prepare, commit, publish, discard damaged groups, and retire what a checkpoint covers.
--- reads and writes: run, ledger, replay:*, deadletter, drops, departed, group:<group>, payload:<payload>
+-- reads and writes: run, ledger, replay:*, deadletter, drops, departed, metrics, group:<group>, payload:<payload>
 -- owns:             step:<s>        hash    plan; rank:<r>; groups; fresh (groups that train for the first time); departed; gaps
 --                                           (filtered groups that had their place in it, and their sequences)
 --                   trained:<epoch> bitmap  dataset rows that were trained
@@ -218,6 +218,13 @@ local function awaits_log(prefix, step)
   if missed > 0 then redis.call('HINCRBY', prefix .. ':samples:state', 'missed:trained', missed) end
   return false
 end
+
+-- args: metrics of a step, entries to keep. Appends them to the stream `metrics`, even on a full server: the trainer frees its
+-- memory. A repeated call appends them again; readers take the first of a step.
+register('record', {'metrics', TEXT, 'kept', POSITIVE}, function(prefix, args)
+  redis.call('XADD', prefix .. ':metrics', 'MAXLEN', '~', args[2], '*', 'm', args[1])
+  return 1
+end)
 
 -- no args. Deletes the oldest plan that is covered by a checkpoint and published, with the groups that departed with it, once the
 -- sample log has it. One step per call keeps the server responsive. Returns 1 if a step was retired, 0 if none is due.

@@ -155,6 +155,7 @@ async def test_a_full_server_reports_it_and_still_drains(any_store: Store, any_s
         assert await any_store.tickets.release("g", two)
         await flow.prepare(any_store, team, 0, [group.group])
         assert await any_store.steps.commit(team.trainer, 0)
+        await any_store.monitor.record({"step": 0.0})
         assert await any_store.steps.publish(team.trainer, 1)
         await any_store.steps.checkpointed(team.trainer, 0)
         assert await any_store.steps.retire() == 1
