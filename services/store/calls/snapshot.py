@@ -48,8 +48,9 @@ class SnapshotWriter(Facet):
 
     async def _copy(self, fence: int, token: int, found: Any, path: Path, payloads: bool) -> bool:
         """Copy what `snapshot_begin` found and the rest. Returns False if the leader resumed meanwhile."""
+        held = time.monotonic()
         head = await self._head(found, payloads)
-        writer, held = Writer(path), time.monotonic()
+        writer = Writer(path)
         try:
             await asyncio.to_thread(writer.add, head)
             last_letter = found[4].decode()

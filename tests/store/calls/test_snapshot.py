@@ -422,3 +422,23 @@ async def test_a_table_restored_empty_forgets_the_base_of_recency_weights(
     await save(any_store, team.trainer, tmp_path / "s", payloads)
     await restore(any_store, tmp_path / "s")
     assert await any_store.replay.recency_base() == base, "steps before version 16 are planned again"
+
+
+async def test_a_copy_that_begins_slowly_renews_its_lease_in_time(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = await flow.start(store)
+    await flow.buffer(store, team, 3)
+    for name, value in {"LEASE_S": 3.0, "HOLD_S": 1.0, "TOGETHER": 1, "ATTEMPTS": 1}.items():
+        monkeypatch.setattr(snapshots, name, value)
+    for name, delay_s in {"_head": 2.0, "_groups": 0.6}.items():
+        monkeypatch.setattr(snapshots.SnapshotWriter, name, delayed(getattr(snapshots.SnapshotWriter, name), delay_s))
+    await store.snapshots.save(team.trainer, -1, tmp_path / "s", payloads=False)
+
+
+def delayed(method: Any, delay_s: float) -> Any:
+    async def slow(*args: Any) -> Any:
+        await asyncio.sleep(delay_s)
+        return await method(*args)
+
+    return slow
