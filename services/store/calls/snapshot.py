@@ -47,7 +47,10 @@ class SnapshotWriter(Facet):
         raise StoreError(f"snapshot failed {ATTEMPTS} times: its {LEASE_S:g} s lease was not renewed in time")
 
     async def _copy(self, fence: int, token: int, found: Any, path: Path, payloads: bool) -> bool:
-        """Copy what `snapshot_begin` found and the rest. Returns False if the leader resumed meanwhile."""
+        """Copy what `snapshot_begin` found and the rest. Returns False if the leader resumed meanwhile or the server restarted,
+        to which the cursor of a scan means nothing.
+        """
+        server = await self._server()
         held = time.monotonic()
         head = await self._head(found, payloads)
         writer = Writer(path)
@@ -63,7 +66,11 @@ class SnapshotWriter(Facet):
                     return False
         finally:
             await asyncio.to_thread(writer.close)
-        return True
+        return await self._server() == server
+
+    async def _server(self) -> str:
+        """Return the id of the server's process."""
+        return (await self._redis.info("server"))["run_id"]
 
     async def _head(self, found: Any, payloads: bool) -> Head:
         run, ledger = _texts(found[0]), _texts(found[1])

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.console.commands.audit import assess
+from services.console.local.redis_server import RedisServer
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
 from services.store import Store
 from services.store.calls import snapshot as snapshots
 from services.store.calls.restore import RestoreWriter
 from services.store.records import TableRules
-from services.store.snapshot_format import Snapshot, SnapshotError
+from services.store.snapshot_format import Rows, Snapshot, SnapshotError
 from tests.store.test_conservation import Walk, check_keys
 from tests.support import flow
 from tests.support.harness import ticket
@@ -442,3 +444,30 @@ def delayed(method: Any, delay_s: float) -> Any:
         return await method(*args)
 
     return slow
+
+
+async def test_a_copy_during_which_the_server_restarted_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RedisServer(tmp_path / "redis", appendfsync="always")
+    server.start()
+    scan, restarted = snapshots.SnapshotWriter._scan, list[str]()
+
+    async def interrupted(self: Any, key: str) -> AsyncIterator[dict[str, bytes]]:
+        async for fields in scan(self, key):
+            yield fields
+            if not restarted:
+                restarted.append(key)
+                await asyncio.to_thread(server.stop)
+                await asyncio.to_thread(server.start)
+
+    monkeypatch.setattr(snapshots.SnapshotWriter, "_scan", interrupted)
+    store = await Store.connect(server.url, "restarted", server.password)
+    try:
+        team = await flow.start(store)
+        await store.client.hset(store.keys.rates, mapping={str(row): f"{row} 0.5 0" for row in range(3000)})  # type: ignore[misc]
+        await store.snapshots.save(team.trainer, -1, tmp_path / "s", payloads=False)
+    finally:
+        await store.close()
+        await asyncio.to_thread(server.stop)
+    assert restarted
+    rows = [piece.fields for piece in Snapshot(tmp_path / "s").pieces() if isinstance(piece, Rows) and piece.key == "rates"]
+    assert len({row for fields in rows for row in fields}) == 3000
