@@ -63,8 +63,14 @@ def read_rows(source: Source, needs: Needs = Needs()) -> Iterator[PromptRow]:
 
 def _file_rows(source: FileSource, needs: Needs) -> Iterator[PromptRow]:
     for file in files_of(source):
-        for where, record in _jsonl(file) if source.kind == "jsonl" else _parquet(file, source, needs):
-            yield read_record(record, source, needs, where)
+        try:
+            for where, record in _jsonl(file) if source.kind == "jsonl" else _parquet(file, source, needs):
+                yield read_record(record, source, needs, where)
+        except OSError as error:  # of the file system; pyarrow's, too, for damaged contents
+            reason = error.strerror or " ".join(str(error).split())
+            raise DataError(
+                f'path of source "{source.name}" = {file.shown!r} cannot be read ({reason}): correct the path or the file'
+            ) from None
 
 
 def files_of(source: FileSource) -> list[SourceFile]:

@@ -17,10 +17,12 @@ from structlog.testing import capture_logs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from services.config import ConfigError, RunConfig, load, to_toml
+from services.config.data import FileSource
 from services.config.load import validate
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import PromptOrder, SourceSpan
+from services.dataprep.prompts.rows import read_rows
 from services.protocol.entries import decode_entry
 
 TEMPLATE = """{%- if messages[0].role == 'assistant' %}{{ raise_exception('an assistant cannot begin') }}{% endif %}
@@ -388,3 +390,16 @@ def test_a_large_source_is_read_in_chunks(model: Path, tmp_path: Path):
     source = PromptSource(_config(model, path))
     assert len(source) == 5_000
     assert source.prompt(4_999)[1] == "4999"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    source = FileSource(kind="jsonl", path="/proc/self/mem")
+    with pytest.raises(DataError, match=r'path of source "main" = .* cannot be read \(Input/output error\): correct the path'):
+        list(read_rows(source))
+    table = pyarrow.table({"prompt": [f"say {i}" for i in range(5000)], "answer": [str(i) for i in range(5000)]})
+    pyarrow.parquet.write_table(table, path := tmp_path / "damaged.parquet")
+    body = bytearray(path.read_bytes())
+    body[100:2000] = bytes(1900)
+    path.write_bytes(body)
+    with pytest.raises(DataError, match=r"damaged\.parquet' cannot be read"):
+        list(read_rows(FileSource(kind="parquet", path=str(path))))
