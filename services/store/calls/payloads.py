@@ -20,6 +20,7 @@ from services.protocol.keys import Keys
 from services.protocol.shards import shard_of, shards
 from services.store.connection.base import Connection
 from services.store.connection.client import check_server, make_client
+from services.store.connection.login import shown
 
 FIELD = "payload_shards"
 """Field of the run's hash: its number of shards. Missing without shards."""
@@ -52,8 +53,8 @@ class Payloads:
         names = shards(self._keys.name, count)
         if self._redis.owner is None:
             raise StoreError(
-                f"redis.payload_shards = {count} needs a Redis Cluster, but Redis at {self._redis.url} is a single server: set "
-                "it to 0, or redis.url to a node of a Cluster"
+                f"redis.payload_shards = {count} needs a Redis Cluster, but Redis at {shown(self._redis.url)} is a single "
+                "server: set it to 0, or redis.url to a node of a Cluster"
             )
         await asyncio.gather(*(check_server(self._redis.url, self._redis.login, keys.prefix) for keys in names))
 
@@ -118,7 +119,8 @@ class Payloads:
             return
         if count and self._redis.owner is None:
             raise StoreError(
-                f"payloads of run {self._keys.name!r} are in a Redis Cluster, but Redis at {self._redis.url} is a single server"
+                f"payloads of run {self._keys.name!r} are in a Redis Cluster, but Redis at {shown(self._redis.url)} is a single "
+                "server"
             )
         names = shards(self._keys.name, count) if count else ()
         former, self.shards = self.shards, [self._shard(number, keys) for number, keys in enumerate(names)]

@@ -15,7 +15,7 @@ from services.protocol.keys import Keys
 from services.store.connection.client import Login, check_server, closed, explain, facts, limits, make_client, redis_errors
 from services.store.connection.commands import Commands, Subscription
 from services.store.connection.fast_connection import FastConnection, redis_error
-from services.store.connection.login import direct
+from services.store.connection.login import direct, shown
 from services.store.connection.replies import ErrorReply
 from services.store.functions import library
 
@@ -122,7 +122,8 @@ class Connection:
         for error in errors:
             if _no_function(error):
                 raise StoreError(
-                    f"Redis at {self.url} does not have the functions of this version yet: start dataprep, which loads them"
+                    f"Redis at {shown(self.url)} does not have the functions of this version yet: start dataprep, which loads "
+                    "them"
                 ) from None
             raise self._refusal(error) from None
         return replies

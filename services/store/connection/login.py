@@ -66,7 +66,7 @@ def direct(url: str, login: Login, limits: Limits) -> dict[str, Any] | None:
 
 def shown(url: str) -> str:
     """Return the address without user and password, safe to log."""
-    return re.sub(r"//[^@/]*@", "//", url)
+    return re.sub(r"//.*@", "//", url)
 
 
 def split_password(url: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.store import Store
 from services.store.connection import client
+from services.store.connection.login import shown
 from tests.conftest import SERVERS, skip_without
 from tests.support import flow
 from tests.support.harness import ticket, wait_until
@@ -245,3 +246,8 @@ async def test_a_server_that_stays_down_is_an_error_eventually(tmp_path: Path, m
     assert all(isinstance(outcome, StoreError) and "cannot be reached" in str(outcome) for outcome in outcomes), outcomes
     assert time.monotonic() - started < LIMIT_S
     await store.close()
+
+
+@pytest.mark.parametrize("url", ["redis://:p@ss@host:6379/0", "redis://user:p/a@ss@host:6379/0", "redis://user:pass@host:6379/0"])
+def test_no_part_of_a_password_is_shown(url: str) -> None:
+    assert shown(url) == "redis://host:6379/0"
