@@ -122,7 +122,8 @@ class EvaluationCalls(Facet):
 
     async def fail(self, member: str, claim: Claim, reason: str, max_attempts: int) -> bool:
         """Hand a ticket back after a failure. Returns True if that was one too many, so that the round cannot be completed."""
-        return int(await self._redis.call("eval_fail", member, claim.entry, claim.fence, max_attempts, reason)) == 1
+        said = reason.encode("utf-8", "replace")  # it may repeat a lone surrogate, which cannot be encoded
+        return int(await self._redis.call("eval_fail", member, claim.entry, claim.fence, max_attempts, said)) == 1
 
     async def results(self) -> dict[str, bytes]:
         """Return the encoded headers of the open round by ticket."""

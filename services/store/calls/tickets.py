@@ -141,7 +141,8 @@ class Tickets(Facet):
 
     async def fail(self, consumer: str, claim: Claim, reason: str, max_attempts: int) -> bool:
         """Hand a ticket back after a failure, or after `max_attempts` failures make it a dead letter (returns True)."""
-        args = (consumer, claim.entry, claim.fence, claim.ticket_id, claim.body, max_attempts, reason)
+        said = reason.encode("utf-8", "replace")  # it may repeat a lone surrogate, which cannot be encoded
+        args = (consumer, claim.entry, claim.fence, claim.ticket_id, claim.body, max_attempts, said)
         return int(await self._redis.call("fail", *args)) == 1
 
     async def submit(self, consumer: str, claim: Claim, header: Header, payload: bytes, ttl_s: int) -> bool:

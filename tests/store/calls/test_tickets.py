@@ -225,3 +225,11 @@ async def test_a_corrupt_ticket_is_claimed_without_a_body(any_store: Store) -> N
         assert await any_store.tickets.fail("a", one, "its bytes are not a ticket", max_attempts=1)
     assert [ticket for ticket, _ in await buried(any_store)] == ["0-10", "0-9"]
     assert await counts(any_store) == {"ledger:unknown_tickets": 2, "ledger:syncs": 1}, "they were never issued: no slot is freed"
+
+
+async def test_a_reason_with_a_lone_surrogate_is_reported(store: Store) -> None:
+    team = await start(store)
+    await issue(store, team, 1)
+    [held] = await claim(store, "g")
+    assert await store.tickets.fail("g", held, "the policy wrote \ud800", 1)
+    assert await buried(store) == [(held.ticket_id, "the policy wrote ?")]
