@@ -173,18 +173,20 @@ class StagingEngine(JoiningEngine):
     def stage(self, timeout_s: float, version: int) -> None:
         """Start to receive; `stage_state` reports when it is done. Raises `RuntimeError` without a group."""
         self.changed = ""
-        connection = self.connection
+        connection, joined = self.connection, self._joining
         staging: Future[list[tuple[str, torch.Tensor]]] = Future()
 
         def receive_all() -> None:
             try:
                 staging.set_result(self.take(connection, Deadline(timeout_s), version))
             except Exception as error:  # passed on to the caller that takes the weights
+                current = self._joining is joined  # otherwise the caller has gone on to another group
                 if isinstance(error, WeightChanged):
-                    self.changed = error.tensor
+                    self.changed = error.tensor if current else self.changed
                 else:  # the group cannot be used again
                     let_go(error)
-                    self.shutdown()
+                    if current:
+                        self.shutdown()
                 staging.set_exception(error)
 
         threading.Thread(target=receive_all, name="weight-staging", daemon=True).start()

@@ -9,6 +9,7 @@ Cost: one copy of the tensors, and while a delta is applied the values that it r
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -38,6 +39,8 @@ class WeightMirror:
     def __init__(self) -> None:
         self.held: tuple[int, int] = NOTHING
         """The trainer's fence and the version whose bits these are."""
+        self.busy = threading.Lock()
+        """Held by whoever brings it to a version on a thread of its own, which may outlive those who wait for it."""
         self._metas: list[TensorMeta] = []
         self._tensors: list[torch.Tensor] = []
         self._weights: list[Weight] = []

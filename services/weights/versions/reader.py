@@ -7,7 +7,6 @@ the store may be anything (manifest.py, mirror.py).
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -48,13 +47,12 @@ class FetchedVersion:
 
 
 class VersionReader:
-    """Reads the versions of one trainer. A mirror may be shared by several readers, one after the other."""
+    """Reads the versions of one trainer. Several readers may share a mirror: one that begins waits for the others' fetches."""
 
     def __init__(self, place: str, mirror: WeightMirror) -> None:
         """`place` ends with the trainer's fence. Raises `RuntimeError` if this machine cannot read it."""
         self._objects, self._mirror = open_objects(place), mirror
         self._fence = int(place.rpartition("/")[2])
-        self._busy = threading.Lock()
         self.fetched = FetchedVersion(0, 0, 0, 0.0)
         """What the last `take` read."""
         try:
@@ -74,7 +72,7 @@ class VersionReader:
 
         Raises `RuntimeError` (of which `InvalidVersion` is one), `TimeoutError` or `WeightChanged`.
         """
-        if not self._busy.acquire(timeout=deadline.left.total_seconds()):
+        if not self._mirror.busy.acquire(timeout=deadline.left.total_seconds()):
             raise TimeoutError("an earlier fetch has not ended")
         began, objects, nbytes, full = time.monotonic(), 0, 0, 0
         pool = ThreadPoolExecutor(AHEAD, "fetch-weights")
@@ -92,7 +90,7 @@ class VersionReader:
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs ends by its own limit
-            self._busy.release()
+            self._mirror.busy.release()
         self.fetched = FetchedVersion(objects, nbytes, full, time.monotonic() - began)
         return self._mirror.weights()
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +98,27 @@ def test_a_damaged_part_leaves_nothing_until_it_is_repaired(stored: Stored, vers
         assert mirror.held == NOTHING
         path.write_bytes(whole)
         assert_same_bits(stored.take(mirror, DELTAS), stored.weights[DELTAS])
+
+
+def test_an_abandoned_fetch_does_not_overwrite_the_next_one(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread reads on although nobody waits for it, into the memory where another reader puts a later version."""
+    mirror, begun, go_on = WeightMirror(), threading.Event(), threading.Event()
+    first, second = (VersionReader(stored.place, mirror) for _ in range(2))
+    read_into = FolderObjects.read_into
+
+    def slow(objects: FolderObjects, *given: Any) -> Iterator[None]:
+        if objects is first._objects:
+            begun.set()
+            assert go_on.wait(20)
+        yield from read_into(objects, *given)
+
+    monkeypatch.setattr(FolderObjects, "read_into", slow)
+    with ThreadPoolExecutor(2) as threads:
+        abandoned = threads.submit(first.take, Deadline(20), 0)
+        assert begun.wait(20)
+        wanted = threads.submit(second.take, Deadline(20), DELTAS)
+        wait([wanted], 0.3)  # without the other's end it must not
+        go_on.set()
+        abandoned.result()
+        assert_same_bits(dict(wanted.result()), stored.weights[DELTAS])
+    assert mirror.held == (FENCE, DELTAS)
