@@ -11,6 +11,7 @@ Imports torch; of `runtime` only this module, `checksums` and `collective` do.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -25,6 +26,8 @@ from services.weights.collective import Bucket, Deadline, WeightManifest
 from services.weights.versions.broadcast import Heading, adopt, apply
 from services.weights.versions.mirror import WeightMirror
 
+_GROUP = re.compile("[0-9a-f]{16}")
+"""Names of the folders of groups."""
 _MANIFEST = "manifest.json"
 _SUMS = "checksums"
 _HEADING, _PAYLOAD = "heading", "payload"
@@ -34,7 +37,7 @@ class Outbox:
     """The sender's side: one folder per group, which holds one transfer at a time."""
 
     def __init__(self, root: Path) -> None:
-        """`root` belongs to the run: files that others left in it are removed when a group is opened."""
+        """`root` is the run's: groups that were left in it are removed when one is opened. What is not of a group stays."""
         self._root = root
         self._folder: Path | None = None
         self._transfer = -1
@@ -43,7 +46,8 @@ class Outbox:
         """Open a group. Returns the name of its folder below `root`. Raises `OSError`."""
         self._root.mkdir(parents=True, exist_ok=True)
         for path in self._root.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+            if _GROUP.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
         folder = self._root / secrets.token_hex(8)
         folder.mkdir()
         (folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))

@@ -101,3 +101,15 @@ def test_a_late_reader_times_out(outbox: Outbox, tmp_path: Path) -> None:
     send(outbox, manifest())
     with pytest.raises(TimeoutError):
         inbox.take(Deadline(-1))
+
+
+def test_what_is_not_of_a_group_stays(outbox: Outbox, tmp_path: Path) -> None:
+    """`sync.folder` may turn out to be a volume with other things on it."""
+    for name in ("models", "0123456789abcdef.bak", "0123456789ABCDEF"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+    (tmp_path / "weights" / "models" / "weights.safetensors").write_bytes(b"mine")
+    (tmp_path / "weights" / "fedcba9876543210").mkdir()
+    folder = outbox.open(manifest())
+    left = {path.name for path in (tmp_path / "weights").iterdir()}
+    assert left == {"models", "0123456789abcdef.bak", "0123456789ABCDEF", folder}
+    assert (tmp_path / "weights" / "models" / "weights.safetensors").read_bytes() == b"mine"
