@@ -251,6 +251,7 @@ class StoreWeightSender:
         try:
             entry = self._describe(task.version, None if whole else task.base, parts)
             self._write_catalogue(self._catalogue.with_entry(entry).trimmed())
+            self.sweeps |= whole
         except OSError as error:
             raise SendFailed(f"failed to write version {task.version}: {error}") from error
         self._last = entry

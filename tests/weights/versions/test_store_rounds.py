@@ -194,6 +194,20 @@ def test_announced_versions_are_kept_until_released(world: World, tmp_path: Path
     assert_equal(world)
 
 
+def test_versions_that_are_all_written_whole_are_swept(world: World, tmp_path: Path) -> None:
+    """A delta of weights that changed everywhere would be as large as they are."""
+    world.member("a")
+    for version in range(6):
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for weight in world.model.parameters():
+                weight.view(torch.int16).random_(-(2**15), 2**15)
+        world.train(version)
+    folder = tmp_path / "volume" / str(world.fence)
+    assert {path.name for path in folder.iterdir()} == {CATALOGUE, "4.anchor", "5.anchor"}
+    assert_equal(world)
+
+
 def test_a_store_that_lost_its_objects_gets_an_anchor(world: World, tmp_path: Path) -> None:
     world.member("a")
     for version in range(2):
