@@ -163,12 +163,10 @@ class TrainLoop:
         self._say(phase="training", paused="")
         plan, trained = self._train_whole(step)
         self._comparison.check(step, plan.stats, trained.metrics)
-        self.recovery.stay_in_step(step - 1)
-        self.call(self.store.steps.commit(self.fence, step))
+        self.recovery.commit(plan)
         self.step = step
         for context in plan.traces:
             self._tracing.record("train", context, started, step=step)
-        self.recovery.trained(plan)
         self._reweigh(trained.priorities)
         metrics = trained.metrics | {"time/train_s": time.monotonic() - started}
         try:

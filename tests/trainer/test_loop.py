@@ -21,14 +21,12 @@ class Interrupted(TrainLoop):
         self.step, self.fence, self.recorded = 3, 1, []
         self._comparison: Any = SimpleNamespace(check=lambda step, stats, metrics: None)
         self.commands: Any = SimpleNamespace(lead=lambda name, step: (plan, Trained({"loss/train/sum": 0.5}, {})))
-        self.store: Any = SimpleNamespace(
-            steps=SimpleNamespace(commit=lambda fence, step: step), monitor=SimpleNamespace(record=self.recorded.append)
-        )
+        self.store: Any = SimpleNamespace(monitor=SimpleNamespace(record=self.recorded.append))
         self.metrics: Any = SimpleNamespace(
             observe=lambda plan, record: None, record_s=SimpleNamespace(observe=lambda seconds: None)
         )
         self.call: Any = lambda done: done
-        self.recovery: Any = SimpleNamespace(trained=lambda plan: None, stay_in_step=lambda step: None)
+        self.recovery: Any = SimpleNamespace(commit=lambda plan: None)
         self.saving: Any = SimpleNamespace(failed=0)
         self._throughput = Throughput(0.0)
         self._plans, self._incarnation, self._failed = {}, 0, 0
@@ -72,7 +70,7 @@ def test_a_step_is_trained_and_committed_before_the_sync_of_the_one_before_is_aw
     loop, order = Interrupted(), list[str]()
     lead, report = loop.commands.lead, SyncReport(4, 1, ("generator-0:boot",), 1, 2.0, 0.5)
     loop.commands.lead = lambda name, step: order.append(name) or lead(name, step)
-    loop.store.steps.commit = lambda fence, step: order.append("commit")
+    loop.recovery.commit = lambda plan: order.append("commit")
     loop.recovery.published = lambda version: order.append(f"published {version}")
     loop.delivery = SimpleNamespace(  # type: ignore[assignment]
         finish=lambda: order.append("finish") or report, begin=lambda version, ending: order.append(f"send {version}")

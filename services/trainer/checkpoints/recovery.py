@@ -15,6 +15,7 @@ from typing import Any, cast
 import structlog
 
 from services.config import RunConfig
+from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import StepPlan
 from services.runtime.atomic_folders import FolderError
@@ -97,6 +98,13 @@ class Recovery:
         """Remember a step that no checkpoint covers yet."""
         self._plans[plan.step] = plan
 
+    def commit(self, plan: StepPlan) -> None:
+        """Commit a step that was trained on `plan`. Raises `Broken` like `stay_in_step`, and if Redis now has another plan."""
+        self.stay_in_step(plan.step - 1)
+        self._expect(plan.step, plan)
+        self.call(self.store.steps.commit(self._fence, plan.step))
+        self.trained(plan)
+
     def saved(self) -> None:
         """Forget the steps that a new checkpoint covers, except the last, whose commit Redis may still lose."""
         self._plans = dict(sorted(self._plans.items())[-1:])
@@ -118,9 +126,7 @@ class Recovery:
             raise Broken(SUPERSEDED)
         lost = range(state.committed_step + 1, step + 1)
         for number in lost:
-            plan = self.call(self.store.steps.plan(number))
-            if plan is None or plan != self._plans.get(number):
-                raise Broken(f"Redis lost step {number}, which was trained: restarting from the last checkpoint")
+            self._expect(number, self._plans.get(number))
         for number in lost:
             self.call(self.store.steps.commit(self._fence, number))
             log.warning("Redis lost a commit; repeated it", step=number)
@@ -129,6 +135,12 @@ class Recovery:
             self.call(self.store.steps.publish(self._fence, self._published))
             log.warning("Redis lost a publication; repeated it", version=self._published)
         return self.state() if lost else state
+
+    def _expect(self, step: int, trained: StepPlan | None) -> None:
+        """Raise `Broken` unless Redis has the plan that a step was trained on."""
+        plan = self.call(self.store.steps.plan(step))
+        if plan is None or trained is None or codec.encode(plan) != codec.encode(trained):
+            raise Broken(f"Redis lost step {step}, which was trained: restarting from the last checkpoint")
 
     def _restore(self, state: RunState) -> None:
         """Restore the run in Redis to the checkpoint that was loaded."""

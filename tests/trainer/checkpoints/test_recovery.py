@@ -87,6 +87,26 @@ async def test_a_lost_or_changed_plan_stops_the_trainer(store: Store, tmp_path: 
         await trainer.stay_in_step(1)
 
 
+async def test_a_step_is_committed_only_with_the_plan_that_was_trained(store: Store, tmp_path: Path) -> None:
+    """A server that restarts without its last second may have lost the plan, and dataprep makes another one."""
+    trainer, team = await trained(store, tmp_path, 2)
+    await flow.prepare(store, team, 2, ["0-2"])
+    plan = await store.steps.plan(2)
+    assert isinstance(plan, StepPlan)
+    await lose(store, prepared_step=1)
+    await store.client.delete(store.keys.step(2))
+    with pytest.raises(Broken, match="Redis lost step 2, which was trained: restarting from the last checkpoint"):
+        await asyncio.to_thread(trainer.recovery.commit, plan)
+    await flow.prepare(store, team, 2, ["0-3"])
+    with pytest.raises(Broken, match="Redis lost step 2"):
+        await asyncio.to_thread(trainer.recovery.commit, plan)
+    assert (await store.run.state()).committed_step == 1  # type: ignore[union-attr]
+    other = await store.steps.plan(2)
+    assert isinstance(other, StepPlan)
+    await asyncio.to_thread(trainer.recovery.commit, other)
+    assert (await trainer.stay_in_step(2)).committed_step == 2
+
+
 async def test_another_trainer_or_a_restore_request_stops_this_one(store: Store, tmp_path: Path) -> None:
     trainer, _ = await trained(store, tmp_path, 1)
     await trainer.stay_in_step(0)
