@@ -11,14 +11,14 @@ For the transports, see services/weights/transports. Buffers of the model are no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from services.config import RunConfig
-from services.weights.collective import BUCKET_BYTES, Deadline, Gathered, let_go, plan_buckets
+from services.weights.collective import BUCKET_BYTES, Bucket, Deadline, Gathered, let_go, plan_buckets
 from services.weights.encoding_choice import EncodingChoice
 from services.weights.host_memory import as_they_lie, describe
 from services.weights.transports import FAILURES, make_transport
@@ -206,7 +206,7 @@ class WeightSender:
         gathered, deadline = self._gathered(), Deadline(self._sync.transfer_deadline_s)
         try:
             if self._sender:
-                self._send(gathered, deadline)
+                self._send(self._merged(gathered), deadline)
         except FAILURES as error:
             let_go(error)
             if self._chosen and deadline.passed:
@@ -244,14 +244,18 @@ class WeightSender:
         self._transport.close()
         self._sent = None
 
-    def _gathered(self) -> Gathered:
+    def _gathered(self) -> Iterator[Bucket]:
         """Yield each bucket while its weights are whole on this rank. Collective under ZeRO-3: all ranks must iterate to the
         end.
         """
         for bucket in self.manifest.buckets:
-            parts = [part for meta in bucket.tensors for part in self._parts[meta.name]]
-            with self._whole(parts):
-                yield bucket, [self._merge(self._parts[meta.name]) for meta in bucket.tensors]
+            with self._whole([part for meta in bucket.tensors for part in self._parts[meta.name]]):
+                yield bucket
+
+    def _merged(self, gathered: Iterator[Bucket]) -> Gathered:
+        """Yield each bucket with its weights. If one cannot be built, `gathered` can still be iterated to the end."""
+        for bucket in gathered:
+            yield bucket, [self._merge(self._parts[meta.name]) for meta in bucket.tensors]
 
     def _whole(self, weights: list[torch.nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         if not self._partitioned:

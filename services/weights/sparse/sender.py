@@ -130,7 +130,7 @@ class SparseWeightSender(WeightSender):
         try:
             if self._sender:
                 deadline = Deadline(self._sync.transfer_deadline_s)
-                self._transport.send(gathered, self.manifest, deadline, Heading(order.fence, order.version))
+                self._transport.send(self._merged(gathered), self.manifest, deadline, Heading(order.fence, order.version))
         except FAILURES as error:
             self._fail(error)
         finally:
