@@ -1,12 +1,14 @@
 """The manifest of a version: which tensors it holds, where each piece of them is, and the checksum that each has in the end.
 
-Guarantees: a manifest that `decode` returns is consistent: its pieces cover every tensor exactly once, in order, every piece lies
-inside its part, no two overlap, and no size exceeds what its tensor can need. So a reader may allocate what a manifest says.
+Guarantees: a manifest that `decode` returns has the bytes that `encode` gave it, by a digest at their end, and is consistent: its
+pieces cover every tensor exactly once, in order, every piece lies inside its part, no two overlap, and no size exceeds what its
+tensor can need. So a reader may allocate what a manifest says.
 A version never changes: its name is (trainer's fence, version, kind), and whoever writes it writes the manifest last.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 
@@ -16,7 +18,8 @@ import torch
 from services.weights.collective import TensorMeta
 from services.weights.versions.positions import InvalidVersion
 
-FORMAT = 1
+FORMAT = 2
+DIGEST_BYTES = 16
 FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 DTYPES = (*FLOATS, "uint8", "int8", "int16", "int32", "int64", "bool")
 SAME, GAPS, BITMAP, DENSE, WHOLE = "same", "gaps", "bitmap", "dense", "whole"
@@ -113,13 +116,17 @@ def assemble(
 
 def encode(manifest: VersionManifest) -> bytes:
     """Return the manifest as bytes."""
-    return msgspec.msgpack.encode(manifest)
+    described = msgspec.msgpack.encode(manifest)
+    return described + _digest(described)
 
 
 def decode(encoded: bytes | memoryview) -> VersionManifest:
     """Return the manifest in `encoded`, which need not be trusted. Raises `InvalidVersion`."""
+    described, digest = encoded[:-DIGEST_BYTES], encoded[-DIGEST_BYTES:]
+    if _digest(described) != digest:
+        raise InvalidVersion("this is no manifest, or some of its bytes have changed")
     try:
-        manifest = msgspec.msgpack.decode(encoded, type=VersionManifest)
+        manifest = msgspec.msgpack.decode(described, type=VersionManifest)
     except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is not UTF-8
         raise InvalidVersion(f"this is no manifest: {error}") from None
     if manifest.format != FORMAT:
@@ -130,6 +137,11 @@ def decode(encoded: bytes | memoryview) -> VersionManifest:
     _check_pieces(manifest)
     _check_places(manifest)
     return manifest
+
+
+def _digest(described: bytes | memoryview) -> bytes:
+    """Return BLAKE2b of a manifest: pieces have checksums of their own, but names, sources and scales of weights do not."""
+    return hashlib.blake2b(described, digest_size=DIGEST_BYTES).digest()
 
 
 def _check_tensors(manifest: VersionManifest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from services.weights.collective import Deadline
 from services.weights.versions import delta as delta_module
 from services.weights.versions import encoder
 from services.weights.versions import mirror as mirror_module
-from services.weights.versions.manifest import VersionManifest, decode, encode
+from services.weights.versions.manifest import DIGEST_BYTES, VersionManifest, decode, encode
 from services.weights.versions.mirror import NOTHING, WeightMirror
 from services.weights.versions.objects import Target
 from services.weights.versions.positions import InvalidVersion
@@ -189,10 +190,32 @@ def test_damaged_bytes_give_an_error_or_the_right_bits(pair, data: st.DataObject
         if mirror.held != NOTHING:
             assert_same_bits(dict(mirror.weights()), before)
     else:
-        got = dict(mirror.weights())
-        assert got.keys() == after.keys()
-        for name in after:
-            assert torch.equal(got[name].reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8))
+        assert_same_bits(dict(mirror.weights()), after)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_forged_manifest_gives_an_error_or_weights(pair, data: st.DataObject) -> None:
+    """Its digest is right, whatever it says."""
+    anchor, (manifest, parts), _, _ = pair
+    mirror = WeightMirror()
+    bring(mirror, *_items(anchor))
+    encoded = bytearray(encode(manifest)[:-DIGEST_BYTES])
+    for _ in range(data.draw(st.integers(1, 3))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        bring(mirror, decode(bytes(encoded) + hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()), parts.items())
+        mirror.weights()
+    except (InvalidVersion, WeightChanged):
+        assert mirror.held in ((FENCE, 0), NOTHING)
+
+
+def test_a_manifest_with_another_name_or_scale_is_rejected(pair) -> None:
+    """No checksum of a piece covers them."""
+    encoded = encode(pair[1][0])
+    assert encoded.count(b"odd") == 2
+    with pytest.raises(InvalidVersion, match="some of its bytes have changed"):
+        decode(b"oda".join(encoded.rsplit(b"odd", 1)))
 
 
 def variants(manifest: VersionManifest) -> list[tuple[str, VersionManifest]]:
@@ -202,7 +225,7 @@ def variants(manifest: VersionManifest) -> list[tuple[str, VersionManifest]]:
     block = replace(first.blocks[0], raw=10**15, stored=10**15)
     tensors, weights = manifest.tensors, manifest.weights
     return [
-        ("format 2", replace(manifest, format=2)),
+        ("format 3", replace(manifest, format=3)),
         ("do not cover", replace(manifest, pieces=others)),
         ("do not cover", replace(manifest, pieces=manifest.pieces[:-1])),
         ("begins at", replace(manifest, pieces=[replace(first, start=1), *others])),
