@@ -17,6 +17,7 @@ import structlog
 from services.config import RunConfig
 from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
+from services.runtime.atomic_folders import FolderError
 from services.runtime.loops import Broken
 from services.runtime.portal import Portal
 from services.store import Store
@@ -111,4 +112,7 @@ class Worker:
 
     def export(self, step: int) -> None:
         """Write the model after `step` as a Hugging Face folder. Collective."""
-        self.policy.export_hf(self.model_folder, step)
+        try:
+            self.policy.export_hf(self.model_folder, step)
+        except FolderError as error:
+            raise Broken(str(error)) from error

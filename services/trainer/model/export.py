@@ -8,9 +8,12 @@ merged into the model. They are also stored next to it in peft's own format, for
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -77,12 +80,23 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
         }
         atomic_folders.finish(partial, folder, FolderManifest(atomic_folders.digests(partial, 0, 1), facts))
     except FolderError as error:
-        return str(error)
+        problem = str(error)
     except OSError as error:
-        return atomic_folders.explain(folder, error)
+        problem = atomic_folders.explain(folder, error)
+    except SafetensorError as error:
+        problem = atomic_folders.explain(folder, _of_the_disk(error))
     except ValueError as error:  # transformers rejects defaults that contradict each other
-        return f"cannot write {folder}: {error}"
-    return ""
+        problem = f"cannot write {folder}: {error}"
+    else:
+        return ""
+    atomic_folders.discard(atomic_folders.unfinished(folder))  # it may be what fills the disk
+    return problem
+
+
+def _of_the_disk(error: SafetensorError) -> OSError:
+    """Return the error that safetensors had from the system, of which it has only the text."""
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def _generation_config(module: Any, tokenizer: Any, sampling: Sampling) -> GenerationConfig:

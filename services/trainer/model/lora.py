@@ -112,7 +112,7 @@ def merged_state(state: Mapping[str, Tensor], options: Lora) -> dict[str, Tensor
 
 
 def save(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapters in `state` in peft's format, for `PeftModel.from_pretrained`. Raises `OSError`."""
+    """Write the adapters in `state` in peft's format, for `PeftModel.from_pretrained`. Raises `OSError` or `SafetensorError`."""
     from safetensors.torch import save_file
 
     folder.mkdir()

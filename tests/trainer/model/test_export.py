@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -117,3 +118,20 @@ def test_damage_is_detected_by_the_reader(module: Any, config: RunConfig, tmp_pa
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     with pytest.raises(FolderError, match=r"model\.safetensors differs from the SHA-256 in manifest\.json"):
         atomic_folders.check(tmp_path / "model")
+
+
+def test_a_full_disk_is_explained_and_the_last_export_is_kept(module: Any, config: RunConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(module, config, 1, folder)
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # enough for config.json
+    try:
+        problem = export.save(module, module.state_dict(), config, 2, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert f"{folder} cannot be written" in problem
+    assert "File too large" in problem
+    assert "free space" in problem
+    assert atomic_folders.check(folder).facts["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "what was written may be what fills the disk"
