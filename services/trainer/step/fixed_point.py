@@ -1,8 +1,8 @@
 """Sums of gradients that do not depend on their order: over micro-batches and over ranks.
 
 Guarantees: `reduce` leaves the same bits on every rank, whichever rank held which micro-batch, because integers add up without
-rounding. A gradient element loses what is below 2^-53, far below AdamW's epsilon of 1e-8, and must not exceed 2^11 divided by the
-number of micro-batches; anything larger is reported as infinite.
+rounding. A gradient element loses what is below 2^-53, far below AdamW's epsilon of 1e-8, and must be below 2^11 divided by the
+number of micro-batches; anything else is reported as infinite.
 Cost: 8 bytes a parameter, a pass over the gradients per micro-batch (on a CPU ten times a plain sum, 3 ns a parameter), an
 all-reduce of twice the bytes.
 """
@@ -51,7 +51,7 @@ class FixedPointSum:
 
         `micro_batches` is the number over all ranks. If an element was too large or NaN, gradients are infinite.
         """
-        too_large = float(ranks.maximum(self._largest)) > 2.0 ** (63 - FRACTION_BITS) / micro_batches
+        too_large = float(ranks.maximum(self._largest)) >= 2.0 ** (63 - FRACTION_BITS) / micro_batches
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             summed = torch.empty_like(parameter, memory_format=torch.contiguous_format)
             for piece, into in zip(ranks.total(total).view(-1).split(PIECE), summed.view(-1).split(PIECE), strict=True):

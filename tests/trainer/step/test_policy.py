@@ -274,6 +274,7 @@ def test_gradients_add_up_in_fixed_point(results: dict[str, list[Any]]) -> None:
         assert torch.equal(sums["in order"], sums["one rank"])
         assert torch.equal(sums["in order"], sums["afterwards"])
         assert sums["too large"].isinf().all()
+        assert sums["at the bound"].isinf().all(), "an int64 would wrap"
         assert sums["no number"].isinf().all()
 
 
