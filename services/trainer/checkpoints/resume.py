@@ -68,10 +68,11 @@ def choose(state: RunState, step: int, plans: Iterable[StepPlan], config: RunCon
         return Restore(f"Redis has committed steps only up to {state.committed_step}; later ones were lost")
     if step < state.retired_step:
         return Restore(f"Redis has no plans between this checkpoint and that of step {state.retired_step}, which is gone")
-    if unfit and step < 0:
-        raise NoWay(f"steps were planned for {unfit[0].ranks} ranks, not for {shape}, and there is no checkpoint: set it back")
     if unfit:
-        return Restore(f"steps were planned for {unfit[0].ranks} ranks with rows of {unfit[0].row_tokens} tokens, not {shape}")
+        planned = f"steps were planned for {unfit[0].ranks} ranks with rows of {unfit[0].row_tokens} tokens, not {shape}"
+        if step < 0:
+            raise NoWay(f"{planned}, and there is no checkpoint: set it back")
+        return Restore(planned)
     again = state.committed_step - step
     return Attach(
         f"Redis knows every step up to {state.committed_step}"

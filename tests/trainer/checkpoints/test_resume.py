@@ -59,9 +59,10 @@ def test_plans_for_other_ranks_or_row_lengths_are_replanned(config: RunConfig) -
     for unfit in (plan(6, ranks=1), plan(6, row_tokens=512)):
         way = choose(state(6), 5, [unfit], config)
         assert isinstance(way, Restore)
-        assert f"planned for {unfit.ranks} ranks with rows of {unfit.row_tokens} tokens, not 2 ranks with rows of 256" in way.why
+        planned = f"planned for {unfit.ranks} ranks with rows of {unfit.row_tokens} tokens, not 2 ranks with rows of 256"
+        assert planned in way.why
         assert not trainable(codec.encode(unfit), config)
-        with pytest.raises(NoWay, match=r"there is no checkpoint: set it back"):
+        with pytest.raises(NoWay, match=f"{planned} tokens, and there is no checkpoint: set it back"):
             choose(state(6), -1, [unfit], config)
     assert trainable(codec.encode(plan(6, row_tokens=128)), config)
     assert not trainable(b"damaged", config)
