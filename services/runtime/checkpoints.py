@@ -77,12 +77,13 @@ class Saved:
             ) from error
 
 
-def surplus(written: Iterable[int], step: int, keep: int) -> list[int]:
+def surplus(written: Iterable[int], step: int, keep: int, before: int) -> list[int]:
     """Return which of the checkpoints of the steps `written`, in order of writing, to delete once that of `step` exists.
 
-    Checkpoints of later steps belong to a history from before a restore, and are deleted first.
+    `before`: the step of the checkpoint that `latest` named until then. Checkpoints of later steps belong to a history that a
+    restore has abandoned, and are deleted first.
     """
-    others = sorted((one for one in written if one != step), key=lambda one: one < step)
+    others = sorted((one for one in written if one != step), key=lambda one: one <= min(before, step))
     return others[: max(0, len(others) + 1 - keep)]
 
 
@@ -125,14 +126,18 @@ class CheckpointFolder:
         except (OSError, UnicodeDecodeError):
             return ""
 
+    def named_step(self) -> int:
+        """Return the step of the checkpoint in `latest`; without one, a step after all others."""
+        number = self.named().removeprefix("step-")
+        return int(number) if number.isdigit() else sys.maxsize
+
     def latest(self) -> Saved | None:
         """Return the checkpoint that `latest` names, or the last undamaged one before it. Compares every byte.
 
         Checkpoints of later steps, left behind by a restore, come last. Raises `CheckpointError` if the checkpoint is from
         another version of this program.
         """
-        number = self.named().removeprefix("step-")
-        named = int(number) if number.isdigit() else sys.maxsize
+        named = self.named_step()
         self.passed_over = ""
         for candidate in sorted(self.complete(), key=lambda one: (one.step <= named, one.step), reverse=True):
             if candidate.refusal:

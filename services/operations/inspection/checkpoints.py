@@ -135,9 +135,9 @@ def kept_until(written: Iterable[int], latest: int, steps: int, every_steps: int
     for step in (*range(((latest + 1) // every_steps + 1) * every_steps - 1, last, every_steps), last):
         if step <= latest or given <= until.keys():
             break
-        gone = {*surplus(held, step, keep), step}
+        gone = {*surplus(held, step, keep, latest), step}
         until |= dict.fromkeys(gone & given - until.keys(), step)
-        held = [*(one for one in held if one not in gone), step]
+        held, latest = [*(one for one in held if one not in gone), step], step
     return until
 
 

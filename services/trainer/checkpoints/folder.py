@@ -166,10 +166,11 @@ class Checkpoints(CheckpointFolder):
             atomic_folders.finish(partial, final, manifest, superseded)
         except FolderError as error:
             return str(error)
-        if problem := superseded() or self._point_to(Saved(final, manifest.facts["step"], manifest)):
+        step, before = manifest.facts["step"], self.named_step()
+        if problem := superseded() or self._point_to(Saved(final, step, manifest)):
             return problem
         written = self.written()
-        atomic_folders.remove(written[step] for step in surplus(written, manifest.facts["step"], self.keep) if not superseded())
+        atomic_folders.remove(written[one] for one in surplus(written, step, self.keep, before) if not superseded())
         return ""
 
 

@@ -247,6 +247,17 @@ def test_a_superseded_trainer_leaves_newer_checkpoints_alone(tmp_path: Path, mon
     assert not new.unfinished()
 
 
+def test_checkpoints_from_before_a_restore_are_deleted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of steps that the run has since passed: a trainer must not fall back to a history that was abandoned."""
+    policy: Any = Ranks(monkeypatch)
+    checkpoints = policy.checkpoints(tmp_path, 7, [7])
+    checkpoints.save(policy, 3)
+    checkpoints.save(policy, 5)
+    checkpoints.restore(policy, 3)
+    checkpoints.save(policy, 7)
+    assert [one.step for one in checkpoints.complete()] == [3, 7]
+
+
 @pytest.mark.parametrize(
     ("synced", "nth", "refused"),
     [("step-00000007.7.partial", 1, True), ("", 1, True), ("", 2, False)],
