@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -61,6 +62,7 @@ from services.runtime.processes.child_processes import ServicePlan
 from services.store import Store
 from services.store.connection.client import Login
 
+PASSWORD = re.compile(r"(://[^:/@]*):[^/@]+@")  # in an address
 ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit, and longer on a busy machine; then they are killed
 
 Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
@@ -319,10 +321,20 @@ class _Job:
             write_report(self.folder.metrics, result, self.folder.report)
         print(f"{outcome.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
         if outcome.status == "stopped":
-            command = shlex.join(["grpo", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
-            print(f"  resume it with: {command}", flush=True)
+            print(f"  resume it with: {shlex.join(['grpo', *again(sys.argv[1:])])}", flush=True)
         else:
             print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
+
+
+def again(argv: Sequence[str]) -> list[str]:
+    """Return the arguments that resume a run: without --fresh and --resume, which were for its start, and without a password."""
+    words, given = list[str](), iter(argv)
+    for word in given:
+        if word == "--resume":
+            next(given, "")
+        elif word != "--fresh" and not word.startswith("--resume="):
+            words.append(PASSWORD.sub(r"\1:PASSWORD@", word))
+    return words
 
 
 def _left(outcome: LaunchOutcome) -> Condition:

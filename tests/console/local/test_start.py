@@ -13,6 +13,7 @@ from services.config import RunConfig, digest
 from services.console import options as shared
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import start_server
+from services.console.local.run import again
 from services.console.start.checked import Options, fresh_or_asked
 from services.store import Store
 from tests.support.console import config_file, grpo, steps
@@ -103,3 +104,12 @@ def test_json_goes_to_stdout_and_everything_else_to_stderr(tmp_path: Path) -> No
     told = json.loads(done.stdout)
     assert (told["status"], told["steps"], told["lost"]) == ("finished", 2, 0)
     assert "step 2/2" in done.stderr
+
+
+def test_the_command_that_resumes_repeats_neither_resume_nor_fresh() -> None:
+    """Repeated, `--resume 5` would go back to step 5 again. The terminal's log does not get the password of Redis."""
+    given = ["run", "my.toml", "--resume", "5", "run.steps=9", "--fresh", "--redis-url", "redis://ada:secret@host:6379/0"]
+    assert again(given) == ["run", "my.toml", "run.steps=9", "--redis-url", "redis://ada:PASSWORD@host:6379/0"]
+    assert again(["run", "--resume=7", "my.toml", "redis.url=redis://:secret@host"]) == [
+        "run", "my.toml", "redis.url=redis://:PASSWORD@host",
+    ]  # fmt: skip
