@@ -59,11 +59,13 @@ class Follower:
         """The last step written to the tracker."""
         self._config, self._store, self._folder, self._stopping = config, store, folder, stopping
         self._tracker: Tracker | None = None
+        self._reached: Position | None = None  # what the tracker has, durably or not; None: that is not known
         self._failing = False
 
     async def follow(self, loop: Loop) -> None:
         """Follow the run until it ends or `stopping` is set, and everything recorded by then was tried once more."""
-        position, steps_after, rounds_after, written = self._position(), "-", "-", False
+        position = self._reached = self._reached or self._position()  # after a failure of Redis the tracker is still open
+        steps_after, rounds_after, written = "-", "-", False
         self.taken = position.step
         while True:
             last = self._stopping.is_set()  # read before polling, so that everything recorded by then is written
@@ -77,7 +79,8 @@ class Follower:
             written = await self._write(position, [record for _, record in steps], [record for _, record in rounds])
             loop.progress()
             if not written:  # read again what the tracker received but does not have durably
-                position, steps_after, rounds_after = self._position(), "-", "-"
+                position = self._reached = self._position()
+                steps_after, rounds_after = "-", "-"
             else:
                 steps_after = steps[-1][0] if steps else steps_after
                 rounds_after = rounds[-1][0] if rounds else rounds_after

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 
 from services.config import ConfigError, RunConfig, digest, to_toml
 from services.console.local.redis_server import RedisServer
+from services.protocol.errors import StoreError
 from services.runtime import tracking
 from services.runtime.loops import Loop, end_tasks
 from services.store import Store
@@ -158,6 +159,34 @@ async def test_undurable_records_are_sent_again_after_a_restart(store: Store, re
         stopping.set()
         await task
         assert recorder.steps == [0, 1, 2, 3, 4]  # closed cleanly, so the last process has nothing to do
+
+
+async def test_an_outage_of_redis_repeats_nothing(
+    store: Store, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It restarts the loop, while the tracker is still open."""
+    recorder.durable, stopping, failures, read = False, asyncio.Event(), list[str](), store.monitor.metrics
+    made = Follower(
+        "wandb", small_config(tmp_path, None, "tracking.wandb=project"), store, tmp_path / "tracking", stopping,
+        TrackerMetrics(CollectorRegistry()),
+    )  # fmt: skip
+
+    async def failing(after: str, count: int) -> list[tuple[str, Record]]:
+        if len(failures) < 2:
+            failures.append(after)
+            raise StoreError("Redis cannot be reached")
+        return await read(after, count)
+
+    for step in range(4):
+        await store.monitor.record(record(step))
+    task = asyncio.create_task(Loop("wandb", made.follow, 60).supervise())
+    await wait_until(lambda: recorder.steps == [0, 1, 2, 3])
+    monkeypatch.setattr(store.monitor, "metrics", failing)
+    await wait_until(lambda: len(failures) == 2)
+    await store.monitor.record(record(4))
+    stopping.set()
+    await task
+    assert recorder.steps == [0, 1, 2, 3, 4]
 
 
 async def test_a_failing_tracker_is_logged_once_and_retried(store: Store, recorder: Recorder, tmp_path: Path) -> None:
