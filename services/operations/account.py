@@ -41,14 +41,21 @@ class PodAccount(msgspec.Struct):
     doing: str = ""
     """Activity that had the most of the time between the last two heartbeats."""
     before: dict[str, float] = {}
-    """The same of earlier processes, with `down`."""
+    """The same of earlier processes with as many devices, with `down`."""
+    apart: dict[str, float] = {}
+    """Activity -> device-seconds of earlier processes with another number of devices."""
     left: bool = False
     """Whether it left in order: the time until it is restarted then counts for no pod."""
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by activity."""
+        """Return the seconds by activity, for which the pod held `devices`."""
         names = [*self.current, *(name for name in self.before if name not in self.current)]
         return {name: self.current.get(name, 0.0) + self.before.get(name, 0.0) for name in names}
+
+    def device_seconds(self) -> dict[str, float]:
+        """Return the device-seconds by activity, through all of its processes."""
+        total = {name: seconds * self.devices for name, seconds in self.seconds().items()}
+        return total | {name: total.get(name, 0.0) + seconds for name, seconds in self.apart.items()}
 
 
 class Account(msgspec.Struct):
@@ -60,8 +67,8 @@ class Account(msgspec.Struct):
         """Return device-seconds by activity, of all pods or those of a kind."""
         total = dict[str, float]()
         for pod in self.pods.values():
-            for name, seconds in pod.seconds().items() if kind in ("", pod.kind) else ():
-                total[name] = total.get(name, 0.0) + seconds * pod.devices
+            for name, seconds in pod.device_seconds().items() if kind in ("", pod.kind) else ():
+                total[name] = total.get(name, 0.0) + seconds
         return total
 
     def observe(self, heard: Iterable[tuple[PodStatus, float]], now_s: float, beat_s: float) -> None:
@@ -101,6 +108,8 @@ class Account(msgspec.Struct):
             elif not pod.left:
                 pod.before[DOWN] = pod.before.get(DOWN, 0.0) + down_s
             pod.current = {}
+            if pod.devices != devices:
+                pod.apart, pod.before = pod.device_seconds(), {}
         grown = {name: seconds - pod.current.get(name, 0.0) for name, seconds in spent.items()}
         pod.doing = max(grown, key=lambda name: grown[name], default=pod.doing)
         pod.kind, pod.devices, pod.boot, pod.beat_s, pod.heard_s, pod.left = (

@@ -66,6 +66,17 @@ def test_a_leaving_process_is_accounted_for_until_it_exits() -> None:
     assert found.pods["trainer-0"].seconds() == {"loading": 6.0, "ending": 2.0}, "the time before the restart belongs to nobody"
 
 
+def test_another_number_of_devices_counts_from_its_start() -> None:
+    """A run may be resumed with more ranks; what its earlier processes spent stays."""
+    found = Account()
+    found.observe([(status("trainer-0", "a", 1, training=100.0), 0.0)], 100.0, 1.0)
+    found.observe([(status("trainer-0", "b", 4, training=10.0), 0.0)], 120.0, 1.0)
+    assert found.device_seconds() == {"training": 140.0, "down": 10.0}
+    assert found.device_seconds("trainer") == {"training": 140.0, "down": 10.0}
+    assert found.device_seconds("generator") == {}
+    assert found.pods["trainer-0"].seconds() == {"training": 10.0}
+
+
 lives = st.lists(st.tuples(st.floats(0.5, 50), st.floats(0.0, 20), st.sampled_from(ACTIVITIES)), min_size=1, max_size=6)
 
 
