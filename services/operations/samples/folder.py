@@ -7,10 +7,10 @@ merged file and deleting those that it was merged from, only the merged one coun
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import pyarrow as pa
@@ -22,6 +22,7 @@ SAMPLES = "samples"
 """Folder of the log below the run's folder."""
 METADATA = b"grpo"
 STATUS = "log.json"
+T = TypeVar("T")
 _NAME = re.compile(r"part-(\d{8})-(\d{8})\.parquet")
 
 
@@ -91,6 +92,16 @@ class SampleFolder:
         found = [self._read(path, first, last, known) for path, first, last in current(self.path)]
         self.parts = [part for part in found if part is not None]
         return self.parts
+
+    def reading(self, read: Callable[[list[Part]], T]) -> T:
+        """Return what `read` makes of the parts that count. It starts again if a tracker has merged or deleted some meanwhile."""
+        while True:
+            parts = self.refresh()
+            try:
+                return read(parts)
+            except FileNotFoundError:
+                if self.refresh() == parts:
+                    raise
 
     def _read(self, path: Path, first: int, last: int, known: dict[str, Part]) -> Part | None:
         if path.name in known:

@@ -53,7 +53,10 @@ def sampled_tokens(folder: Path, steps: Mapping[int, float]) -> SampledTokens:
     `steps`: every step of the run -> its incarnation, 0: unknown.
     """
     log = SampleFolder(folder / SAMPLES)
-    log.refresh()
+    return log.reading(lambda _: _sampled(log, folder, steps))
+
+
+def _sampled(log: SampleFolder, folder: Path, steps: Mapping[int, float]) -> SampledTokens:
     configured = _configured_share(folder) if any(not part.position.share for part in log.parts) else 0.0
     missing = ", ".join(_missing(log, folder, steps, configured))
     if not log.parts:

@@ -62,7 +62,12 @@ class Search:
         """
         if sort and sort not in SORTS:
             raise ExpressionError(f"cannot sort by {sort!r}: the columns are {', '.join(SORTS)}")
-        parts = self.folder.refresh()
+        return self.folder.reading(lambda parts: self._find(parts, where, sort, reverse, offset, limit, columns, limit_s))
+
+    def _find(
+        self, parts: Sequence[Part], where: str, sort: str, reverse: bool, offset: int, limit: int, columns: Sequence[str],
+        limit_s: float,
+    ) -> SamplePage:  # fmt: skip
         expression, read = _condition(where, self.folder.position.begun)
         read |= {"incarnation", "step", ROW, *([sort] if sort else [])}
         table, starts = self._table(parts)
@@ -102,7 +107,7 @@ class Search:
             if time.monotonic() > until:
                 break
             narrow = table.slice(start, part.rows)
-            texts = pq.read_table(part.path, columns=list(long))
+            texts = part.read(long)
             for name in long:
                 narrow = narrow.append_column(name, texts[name])
             found.append(narrow.filter(expression).drop_columns(list(long)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset
 import pyarrow.parquet as pq
@@ -130,3 +131,30 @@ def test_the_documented_line_reads_a_log(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_column_is_documented() -> None:
     text = (ROOT / "docs" / "samples.md").read_text()
     assert [f"| `{name}` | {meaning} |" for name, meaning in MEANINGS.items() if f"| `{name}` | {meaning} |" not in text] == []
+
+
+def test_files_that_are_merged_during_a_search_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracker of a running run merges and deletes files at any time."""
+    writer = PartWriter(tmp_path, 1000)
+    for number in range(MERGED):
+        writer.write(columns_of([made_row(number)]), LogPosition(1, 1, {"1": 0}))
+    log = Search.of(tmp_path)
+    page = log._page
+
+    def merging(*given: Any) -> list[int]:
+        writer.tidy()
+        return page(*given)
+
+    monkeypatch.setattr(log, "_page", merging)
+    assert numbers(log, where="'it' in completion", limit=99) == list(reversed(range(MERGED)))
+    assert len(writer.folder.parts) == 1
+
+
+def test_a_file_that_is_gone_for_good_is_an_error(tmp_path: Path) -> None:
+    folder = SampleFolder(tmp_path)
+
+    def gone(_: object) -> None:
+        raise FileNotFoundError
+
+    with pytest.raises(FileNotFoundError):
+        folder.reading(gone)
