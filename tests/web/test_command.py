@@ -17,6 +17,7 @@ import pytest
 from services.config import load_resolved
 from services.console.commands.web import web
 from services.console.errors import ConsoleError
+from services.console.local.lock import FolderLock
 from services.console.local.plan import plan_units
 from services.console.local.redis_server import RedisServer
 from services.http.credentials import api_tokens
@@ -119,3 +120,20 @@ def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:
             page.send_signal(signal.SIGTERM)
             assert page.wait(LIMIT_S) == 0
     wait_until(lambda: processes_of(run) == {}, "its Redis is gone again")
+
+
+def test_grpo_web_stays_while_a_run_is_started_over(tmp_path: Path) -> None:
+    """`--fresh` deletes the configuration before it writes the new one."""
+    assert grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1").returncode == 0
+    run = tmp_path / "small"
+    command = [sys.executable, "-m", "services.console", "web", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path) as page:
+        assert page.stdout is not None
+        assert page.stdout.readline() == "run small: finished\n"
+        with FolderLock(run):
+            away = (run / "config.toml").rename(tmp_path / "away.toml")
+            with pytest.raises(subprocess.TimeoutExpired):
+                page.wait(3)
+            away.rename(run / "config.toml")
+        page.send_signal(signal.SIGTERM)
+        assert page.wait(LIMIT_S) == 0

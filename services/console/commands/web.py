@@ -29,16 +29,18 @@ AGAIN_S = 1.0  # between attempts to reach a run whose Redis is just stopping or
 async def web(run: str, redis_url: str, host: str, port: int, as_json: bool) -> int:
     """Serve the page until Ctrl-C."""
     port, told = port or free_port(""), interrupted()
-    served = ""
+    served, folder = "", None
     while not told.is_set():
         try:
             async with attach(run, redis_url) as attached:
+                folder = attached.folder
                 served = await _serve(attached, host, port, told, served, as_json)
         except ConsoleError as error:
             if not served:
                 await _serve_folder(folder_instead(run, redis_url, error), host, port, told, as_json)
                 return EXIT_OK
-            if error.code != EXIT_REDIS:
+            over = folder is not None and holder(folder.path) is not None  # a run that is started over has no configuration yet
+            if error.code != EXIT_REDIS and not over:
                 raise
             await asyncio.sleep(AGAIN_S)
     return EXIT_OK
