@@ -199,12 +199,16 @@ class Launcher:
         if all(code is None for code in codes):
             return
         died = self._died.setdefault(child.name, now)
-        verdict = any(code in supervision.FINAL for code in codes)
-        # Only an observation that began after the child's end can say whether the run had already finished.
-        if not verdict and self.observer.last.at <= died:
+        # Only an observation that began after the child's end can say whether the run had already finished, and Redis serves it.
+        if not supervision.verdicts(codes, self._redis_served) and self.observer.last.at <= died:
             return
         del self._died[child.name]
         self._decide(child, codes, now)
+
+    @property
+    def _redis_served(self) -> bool:
+        """Whether Redis is the run's own, or the run has been read from it."""
+        return self.server is not None or self.observer.last.state is not None
 
     def _decide(self, child: ChildService, codes: Sequence[int | None], now: float) -> None:
         poll = self.observer.last
@@ -216,7 +220,7 @@ class Launcher:
         said = printable(most_telling([each.cause() for each in child.pods]))
         decision, self._records[child.name] = supervision.decide(
             child.name, self._records[child.name], codes, lived_s=now - child.started, committed_step=poll.committed_step,
-            over=bool(poll.finished), redis_served=self.server is not None or poll.state is not None, cause=said,
+            over=bool(poll.finished), redis_served=self._redis_served, cause=said,
             worked=self._announcer.worked([each.name for each in child.pods]),
         )  # fmt: skip
         if isinstance(decision, supervision.Ended):

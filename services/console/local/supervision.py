@@ -17,7 +17,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 LATER_S = 60.0  # delay before restarting a child that is not essential to the run
 DEATHS_IN_A_ROW = 5  # enough to survive a passing fault, few enough to give up within a minute or two
 ALIKE_AT_START, ALIKE = 2, 3  # deaths of the same error, before the service ever worked and later: it will not pass
-FINAL = (EXIT_CONFIG, EXIT_REDIS)  # exit codes by which a service says that a restart would not help
 LONG_LIFE_S = 60.0  # a service that lived longer did not die of its start
 
 
@@ -76,9 +75,8 @@ def decide(
     """
     if over:
         return Ended(), record
-    verdicts = [code for code in codes if code == EXIT_CONFIG or (code == EXIT_REDIS and not redis_served)]
-    if verdicts:
-        return GiveUp(f"{child} cannot run", verdicts[0]), record
+    if final := verdicts(codes, redis_served):
+        return GiveUp(f"{child} cannot run", final[0]), record
     stepped = committed_step > record.committed_step
     deaths = 1 if stepped or lived_s > LONG_LIFE_S else record.deaths + 1
     kind = "" if EXIT_REDIS in codes else re.sub(r"\d+", "#", cause)
@@ -89,6 +87,11 @@ def decide(
     if deaths > DEATHS_IN_A_ROW:
         return GiveUp(f"{child} died {deaths} times in a row without completing a step", EXIT_FAILED), record
     return Start(min(FIRST_PAUSE_S * 2 ** (deaths - 1), LONGEST_PAUSE_S)), record
+
+
+def verdicts(codes: Sequence[int | None], redis_served: bool) -> list[int]:
+    """Return the exit codes by which a service says that a restart would not help."""
+    return [code for code in codes if code == EXIT_CONFIG or (code == EXIT_REDIS and not redis_served)]
 
 
 def account(codes: Sequence[int | None]) -> str:
