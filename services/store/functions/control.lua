@@ -35,14 +35,15 @@ register('create', {
   return 1
 end)
 
--- args: number of steps. A run that is resumed may be given another number; if it had finished and has steps left, it continues.
+-- args: number of steps. A run that is resumed may be given another number; if it had finished and has steps left, it continues,
+-- even if it was ended early.
 -- Returns 1 if the number changed, 0 if not or if there is no run.
 register('set_steps', {'steps', POSITIVE}, function(prefix, args)
   local key = prefix .. ':run'
   local have = redis.call('HMGET', key, 'steps', 'committed_step')
   if not have[1] or have[1] == args[1] then return 0 end
   redis.call('HSET', key, 'steps', args[1])
-  if tonumber(args[1]) > have[2] + 1 then redis.call('HDEL', key, 'finished') end
+  if tonumber(args[1]) > have[2] + 1 and redis.call('HDEL', key, 'finished') == 1 then redis.call('HDEL', key, 'stopping') end
   notify(prefix, 'control')
   return 1
 end)

@@ -41,6 +41,22 @@ async def test_more_steps_resume_a_finished_run(any_store: Store) -> None:
     assert await after(11) == (True, 11, "")
 
 
+async def test_more_steps_resume_a_run_that_was_ended_early(any_store: Store) -> None:
+    """A stop that has been obeyed does not end the resumed run again; one that has not been still does."""
+    await any_store.run.create("config", "data", 10, 4)
+    fence = await any_store.run.attach_trainer()
+    await any_store.run.stop("enough")
+    assert await any_store.run.set_steps(11)
+    state = await any_store.run.state()
+    assert state is not None
+    assert state.stopping == "enough"
+    await any_store.run.finish("trained 4 of 11 steps", fence)
+    assert await any_store.run.set_steps(12)
+    state = await any_store.run.state()
+    assert state is not None
+    assert (state.finished, state.stopping) == ("", "")
+
+
 @pytest.mark.parametrize(("config", "data", "what"), [("other", "data", "configuration"), ("config", "other", "data set")])
 async def test_a_different_run_of_the_same_name_is_rejected(any_store: Store, config: str, data: str, what: str) -> None:
     await any_store.run.create("config", "data", 10, 4)
