@@ -46,6 +46,8 @@ class LogStatus(msgspec.Struct):
     """Outcome -> groups that were to be logged and are not: the tracker was gone or too slow."""
     first_step: int = 0
     """Step at which the log begins."""
+    counted: dict[str, int] | None = None
+    """Outcome -> how many of `missed` are in the counts of the present Redis; None: all, in files of earlier versions."""
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,9 @@ class SampleLog:
         """Follow the run until it ends or `stopping` is set, and everything that ended by then is logged."""
         writer = await asyncio.to_thread(PartWriter, self._path, self._config.samples.keep)
         self._position = writer.folder.position
-        self._missed = dict(writer.folder.status().missed)
-        self._counted = dict(self._missed)
+        status = writer.folder.status()
+        self._missed = dict(status.missed)
+        self._counted = dict(status.missed if status.counted is None else status.counted)
         await asyncio.to_thread(self._recognise, writer)
         while True:
             last = self._stopping.is_set()  # read first, so that everything that ended by then is logged
@@ -111,7 +112,7 @@ class SampleLog:
             position.begun = {**position.begun, str(state.incarnation): state.retired_step + 1}
             if not writer.folder.parts and state.retired_step >= 0:
                 log.warning("the sample log does not cover the first steps of the run", step=state.retired_step + 1)
-                writer.note(LogStatus(self._missed, state.retired_step + 1))
+                writer.note(LogStatus(self._missed, state.retired_step + 1, self._counted))
         position.step = min(max(position.step, state.retired_step), state.committed_step)
 
     async def _acknowledge(self, entries: Iterable[str]) -> int:
@@ -167,6 +168,6 @@ class SampleLog:
                 )
                 for outcome, count in more.items():
                     self._missed[outcome] = self._missed.get(outcome, 0) + count
-                status = LogStatus(self._missed, writer.folder.status().first_step)
-                await asyncio.to_thread(writer.note, status)
+            status = LogStatus(self._missed, writer.folder.status().first_step, missed)
+            await asyncio.to_thread(writer.note, status)
         self._metrics.missed_groups.set(sum(self._missed.values()))

@@ -273,6 +273,23 @@ async def test_counts_survive_the_loss_of_redis(store: Store, quick: None, tmp_p
     assert metrics.get_sample_value("grpo_tracker_missed_groups") == 1
 
 
+async def test_a_restarted_tracker_counts_missed_groups_once(store: Store, quick: None, tmp_path: Path) -> None:
+    """After the loss of Redis, whose count began again."""
+    team, config = await start(store, slots=64), config_of(tmp_path)
+    await store.samples.log(1, -1, 1.0, 0.0)
+    for _ in range(2):
+        await dropped(store, team, "filtered:zero", 0)
+    await follow_once(store, config, tmp_path)
+    await store.client.delete(store.keys.samples_state)
+    await follow_once(store, config, tmp_path)
+    await store.client.hset(store.keys.samples_state, "until_ms", "0")  # type: ignore[misc]
+    await dropped(store, team, "filtered:zero", 0)
+    for _ in range(2):
+        metrics = await follow_once(store, config, tmp_path)
+        assert SampleFolder(tmp_path / SAMPLES).status().missed == {"filtered": 3}
+        assert metrics.get_sample_value("grpo_tracker_missed_groups") == 3
+
+
 async def test_a_rarely_written_log_misses_no_step(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first file, the next is due in a million seconds or once enough steps wait."""
     for name, value in {"POLL_S": 0.01, "SHARE": 1e-12, "LONGEST_S": 1e6, "WAITING_BYTES": 1 << 60}.items():
