@@ -85,9 +85,7 @@ def _health(service: Service) -> APIRouter:
 
 def _shown(host: str) -> str:
     """Return the address at which others reach this pod: GRPO_ADDRESS on a cluster, where its host name does not resolve."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    address = os.environ.get(ADDRESS_ENV) or socket.gethostname()
+    address = host if host not in ("0.0.0.0", "::") else os.environ.get(ADDRESS_ENV) or socket.gethostname()
     return f"[{address}]" if ":" in address else address
 
 
@@ -106,7 +104,9 @@ async def serve(service: Service, tokens: ApiTokens) -> AsyncIterator[str]:
     host, port = given.host, given.port
     certificate = Certificate(given) if given.certificate_file else None
     try:
-        listener = socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         section = "web" if service.kind == "web" else "api"
         raise ConfigError(

@@ -151,6 +151,14 @@ async def test_a_port_in_use_is_an_error_with_a_remedy(service: Service, http: h
             pass
 
 
+async def test_endpoints_can_be_served_over_ipv6(service: Service) -> None:
+    api = service.config.api.model_copy(update={"host": "::1"})
+    other = Service("generator", service.config.model_copy(update={"api": api}), service.store, service.status)
+    async with serve(other, ApiTokens("test-token")) as url, httpx.AsyncClient(base_url=url) as client:
+        assert url.startswith("http://[::1]:")
+        assert (await client.get("/health/live")).status_code == 200
+
+
 def test_a_missing_token_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRPO_API_TOKEN", raising=False)
     config = small_config(tmp_path)

@@ -271,7 +271,8 @@ class _Job:
             if observer.last.state is not None and observer.last.state.paused:
                 display.event(f"it is paused and does not train until it is resumed: grpo resume {self.folder.path}")
             if config.web.port:
-                page = f"http://{config.web.host}:{config.web.port}"
+                host = config.web.host
+                page = f"http://{f'[{host}]' if ':' in host else host}:{config.web.port}"
                 link = f"{page}/#token={api_tokens(config).operate}" if sys.stdout.isatty() else ""
                 display.event(f"web console: {link or f'{page}, with the token in {config.api.token_file}'}")
             limit = max_generators(config, self.gpus)
