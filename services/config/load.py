@@ -24,7 +24,7 @@ from services.config.environments import code_of, environment_file
 from services.config.generation import Generator, owned_options
 from services.config.loss import settle
 from services.config.reading.derived import derived
-from services.config.reading.faults import explained, models_of, without
+from services.config.reading.faults import explained, keys_of, models_of, without
 from services.config.reading.places import COMMAND_LINE, KeyPlaces
 from services.config.reading.unused_keys import unused_keys
 from services.config.root import Redis, RunConfig
@@ -114,8 +114,9 @@ def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, fault
             lines = [explained(fault) for fault in errors]
             faults += map(places.told, lines)
             stood_in.update(key for line in lines for key in places.named(line))
-            gone = [without(left, fault["loc"]) for fault in errors if fault["type"] != "missing"]
-            if len(gone) < len(errors) or not all(gone):
+            faulty = {keys_of(fault): fault["type"] for fault in errors}
+            gone = [without(left, keys) for keys, kind in faulty.items() if kind != "missing"]
+            if len(gone) < len(faulty) or not all(gone):
                 break
     if config is not None:
         config = _settled(config)

@@ -384,3 +384,17 @@ def test_row_tokens_default_to_the_longest_segment(file: Path) -> None:
     config = load(file, [*LENGTHS, *TURNS, "model.max_tokens=9000"], environ={})
     assert (config.trainer.row_tokens, config.max_sequence_tokens) == (9000, 1536)
     assert load(file, [*LENGTHS, "model.max_tokens=9000"], environ={}).trainer.row_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("environments=[{kind='agent', name='e', command=['true'], timeout=5}]",
+      "environments.0.timeout = 5 is not a known key; did you mean 'timeout_s'?"),
+     ("environments=[{kind='mcp', name='e', url='ftp://tools'}]",
+      "environments.0.url = 'ftp://tools': must begin with http:// or https://"),
+     ("environments=[{kind='verifiers', name='e', environment='a b'}]", "environments.0.environment = 'a b': "),
+     ("trainer.gradient_checkpointing=full", "trainer.gradient_checkpointing = 'full': "),
+     ("data.chat_template=5", "data.chat_template = 5: ")],
+)  # fmt: skip
+def test_a_fault_names_the_key_and_not_the_kind_or_the_type(file: Path, override: str, named: str) -> None:
+    assert named in fault(file, override)

@@ -12,8 +12,6 @@ from pydantic import BaseModel
 
 from services.config.root import RunConfig
 
-KINDS = ("jsonl", "parquet", "reasoning_gym", "math", "exact", "regex", "length", "python", "http", "judge")
-"""Kinds of prompt sources and verifiers, which pydantic puts into the path of a faulty key."""
 REPLACED = {
     "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
@@ -74,17 +72,16 @@ ELSEWHERE = {
 
 def explained(fault: Any) -> str:
     """Return one of pydantic's errors as a line."""
-    path = [str(part) for part in fault["loc"]]
-    location = [part for part in path if part not in KINDS]
-    key = ".".join(location) or "configuration"
+    location, sections = _located(fault)
+    key = ".".join(map(str, location)) or "configuration"
     if fault["type"] == "extra_forbidden" and key in REPLACED:
         value = fault["input"]
         return f"{key}{f' = {value!r}' * isinstance(value, str | int | float)} {REPLACED[key]}"
     if fault["type"] == "extra_forbidden":
-        if known := ELSEWHERE.get(location[-1]):
+        if known := ELSEWHERE.get(str(location[-1])):
             return f"{key} = {fault['input']!r} is not a known key: use {known}"
-        names = _valid_names(path[:-1])
-        near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+        names = sorted({name for section in sections for name in section.model_fields})
+        near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
         return f"{key} = {fault['input']!r} is not a known key; {hint}"
     if fault["type"] == "missing":
@@ -95,21 +92,49 @@ def explained(fault: Any) -> str:
     return f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}"
 
 
+def keys_of(fault: Any) -> tuple[str | int, ...]:
+    """Return the keys that lead to what one of pydantic's errors is about."""
+    return tuple(_located(fault)[0])
+
+
 def without(tree: dict[str, Any], location: Sequence[str | int]) -> bool:
-    """Remove from a tree what is at the location of one of pydantic's errors; return whether anything was there."""
-    path = [part for part in location if part not in KINDS]
+    """Remove from a tree what is at a location; return whether anything was there."""
     node: Any = tree
-    for part in path[:-1]:
+    for part in location[:-1]:
         if isinstance(node, list):
             node = cast("list[Any]", node)[int(part)]
         elif isinstance(node, dict) and part in node:
             node = cast("dict[Any, Any]", node)[part]
         else:
             return False
-    if isinstance(node, dict) and path and path[-1] in node:
-        del cast("dict[Any, Any]", node)[path[-1]]
+    if isinstance(node, dict) and location and location[-1] in node:
+        del cast("dict[Any, Any]", node)[location[-1]]
         return True
     return False
+
+
+def _located(fault: Any) -> tuple[list[str | int], list[type[BaseModel]]]:
+    """Return the keys that lead to what an error is about, and the sections that may have the last one.
+
+    Pydantic also names the branch of a union that it took: the kind of an entry, or a type.
+    """
+    keys, sections, holders = list[str | int](), list[type[BaseModel]]([RunConfig]), list[type[BaseModel]]()
+    for part in fault["loc"]:
+        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        if isinstance(part, int):
+            keys.append(part)
+        elif fields or (fault["type"] == "extra_forbidden" and part == fault["loc"][-1] and not _of_kind(sections, part)):
+            keys.append(part)
+            holders, sections = sections, [model for field in fields for model in models_of(field.annotation)]
+        else:
+            sections = _of_kind(sections, part) or sections
+    return keys, holders
+
+
+def _of_kind(sections: Sequence[type[BaseModel]], kind: str) -> list[type[BaseModel]]:
+    """Return those of the sections that are of a kind."""
+    kinds = [(each, each.model_fields["kind"].annotation) for each in sections if "kind" in each.model_fields]
+    return [section for section, annotation in kinds if kind in typing.get_args(annotation)]
 
 
 def _missing(key: str) -> str:
@@ -117,16 +142,6 @@ def _missing(key: str) -> str:
         return f"missing required key {key}: add it"
     listed = typing.get_origin(RunConfig.model_fields[key].annotation) is list
     return f"missing required section {f'[[{key}]]' if listed else f'[{key}]'}: add it"
-
-
-def _valid_names(location: Sequence[str]) -> list[str]:
-    models: list[type[BaseModel]] = [RunConfig]
-    for part in location:
-        if part in KINDS:  # pydantic names the branch of the union it took
-            models = [model for model in models if part in typing.get_args(model.model_fields["kind"].annotation)]
-        elif not part.isdigit():
-            models = [m for model in models if part in model.model_fields for m in models_of(model.model_fields[part].annotation)]
-    return sorted({name for model in models for name in model.model_fields})
 
 
 def models_of(annotation: Any) -> list[type[BaseModel]]:
