@@ -35,25 +35,26 @@ def duration(seconds: float | None) -> str:
 def left_s(rows: Sequence[Mapping[str, float]], steps: int) -> float | None:
     """Estimate the seconds to the last step from the last `RECENT_STEPS`; None before two steps are known."""
     times = [row["time_s"] for row in rows[-RECENT_STEPS - 1 :] if "time_s" in row]
-    if len(times) < 2:
-        return None
-    return max(0.0, (times[-1] - times[0]) / (len(times) - 1) * (steps - 1 - rows[-1]["step"]))
+    spans = _without_pauses([later - earlier for earlier, later in pairwise(times)])
+    return max(0.0, sum(spans) / len(spans) * (steps - 1 - rows[-1]["step"])) if spans else None
 
 
 def average_rate(rows: Sequence[Mapping[str, float]], key: str) -> float | None:
-    """Return the mean of a rate over the run's time, each step weighted by the time since the previous one.
-
-    A long pause, such as a stop overnight, would dominate the mean, so a weight is at most ten times the median.
-    """
+    """Return the mean of a rate over the run's time, each step weighted by the time since the previous one."""
     spans = [
         (later["time_s"] - earlier["time_s"], later[key]) for earlier, later in pairwise(rows) if {key, "time_s"} <= later.keys()
     ]
     if not spans:
         return next((row[key] for row in rows if key in row), None)
-    limit_s = 10 * sorted(span for span, _ in spans)[len(spans) // 2]
-    weights = [min(max(span, 0.0), limit_s) for span, _ in spans]
+    weights = _without_pauses([span for span, _ in spans])
     total = sum(weights)
     return sum(weight * rate for weight, (_, rate) in zip(weights, spans, strict=True)) / total if total else spans[-1][1]
+
+
+def _without_pauses(spans: Sequence[float]) -> list[float]:
+    """Return times between steps, each at most ten times the median: a long pause, such as a stop overnight, would dominate."""
+    limit_s = 10 * sorted(spans)[len(spans) // 2] if spans else 0.0
+    return [min(max(span, 0.0), limit_s) for span in spans]
 
 
 def evaluation_line(record: Mapping[str, float]) -> str:

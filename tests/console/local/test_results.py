@@ -144,3 +144,10 @@ def test_numbers_are_formatted_for_people() -> None:
     line = figures.step_line(row(4, 12.0, **{figures.REWARD: 0.25, figures.GENERATED: 1234.5}), 10, 15.0)
     assert line.startswith("step 5/10  reward 0.250  lag – (max –)  generated 1,234 tok/s  trained – tok/s")
     assert line.endswith("took –  left 15 s")
+
+
+def test_a_pause_hardly_changes_the_estimate_of_the_time_left() -> None:
+    rows = [row(step, 3.0 * step + (40_000.0 if step > 12 else 0.0)) for step in range(20)]
+    left = figures.left_s(rows, 120)
+    assert left is not None
+    assert 300 <= left <= 500
