@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Iterable
 from dataclasses import field
 from pathlib import Path
@@ -156,9 +158,18 @@ def _entry(saved: Saved, latest: bool, until: int | None, verify: bool) -> Check
 
 
 def _unfinished(path: Path) -> CheckpointEntry:
-    files = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     step = int(path.name.removeprefix("step-").split(".")[0])
     return CheckpointEntry(
-        step=step, complete=False, latest=False, bytes=sum(files), written_s=0.0, ranks=0, zero_stage=0, kept_until=None,
+        step=step, complete=False, latest=False, bytes=_size_bytes(path), written_s=0.0, ranks=0, zero_stage=0, kept_until=None,
         problem=f"it has no {atomic_folders.MANIFEST}: it is being written, or was left half-written",
     )  # fmt: skip
+
+
+def _size_bytes(folder: Path) -> int:
+    """Return the size of the files in a folder that may be renamed or deleted meanwhile."""
+    found = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += Path(place, name).stat().st_size
+    return found

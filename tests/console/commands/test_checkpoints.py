@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,24 @@ def test_checkpoints_are_listed_with_their_state(run: Path, capsys: pytest.Captu
     table = " ".join(capsys.readouterr().out.split())
     assert "(checkpoint.keep = 2)" in table
     assert "latest, complete" in table
+
+
+def test_files_may_be_deleted_while_they_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer deletes what an earlier start left half-written."""
+    (left,) = (run / "checkpoints").glob("step-00000011.*")
+    (left / "more").write_bytes(b"half")
+    stat = Path.stat
+
+    def deleting(path: Path, **options: Any) -> os.stat_result:
+        found = stat(path, **options)
+        if path.parent == left:
+            for name in ("state", "more"):
+                (left / name).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "stat", deleting)
+    assert main(["checkpoints", str(run), "--json"]) == 0
+    assert list(left.iterdir()) == []
 
 
 def test_only_verify_detects_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
