@@ -19,6 +19,7 @@ from services.store.records import RunState
 TRAINER = "trainer"  # name of the ranks together
 USED_SHARE = 0.9  # of a GPU's memory, as vLLM takes by default; the rest is for the driver and for fragments
 TRAINER_STOP_S = 30.0  # time for a stopping trainer to finish its step and save
+TRACKER_STOP_S = 30.0  # time for a stopping tracker to account the end of the others and then to close what it writes to
 
 
 def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -> list[ServicePlan]:
@@ -57,7 +58,7 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
         ServicePlan(TRAINER, tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
         *(ServicePlan(pod.name, (pod,), stop_s=config.generator.drain_s + STOP_S) for pod in generators),
         *(ServicePlan(each.name, (each,), stop_s=config.generator.drain_s + STOP_S) for each in environments),
-        *(ServicePlan(tracker.name, (tracker,), essential=False) for tracker in trackers),
+        *(ServicePlan(tracker.name, (tracker,), essential=False, stop_s=TRACKER_STOP_S) for tracker in trackers),
         *(ServicePlan(web.name, (web,), essential=False, stays=True) for web in webs),
     ]
 

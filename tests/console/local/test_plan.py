@@ -24,6 +24,7 @@ from services.console.local.plan import (
 )
 from services.runtime.processes.child_processes import ServicePlan
 from services.store.records import RunState, Scale
+from services.tracker.account import OTHERS_S
 from tests.support.harness import small_config
 
 
@@ -117,6 +118,11 @@ def test_services_inherit_no_overrides_and_limited_threads(tmp_path: Path) -> No
     assert "HF_HUB_OFFLINE" not in common_environment(given, config(tmp_path, "model.path=owner/name"), [])
     assert common_environment(given, config(tmp_path), ["0"]).get("OMP_NUM_THREADS") is None
     assert common_environment(given, config(tmp_path), ["0"])["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_tracker_may_see_the_others_off(tmp_path: Path) -> None:
+    (tracker,) = [unit for unit in plan_units(config(tmp_path, "samples.keep=100"), Path("c")) if unit.name == "tracker-0"]
+    assert tracker.stop_s > 2 * OTHERS_S, "then it closes its trackers"
 
 
 def test_visible_gpus_come_from_cuda_visible_devices(tmp_path: Path) -> None:
