@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from services.config import RunConfig
@@ -138,7 +139,8 @@ def common_environment(environ: Mapping[str, str], config: RunConfig, gpus: Sequ
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without importing torch."""
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        return list(takewhile(lambda name: name != "-1", filter(None, names)))  # as CUDA does
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
