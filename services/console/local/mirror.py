@@ -27,7 +27,7 @@ class Mirror:
         whole = path.read_bytes() if path.exists() else b""
         kept = whole[: whole.rfind(b"\n") + 1]
         self._history.begin(msgspec.json.decode(line) for line in kept.splitlines())
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("ab")
         if len(kept) < len(whole):
             self._file.truncate(len(kept))
 
@@ -46,6 +46,7 @@ class Mirror:
                 self._rewrite()
             elif new:
                 self._file.write(msgspec.json.encode(row) + b"\n")
+                self._file.flush()
             added += [row] if new else []
         return added
 
@@ -59,7 +60,7 @@ class Mirror:
         fresh.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in self.rows.values()))
         fresh.replace(self._path)
         self._file.close()
-        self._file = self._path.open("ab", buffering=0)
+        self._file = self._path.open("ab")
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def test_each_step_is_mirrored_once(tmp_path: Path) -> None:
     assert [r["step"] for r in second.add([{"step": 1.0}, {"step": 2.0}])] == [2]
     second.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0, "x": 1.5}, {"step": 1}, {"step": 2}]
+
+
+def test_a_record_written_in_part_is_an_error(tmp_path: Path) -> None:
+    """A full disk takes the part of a record for which it has space; more records after that would make the file unreadable."""
+    mirror = Mirror(tmp_path / "metrics.jsonl")
+    mirror.add([{"step": 0.0}])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            mirror.add([{"step": 1.0}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    mirror.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1]
 
 
 def test_steps_recorded_after_a_restore_replace_earlier_ones(tmp_path: Path) -> None:
