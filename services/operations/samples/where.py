@@ -86,7 +86,10 @@ class Where:
             case ast.In() | ast.NotIn(), _, ast.Tuple(elements) | ast.List(elements) | ast.Set(elements):
                 values = [self._constant(element) for element in elements]
                 self._alike(left, values)
-                found = self._value(left).isin(values)
+                try:
+                    found = self._value(left).isin(values)
+                except pa.ArrowException:
+                    raise self._refused(right, "values of one kind") from None
             case ast.In() | ast.NotIn(), ast.Constant(value=str(text)), ast.Name(id=name):
                 found = pc.match_substring(self._text_column(name, right), text)
             case _ if type(operation) in COMPARISONS:

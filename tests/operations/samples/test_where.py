@@ -29,6 +29,12 @@ def chosen(log: Search, where: str) -> list[int]:
     return [int(row["logged_s"] - 1e9) for row in found.rows]
 
 
+@pytest.mark.parametrize("where", ["score.exact in (1, 'a')", "length + 1 in (True, 'a')"])
+def test_values_of_several_kinds_are_an_error(log: Search, where: str) -> None:
+    with pytest.raises(ExpressionError):
+        log.find(where)
+
+
 @pytest.mark.parametrize(
     ("where", "same"),
     [
