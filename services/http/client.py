@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from services.http.models import Desired, Draining, Live, Ready, RunDesire, Scaled, ScaleRequest, State
+from services.http.models import Desired, Draining, Live, Ready, RunDesire, Scaled, State
 from services.operations.inspection.buffer import Buffer
 from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore, CheckpointList
 from services.operations.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
@@ -93,8 +93,8 @@ class Client:
 
     def scale(self, replicas: int, why: str = "", who: str = "", wait_s: float = 0.0) -> Scaled:
         """Set the number of generators."""
-        request = ScaleRequest(replicas=replicas, why=why, who=who)
-        return self._ask("POST", "/v1/fleet/generators", Scaled, request.model_dump(), {"wait_s": wait_s})
+        body = {"replicas": replicas, "why": why, "who": who}
+        return self._ask("POST", "/v1/fleet/generators", Scaled, body, {"wait_s": wait_s})
 
     def pause_run(self, mode: PauseMode = "keep", why: str = "", who: str = "", wait_s: float = 0.0) -> RunDesire:
         """Pause every role. Served by dataprep."""
