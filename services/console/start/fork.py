@@ -28,7 +28,7 @@ from services.console.local.changes import record
 from services.console.local.folder import RunFolder
 from services.console.paths import existing
 from services.console.printable import print_json
-from services.operations.history import EVALUATED, STEP
+from services.operations.history import EVALUATED, STEP, recorded
 from services.operations.inspection.checkpoints import restorable
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FileRecord, FolderError, FolderManifest
@@ -168,5 +168,5 @@ def _copy(saved: Saved, new: RunFolder, config: RunConfig) -> Path:
 def _history(old: Path, new: Path, key: str, last: int) -> None:
     """Copy the records up to that of the checkpoint, so that the new run's curve begins where the old one's did."""
     if old.exists():
-        lines = [line for line in old.read_bytes().splitlines() if line.strip()]
-        new.write_bytes(b"".join(line + b"\n" for line in lines if msgspec.json.decode(line)[key] <= last))
+        kept = [record for record in recorded(old) if record[key] <= last]
+        new.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in kept))

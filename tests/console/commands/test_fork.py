@@ -45,14 +45,14 @@ def checkpoint(config: RunConfig, step: int) -> None:
 
 @pytest.fixture
 def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """Return the folder of a run with the checkpoints of steps 1 and 3 and the records of five steps."""
+    """Return the folder of a run with the checkpoints of steps 1 and 3 and the records of five steps, the next one torn."""
     monkeypatch.chdir(tmp_path)
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     config = folder.write(config)
     for step in (1, 3):
         checkpoint(config, step)
-    folder.metrics.write_text("".join(json.dumps({"step": step, "kl": 0.5}) + "\n" for step in range(5)))
+    folder.metrics.write_text("".join(json.dumps({"step": step, "kl": 0.5}) + "\n" for step in range(5)) + '{"st')
     return folder
 
 
