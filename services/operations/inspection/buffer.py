@@ -127,4 +127,4 @@ def mean(values: Sequence[float]) -> float:
 def deviation(values: Sequence[float]) -> float:
     """Return the population standard deviation of values."""
     middle = mean(values)
-    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / len(values))
+    return math.hypot(*(value - middle for value in values)) / math.sqrt(len(values))  # the squares could be too large

@@ -21,7 +21,7 @@ from services.console.inspect import verbs
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import RedisServer
 from services.console.printable import printable, safe_json
-from services.operations.inspection.buffer import inspect_buffer
+from services.operations.inspection.buffer import deviation, inspect_buffer
 from services.operations.inspection.group import inspect_group
 from services.operations.inspection.text import TextReader
 from services.protocol import codec
@@ -733,3 +733,8 @@ def test_every_command_is_reachable_from_the_command_line(
         assert grpo("inspect", "buffer", "--sort", "colour")[0] == 2
     finally:
         asyncio.run(end())
+
+
+def test_the_deviation_of_large_rewards() -> None:
+    assert deviation([1.0, 2.0, 3.0, 4.0]) == pytest.approx(1.25**0.5)
+    assert deviation([1e200, -1e200]) == 1e200
