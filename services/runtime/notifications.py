@@ -30,9 +30,9 @@ class Notifications:
         self._subscription: TopicSubscription | None = None
 
     async def listen(self, store: Store) -> None:
-        """Pass notifications on until the connection breaks.
+        """Pass notifications on until the connection breaks and cannot be made again.
 
-        A new connection notifies every topic, because notifications may have been missed.
+        A topic is also notified when its subscription begins, on a new connection, too: notifications may have been missed.
         """
         async with store.monitor.listening() as subscription:
             added = set[str]()
@@ -40,7 +40,6 @@ class Notifications:
                 await subscription.add(*missing)
                 added |= missing
             self._subscription = subscription
-            self.notify_all()
             try:
                 async for topic in subscription:
                     self.notify(topic)
@@ -77,9 +76,7 @@ class Notifications:
         self._heard[topics] = self._total(topics)
 
     async def _subscribe(self, topics: tuple[str, ...]) -> None:
-        """Add topics of Redis that nothing has waited for yet. They are notified at once, because a notification may have been
-        missed.
-        """
+        """Add topics of Redis that nothing has waited for yet. They are notified when their subscription begins."""
         missing = {topic for topic in topics if topic in TOPICS} - self._topics
         self._topics |= missing
         if not missing or self._subscription is None:
@@ -91,8 +88,6 @@ class Notifications:
         except BaseException:
             self._topics -= missing
             raise
-        for topic in missing:
-            self.notify(topic)
 
     def _total(self, topics: tuple[str, ...]) -> int:
         return sum(self._rung[topic] for topic in topics)

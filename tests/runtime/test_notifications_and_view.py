@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from services.protocol.keys import TOPICS
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.notifications import Notifications
 from services.runtime.view import RunView
@@ -30,10 +31,10 @@ def unwatched(name: str) -> Loop:
 async def notifications(store: Store) -> AsyncIterator[Notifications]:
     """Connected notifications."""
     notifications = Notifications()
-    wait = asyncio.create_task(notifications.wait("connected-yet", timeout=60.0))
+    wait = asyncio.create_task(notifications.wait("control", timeout=60.0))
     await asyncio.sleep(0)
     listening = asyncio.create_task(notifications.listen(store))
-    await wait  # a new connection wakes all waiters
+    await wait  # a new connection wakes those that wait for topics of Redis
     yield notifications
     await end_tasks([listening])
 
@@ -52,6 +53,8 @@ async def test_a_change_in_redis_wakes_its_waiters(store: Store, notifications: 
 
 
 async def test_a_notification_before_the_wait_is_not_lost(notifications: Notifications) -> None:
+    while await waited(notifications, "tickets", "version", timeout=0.5) < 0.4:
+        pass  # the subscriptions begin
     notifications.notify("tickets")
     assert await waited(notifications, "tickets", "version") < LIMIT_S
     assert await waited(notifications, "tickets", "version", timeout=0.05) >= 0.04  # it counted once
@@ -97,6 +100,34 @@ async def test_topics_are_received_again_after_the_connection_broke(store: Store
         await asyncio.sleep(0.01)
         await store.client.publish(store.keys.notifications("steps"), "steps")
         assert await waiting < LIMIT_S
+        await end_tasks([listening])
+
+
+async def break_connections(store: Store) -> None:
+    await store.client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")  # type: ignore[no-untyped-call]
+
+
+async def test_a_connection_that_was_made_again_wakes_waiters(store: Store, notifications: Notifications) -> None:
+    await notifications.wait("steps", timeout=60.0)
+    waiting = asyncio.create_task(waited(notifications, "steps"))
+    await asyncio.sleep(0.01)
+    await break_connections(store)
+    assert await waiting < LIMIT_S
+
+
+async def test_topics_are_added_while_connections_break(store: Store) -> None:
+    for number in range(30):
+        notifications = Notifications()
+        listening = asyncio.create_task(notifications.listen(store))
+        await asyncio.sleep(0.01)
+        waiting = []
+        for topic in TOPICS:
+            if len(waiting) % 4 == number % 4:
+                await break_connections(store)
+            waiting.append(asyncio.create_task(waited(notifications, topic)))
+            await asyncio.sleep(0.001 * (number % 3))
+        assert max(await asyncio.gather(*waiting)) < LIMIT_S
+        assert not listening.done()
         await end_tasks([listening])
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store.calls.facet import Facet
 from services.store.calls.run import fullest
@@ -38,20 +41,64 @@ class Server:
 
 
 class TopicSubscription:
-    """Topics as they change. A hint, never the state itself."""
+    """Topics as they change. A hint, never the state itself.
+
+    Only one task at a time uses the connection: redis-py cannot have two that find it broken and connect again.
+    """
 
     def __init__(self, redis: Connection, keys: Keys, channels: Subscription) -> None:
         self._redis, self._keys, self._channels = redis, keys, channels
+        self._iterated = False
+        self._asked: list[tuple[tuple[str, ...], asyncio.Future[None]]] = []  # what other tasks add
+        self._reading: asyncio.Timeout | None = None  # the wait for the next message
 
     async def add(self, *topics: str) -> None:
-        """Subscribe to topics, at least one. May be called while another task waits for the next notification."""
-        await self._redis.ask(self._channels.subscribe(*map(self._keys.notifications, topics)))
+        """Subscribe to topics, at least one. May be called while another task waits for the next notification, and leaves it to
+        that task. Raises `StoreError`, also if that task ends.
+        """
+        if not self._iterated:
+            await self._subscribe(topics)
+            return
+        done = asyncio.get_running_loop().create_future()
+        self._asked.append((topics, done))
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.reschedule(asyncio.get_running_loop().time())  # interrupts it
+        await done
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Yield the topics that were added, each whenever it changes."""
-        while True:
-            if message := await self._redis.ask(self._channels.get_message(timeout=1.0)):
-                yield message["data"].decode()
+        """Yield the topics that were added: each whenever it changes, and once its subscription begins, on a new connection, too,
+        because a change may have been missed before.
+        """
+        self._iterated = True
+        try:
+            while True:
+                while self._asked:
+                    topics, done = self._asked[0]
+                    await self._subscribe(topics)
+                    del self._asked[0]
+                    if not done.done():
+                        done.set_result(None)
+                if message := await self._next():
+                    yield message["channel"].decode().rpartition(":")[2]
+        finally:
+            self._iterated = False
+            for _, done in self._asked:
+                if not done.done():
+                    done.set_exception(StoreError("the subscription to notifications has ended"))
+
+    async def _subscribe(self, topics: Iterable[str]) -> None:
+        await self._redis.ask(self._channels.subscribe(*map(self._keys.notifications, topics)))
+
+    async def _next(self) -> dict[str, Any] | None:
+        """Return the next message, or None after a second or if another task adds topics."""
+        try:
+            async with asyncio.timeout(None) as self._reading:
+                return await self._redis.ask(self._channels.get_message(timeout=1.0))
+        except TimeoutError:
+            return None
+        finally:
+            self._reading = None
 
 
 class Monitor(Facet):

@@ -138,7 +138,7 @@ class Connection:
 
     def subscription(self) -> Subscription:
         """Return a subscription to channels, without any yet. Its methods raise redis-py's errors (`ask`)."""
-        return cast("Subscription", cast("Any", self.client).pubsub(ignore_subscribe_messages=True))
+        return cast("Subscription", cast("Any", self.client).pubsub())
 
     async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the replies to commands on one connection, with errors as values."""

@@ -119,8 +119,10 @@ async def test_requeueing_notifies_the_leader(any_store: Store) -> None:
     id = await bury(any_store, team)
     async with any_store.monitor.listening() as notifications:
         await notifications.add("slots")
+        heard = aiter(notifications)
+        assert await anext(heard) == "slots", "it is subscribed to"
         await any_store.dead_letters.requeue([id])
-        assert await anext(aiter(notifications)) == "slots"
+        assert await anext(heard) == "slots"
 
 
 @pytest.mark.parametrize("id", ["", "0-0", "5", "-", "+", "abc", "1-2-3", "99999999999999999999999-0", "(0-0", "\x00"])

@@ -123,6 +123,8 @@ async def hearing(store: Store) -> AsyncIterator[list[str]]:
     async with store.monitor.listening() as notifications:
         await notifications.add(*TOPICS)
         task = asyncio.create_task(listen(notifications))
+        await wait_until(lambda: set(heard) == set(TOPICS))  # that they are subscribed to
+        heard.clear()
         try:
             yield heard
         finally:
