@@ -25,8 +25,11 @@ from services.runtime.processes.activity import Activity
 from services.runtime.tracing import TraceRecorder, open_tracing
 from services.runtime.view import RunView
 from services.store import Store
+from services.store.connection.client import REPLY_TIMEOUT_S
 
 LEAVE_LIMIT_S = 3.0
+LOOP_LIMIT_S = REPLY_TIMEOUT_S + 30.0
+"""How long a loop may make no progress. A call to a Redis that hangs ends first: restarting every pod would not help it."""
 URGENT = ("phase", "version", "paused", "unreached")  # fields that others wait for: sent at once, not with the next heartbeat
 
 
@@ -80,18 +83,18 @@ class Service:
         self.stopping.set()
         self.notifications.notify_all()
 
-    def add_loop(self, name: str, body: Callable[[Loop], Awaitable[None]], limit_s: float = 30.0) -> Loop:
+    def add_loop(self, name: str, body: Callable[[Loop], Awaitable[None]], limit_s: float = LOOP_LIMIT_S) -> Loop:
         """Add a supervised loop; `limit_s` is how long it may make no progress."""
         loop = Loop(name, body, limit_s)
         self.loops.append(loop)
         return loop
 
-    async def run(self, work: Callable[[Loop], Awaitable[None]], limit_s: float = 60.0) -> None:
+    async def run(self, work: Callable[[Loop], Awaitable[None]], limit_s: float = LOOP_LIMIT_S) -> None:
         """Run all loops until `work`, the pod's main loop, returns."""
         loop_of_work = self.add_loop("work", work, limit_s)
         self.add_loop("notifications", self._listen)
         self.add_loop("view", self.view.follow)
-        self.add_loop("heartbeat", self._heartbeat, 30.0 + self.config.fleet.heartbeat_s)
+        self.add_loop("heartbeat", self._heartbeat, LOOP_LIMIT_S + self.config.fleet.heartbeat_s)
         if not self.stays:
             self.add_loop("end", self._watch_end)
         background = [asyncio.create_task(loop.supervise(), name=loop.name) for loop in self.loops if loop is not loop_of_work]

@@ -20,6 +20,7 @@ from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Store
+from services.store.connection.client import REPLY_TIMEOUT_S
 from tests.support.harness import small_config
 
 TOKEN = {"Authorization": "Bearer test-token"}
@@ -112,6 +113,16 @@ async def test_liveness_follows_the_loops(http: httpx.AsyncClient, service: Serv
     answer = await http.get("/health/live")
     assert (answer.status_code, answer.json()["alive"]) == (503, False)
     assert {name: health["alive"] for name, health in answer.json()["loops"].items()} == {"leases": False, "notifications": True}
+
+
+async def test_a_pod_that_waits_for_a_hanging_redis_is_alive(http: httpx.AsyncClient, service: Service) -> None:
+    async def body(_: Loop) -> None: ...
+
+    loop = service.add_loop("view", body)
+    loop.last_progress -= REPLY_TIMEOUT_S + 1.0
+    assert (await http.get("/health/live")).status_code == 200
+    loop.last_progress -= 60.0
+    assert (await http.get("/health/live")).status_code == 503
 
 
 async def test_readiness_reports_the_reason(http: httpx.AsyncClient, service: Service) -> None:
