@@ -58,6 +58,20 @@ def test_runs_are_listed_with_their_state(tmp_path: Path, capsys: pytest.Capture
         pass  # listing leaves no lock behind
 
 
+@pytest.mark.parametrize("content", ["[run", "[run]\nname = 3\n", "run = 1\n", "\x00"])
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder(tmp_path, "whole", 4, "finished")
+    damaged = run_folder(tmp_path, "damaged")
+    damaged.config.write_text(content)
+    assert main(["ls", str(tmp_path / "runs"), "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert [run["run"] for run in json.loads(out)["runs"]] == ["whole"]
+    assert f"{damaged.path}" in error
+    assert len(error.splitlines()) == 1
+
+
 def test_a_folder_without_runs_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(tmp_path)]) == 0
     assert f"no runs in {tmp_path}" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -41,8 +42,15 @@ class Listed:
 
 
 def ls(folder: Path, as_json: bool) -> int:
-    """List the runs below a folder, the newest last."""
-    found = sorted((_listed(path.parent) for path in folder.glob("*/config.toml")), key=lambda run: run.changed_s)
+    """List the runs below a folder, the newest last. One that cannot be read is named on standard error, and left out."""
+    found = list[Listed]()
+    for path in folder.glob("*/config.toml"):
+        try:
+            found.append(_listed(path.parent))
+        except (OSError, ValueError, TypeError, KeyError, ConsoleError) as error:
+            said = str(error) if isinstance(error, ConsoleError) else f"{path.parent} cannot be read: {error}"
+            print(printable(said), file=sys.stderr)
+    found.sort(key=lambda run: run.changed_s)
     if as_json:
         print_json({"runs": [asdict(run) for run in found]})
     elif not found:
