@@ -64,14 +64,19 @@ class RunFolder(RunPaths):
     def _refusal(self, what: str, remedy: str) -> str:
         return f"{self.path} contains {what}; {remedy} or delete it with --fresh"
 
-    def clear(self) -> None:
-        """Delete the run, except for the lock. Refuse a folder that holds anything but a run."""
+    def check_clearable(self) -> list[Path]:
+        """Return what is in the folder besides the lock. Refuse a folder that holds anything but a run."""
         things = [entry for entry in self.path.iterdir() if entry.name != "lock"]
         if things and not self.config.exists():
             names = ", ".join(sorted(entry.name for entry in things)[:SHOWN])
             raise ConsoleError(
                 f"{self.path} was not deleted: it contains {names} but no run (no config.toml); delete it by hand", EXIT_CONFIG
             )
+        return things
+
+    def clear(self) -> None:
+        """Delete the run, except for the lock. Refuse a folder that holds anything but a run."""
+        things = self.check_clearable()
         # Delete the configuration last, so that an interrupted deletion can be repeated.
         for entry in sorted(things, key=lambda entry: entry == self.config):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

@@ -98,6 +98,8 @@ def _run(options: Options, planner: Planner, check: Check | None) -> int:
             held = not options.fresh and folder.check(config)
             before = folder.held() if held else None
             step = resumed_step(options, folder, held)
+            if options.fresh:
+                folder.check_clearable()  # before anything of the run is deleted
             if url:
                 try:
                     asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))

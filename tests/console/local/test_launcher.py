@@ -297,6 +297,10 @@ def test_two_runs_on_two_kinds_of_redis_run_side_by_side(
     other = grpo("run", file, "run.name=two", "run.seed=9", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
     assert other.returncode == 2
     assert "with another configuration" in other.stderr
+    (tmp_path / "elsewhere" / "two" / "notes.txt").write_text("not of a run")
+    foreign = grpo("run", file, "run.name=two", "--fresh", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
+    assert (foreign.returncode, "it contains notes.txt but no run" in foreign.stderr) == (2, True), foreign.stderr
+    assert main(["status", "two", "--redis-url", shared, "--json"]) == 0, "nothing was deleted in Redis"
     fresh = grpo("run", file, "run.name=two", "run.steps=2", "--fresh", "--redis-url", shared)
     assert (fresh.returncode, steps(tmp_path / "two")) == (0, [0, 1]), fresh.stderr
     asyncio.run(forget(server, "two"))
