@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from services.console.__main__ import main
+from services.console.bundles import trainer_stages
+from services.console.errors import ConsoleError
 from services.operations.bundles import format as bundles
 from services.operations.bundles.format import Bundle
 from services.protocol import codec
@@ -124,6 +127,11 @@ def test_a_bundle_with_weights_is_self_contained(recorded: Recorded, tmp_path: P
     assert (code, found["different"]) == (1, 1)
     rank, row, _ = name.replace("rank-", "rank ").split("/")
     assert found["first"]["where"].startswith(f"token 3 of logprobs of {rank}, row {int(row[4:])} (groups 0-")
+
+
+def test_tensors_that_cannot_be_saved_are_reported_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConsoleError, match=r"--save .*/no/such: .*No such file or directory"):
+        trainer_stages._write(tmp_path / "no" / "such", {"rank-0/logprobs": np.zeros(3, np.float32)})
 
 
 def test_the_first_difference_is_named(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,11 +135,12 @@ def _tensors(work: Path, ranks: int) -> dict[str, np.ndarray]:
 
 
 def _write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     try:
         save_file(tensors, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConsoleError(f"--save {path}: {error}") from None
 
 

@@ -47,7 +47,10 @@ def convert(folder: Path, out: Path) -> list[Path]:
             records.append(StateRecord(record["pieces"], sorted(record["tensors"]), record["step"]))
             tensors |= {f"{number}.{kind}": tensor.contiguous() for kind, tensor in record["tensors"].items()}
         path = out / f"{file.stem}.safetensors"
-        save_file(tensors, path, metadata={RECORDS: msgspec.json.encode(records).decode()})
+        try:
+            save_file(tensors, path, metadata={RECORDS: msgspec.json.encode(records).decode()})
+        except SafetensorError as error:
+            raise StateError(f"{path} cannot be written: {error}") from None
         written.append(path)
     return written
 
