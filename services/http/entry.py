@@ -32,13 +32,11 @@ from services.runtime import logs
 from services.runtime.loops import FATAL, Broken
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.processes.causes import ERROR_PREFIX, one_line
+from services.runtime.processes.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_UNLOADED
 from services.runtime.service import Service
 from services.store import Store
 
 log = structlog.get_logger()
-
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
-EXIT_UNLOADED = 128 + signal.SIGTERM  # told to end before any work had begun
 
 START_ENV = "GRPO_START_S"
 """Variable with the seconds for which the first connection to Redis is retried; unset: it fails within seconds. On a cluster all

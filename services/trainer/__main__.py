@@ -18,11 +18,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from services.config import RunConfig
-from services.http.entry import EXIT_OK, Arguments, arguments, connect, end_process, open_service, report
+from services.http.entry import Arguments, arguments, connect, end_process, open_service, report
 from services.protocol.errors import StoreError
 from services.runtime import garbage_collection, logs
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
+from services.runtime.processes.exit_codes import EXIT_OK
 from services.runtime.service import Service
 from services.store import Store
 

@@ -21,22 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.config import ConfigError
-from services.http.entry import (
-    EXIT_FAILED,
-    EXIT_OK,
-    EXIT_UNLOADED,
-    Arguments,
-    arguments,
-    end_process,
-    leaving_at_once,
-    report,
-    rest,
-    unloaded,
-)
+from services.http.entry import Arguments, arguments, end_process, leaving_at_once, report, rest, unloaded
 from services.protocol.errors import StoreError
 from services.runtime import logs
 from services.runtime.loops import FATAL
 from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
+from services.runtime.processes.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_UNLOADED
 
 TICK_S = 0.1
 NAME_LIMIT_S = 120.0  # after this the ranks start, and report what is missing

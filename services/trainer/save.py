@@ -14,12 +14,13 @@ import sys
 
 from services.config import ConfigError
 from services.http.credentials import redis_login
-from services.http.entry import EXIT_OK, Arguments, arguments, report
+from services.http.entry import Arguments, arguments, report
 from services.operations.awaited import LOADING
 from services.operations.control import RunControl
 from services.operations.waiting import LONGEST_WAIT_S
 from services.protocol.errors import NotFound, StoreError
 from services.runtime.loops import Broken, end_tasks
+from services.runtime.processes.exit_codes import EXIT_OK
 from services.store import Store
 
 POLL_S = 0.5

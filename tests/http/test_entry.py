@@ -18,8 +18,9 @@ import pytest
 from services.config import ConfigError, to_toml
 from services.console.local.redis_server import RedisServer
 from services.generator.pod import GeneratorPod
-from services.http.entry import EXIT_UNLOADED, connect, leaving_at_once, open_service
+from services.http.entry import connect, leaving_at_once, open_service
 from services.protocol.errors import RedisUnreachable
+from services.runtime.processes.exit_codes import EXIT_UNLOADED
 from services.store import Store
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.support.scripted import ScriptedEngine

@@ -23,13 +23,13 @@ from services.console.local.mirror import Mirror
 from services.console.local.plan import TRAINER, wanted_generators
 from services.console.local.redis_server import RedisServer
 from services.console.printable import printable
-from services.http.entry import EXIT_UNLOADED
 from services.operations import figures
 from services.operations.condition import Condition
 from services.operations.observe import POLL_EVERY_S, Observer, Poll
 from services.protocol.errors import StoreError
 from services.runtime.processes.causes import most_telling
 from services.runtime.processes.child_processes import ChildService, ServicePlan
+from services.runtime.processes.exit_codes import EXIT_UNLOADED
 
 TICK_S = 0.1
 OWN_END_S = 25.0  # time for services to exit on their own once the run has finished
