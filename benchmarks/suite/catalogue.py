@@ -315,7 +315,7 @@ SUITE = (
         ),
         ("--sequences", "8"),
         gap="A vLLM reload repacks all weights for oneDNN in the pause, on one thread; a second copy of the model, or writing "
-        "only changed weights, would avoid it. A late joiner waits for memory that a virtual machine's host gives at first use.",
+        "only changed weights, would avoid it.",
     ),
     Benchmark(
         "sync_1gb",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from services.weights.checksums import WeightChanged, checksums
-from services.weights.collective import Deadline, TensorMeta, huge_pages
+from services.weights.collective import Deadline, TensorMeta
 from services.weights.versions.delta import Delta, groups
 from services.weights.versions.encoder import as_tensor, bits
 from services.weights.versions.manifest import TensorPiece, VersionManifest, Weight
@@ -134,9 +134,8 @@ class WeightMirror:
         self.held = NOTHING
         if self._metas != manifest.tensors:
             self.forget()  # first, so that both are never held
-            self._tensors = [
-                huge_pages(meta.nbytes).view(getattr(torch, meta.dtype)).view(meta.shape) for meta in manifest.tensors
-            ]
+            # Not in huge pages: a virtual machine whose host has to find them first takes twice as long.
+            self._tensors = [torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in manifest.tensors]
             self._metas = manifest.tensors
 
     def forget(self) -> None:
