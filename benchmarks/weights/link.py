@@ -2,7 +2,7 @@
 
 The trainer's side, Redis and an S3 server are near; the generator reaches Redis and S3 over the link only. It follows rounds with
 an engine that holds what it received, and joins late once. As in the trainer, a version is sent once the one before is published,
-and the next step, a pause as long as one of the model, goes on meanwhile.
+and the next step, a sleep as long as a training step, runs meanwhile.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import shlex
 import signal
 import sys
@@ -52,7 +51,7 @@ from services.console.start.checked import (
     redis_of,
     resumed_step,
 )
-from services.console.start.resumption import next_step
+from services.console.start.resumption import again, next_step
 from services.http.credentials import api_tokens, redis_password
 from services.operations.condition import Condition
 from services.operations.observe import Observer
@@ -62,7 +61,6 @@ from services.runtime.processes.child_processes import ServicePlan
 from services.store import Store
 from services.store.connection.client import Login
 
-PASSWORD = re.compile(r"(://[^:/@]*):[^/@]+@")  # in an address
 ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit, and longer on a busy machine; then they are killed
 
 Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
@@ -327,17 +325,6 @@ class _Job:
             print(f"  resume it with: {shlex.join(['grpo', *again(sys.argv[1:])])}", flush=True)
         else:
             print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
-
-
-def again(argv: Sequence[str]) -> list[str]:
-    """Return the arguments that resume a run: without --fresh and --resume, which were for its start, and without a password."""
-    words, given = list[str](), iter(argv)
-    for word in given:
-        if word == "--resume":
-            next(given, "")
-        elif word != "--fresh" and not word.startswith("--resume="):
-            words.append(PASSWORD.sub(r"\1:PASSWORD@", word))
-    return words
 
 
 def _left(outcome: LaunchOutcome) -> Condition:

@@ -1,6 +1,8 @@
-"""Where a run that is resumed continues, and whether it can have the number of steps that it is given."""
+"""By which command a run is resumed, where it continues, and whether it can have the number of steps that it is given."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from services.config import RunConfig
 from services.console.errors import EXIT_CONFIG, ConsoleError
@@ -8,6 +10,7 @@ from services.console.local.folder import RunFolder
 from services.runtime.checkpoints import CheckpointFolder
 from services.store import RunState, Store
 from services.store.connection.client import Login
+from services.store.connection.login import masked
 
 
 async def next_step(config: RunConfig, login: Login, folder: RunFolder, restore: int | None) -> int:
@@ -39,3 +42,14 @@ def _trained(state: RunState | None, folder: RunFolder) -> int:
     if named.isdigit() and int(named) in steps:
         return int(named) + 1
     return max(steps, default=-1) + 1
+
+
+def again(argv: Sequence[str]) -> list[str]:
+    """Return the arguments that resume a run: without --fresh and --resume, which were for its start, and without a password."""
+    words, given = list[str](), iter(argv)
+    for word in given:
+        if word == "--resume":
+            next(given, "")
+        elif word != "--fresh" and not word.startswith("--resume="):
+            words.append(masked(word))
+    return words

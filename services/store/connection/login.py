@@ -69,6 +69,11 @@ def shown(url: str) -> str:
     return re.sub(r"//.*@", "//", url)
 
 
+def masked(text: str) -> str:
+    """Return an address, or a text that ends with one, with `PASSWORD` in place of its password."""
+    return re.sub(r"(://[^:/@]*):.+@", r"\1:PASSWORD@", text)
+
+
 def split_password(url: str) -> tuple[str, str]:
     """Split a Redis address into the address without password, which may be shown, and the password, which may not."""
     parts = urlsplit(url)

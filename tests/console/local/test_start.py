@@ -13,8 +13,8 @@ from services.config import RunConfig, digest
 from services.console import options as shared
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import start_server
-from services.console.local.run import again
 from services.console.start.checked import Options, fresh_or_asked
+from services.console.start.resumption import again
 from services.store import Store
 from tests.support.console import config_file, grpo, steps
 from tests.support.harness import small_config
@@ -113,3 +113,4 @@ def test_the_command_that_resumes_repeats_neither_resume_nor_fresh() -> None:
     assert again(["run", "--resume=7", "my.toml", "redis.url=redis://:secret@host"]) == [
         "run", "my.toml", "redis.url=redis://:PASSWORD@host",
     ]  # fmt: skip
+    assert again(["--redis-url", "redis://ada:se@cr/et@host"])[1] == "redis://ada:PASSWORD@host", "no part of it is shown"
