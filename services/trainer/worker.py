@@ -29,6 +29,8 @@ from services.trainer.step.policy import Policy, Trained
 from services.trainer.step.prefetch import REFUSALS, Fetched, Prefetch
 from services.trainer.weight_sender import make_sender
 
+log = structlog.get_logger()
+
 
 class Worker:
     """Performs one rank's operations when rank 0 calls them."""
@@ -60,19 +62,10 @@ class Worker:
 
     def _train(self, step: int) -> tuple[StepPlan, Trained] | Damaged:
         started = time.perf_counter()
-        fetched: Fetched | None = None
-        ahead_s, problem, mine = 0.0, "", dict[str, str]()
-        try:
-            fetched, ahead_s = self.prefetch.take(step)
-        except Damaged as error:
-            mine = error.reasons
-        except REFUSALS as error:
-            problem = f"cannot train step {step}: {error}"
-        told = ranks.gather((problem, mine))  # otherwise the others would wait for this rank inside the step
-        ranks.refuse([problem for problem, _ in told], Broken)
-        if damaged := {name: why for _, of_rank in told for name, why in of_rank.items()}:
-            return Damaged(damaged)
-        assert fetched is not None
+        took = self._fetch(step)
+        if isinstance(took, Damaged):
+            return took
+        fetched, ahead_s = took
         waited_s = time.perf_counter() - started
         if step + 1 < self.config.run.steps:
             self.prefetch.begin(step + 1)
@@ -81,6 +74,29 @@ class Worker:
             self.gaps.begin(step, fetched.rows, trained.gaps, fetched.plan.ranks)
         times = {"time/train/fetch_s": waited_s, "time/train/prefetch_s": ahead_s}
         return fetched.plan, replace(trained, metrics=trained.metrics | times)
+
+    def _fetch(self, step: int) -> tuple[Fetched, float] | Damaged:
+        """Return this rank's part of the plan that all ranks have, and the seconds of its background fetch.
+
+        A Redis that loses a plan between two ranks' fetches gets another one from dataprep; then all fetch again.
+        """
+        while True:
+            took: tuple[Fetched, float] | None = None
+            problem, damaged = "", dict[str, str]()
+            try:
+                took = self.prefetch.take(step)
+            except Damaged as error:
+                damaged = error.reasons
+            except REFUSALS as error:
+                problem = f"cannot train step {step}: {error}"
+            told = ranks.gather((problem, damaged, took[0].digest if took else ""))
+            ranks.refuse([problem for problem, _, _ in told], Broken)  # otherwise the others would wait for this rank in the step
+            if found := {name: why for _, of_rank, _ in told for name, why in of_rank.items()}:
+                return Damaged(found)
+            if len({digest for _, _, digest in told}) == 1:
+                assert took is not None
+                return took
+            log.warning("ranks fetched different plans of a step, which Redis must have lost in between: fetching again")
 
     def close(self) -> None:
         """Leave the weight group and drop prefetched data. Redis is not used afterwards."""

@@ -45,11 +45,13 @@ class Steps(Facet):
         return None if raw is None else codec.decode(raw, StepPlan)
 
     async def rank_plan(self, step: int, rank: int) -> RankPlan:
-        """Return the rows of one rank."""
-        raw = await self._redis.ask(self._redis.commands.hget(self._keys.step(step), f"rank:{rank}"))
-        if raw is None:
-            raise StoreError(f"step {step} was planned without rank {rank}: start as many ranks as trainer.ranks says")
-        return codec.decode(raw, RankPlan)
+        """Return the rows of one rank. Raises `StoreError` if the step has none for it."""
+        return _of_rank(await self._redis.ask(self._redis.commands.hget(self._keys.step(step), f"rank:{rank}")), step, rank)
+
+    async def plans(self, step: int, rank: int) -> tuple[StepPlan, RankPlan] | None:
+        """Return the plan of a step and the rows of one rank, which were prepared together. None and errors are as above."""
+        raw, ours = await self._redis.ask(self._redis.commands.hmget(self._keys.step(step), "plan", f"rank:{rank}"))
+        return None if raw is None else (codec.decode(raw, StepPlan), _of_rank(ours, step, rank))
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Return payloads by name. Raises `Damaged`, which names all that are missing or unreadable."""
@@ -114,3 +116,9 @@ class Steps(Facet):
         while await self._redis.call("retire"):
             retired += 1
         return retired
+
+
+def _of_rank(raw: bytes | None, step: int, rank: int) -> RankPlan:
+    if raw is None:
+        raise StoreError(f"step {step} was planned without rank {rank}: start as many ranks as trainer.ranks says")
+    return codec.decode(raw, RankPlan)

@@ -41,6 +41,10 @@ class Commands:
         """Return a field of a hash."""
         return await self._reply("HGET", name, key)
 
+    async def hmget(self, name: str, *keys: str) -> list[bytes | None]:
+        """Return fields of a hash, of one moment."""
+        return await self._reply("HMGET", name, *keys)
+
     async def hgetall(self, name: str) -> dict[bytes, bytes]:
         """Return a hash; empty: there is none."""
         return dict(pairs(await self._reply("HGETALL", name)))

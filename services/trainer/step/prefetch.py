@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,8 +42,14 @@ class Fetched:
     """A rank's part of a step."""
 
     plan: StepPlan
+    ours: RankPlan
     rows: list[PackedRow]
     seconds: float  # time to read and build, without the wait for the plan
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the step's plan, equal on all ranks that fetched the same one."""
+        return hashlib.sha256(codec.encode(self.plan)).hexdigest()
 
 
 @dataclass
@@ -108,7 +115,7 @@ class Prefetch:
         await ahead.work
         if ahead.fetched is None:
             return None
-        if codec.encode(await self._plan(ahead.step)) != codec.encode(ahead.fetched.plan):
+        if codec.encode(await self._plans(ahead.step)) != codec.encode((ahead.fetched.plan, ahead.fetched.ours)):
             log.warning("the plan of a step changed after it was prefetched", step=ahead.step)
             return None
         return ahead.fetched
@@ -118,7 +125,7 @@ class Prefetch:
             last = due.is_set()  # checked before polling: a plan is prepared before its step begins
             started = time.perf_counter()
             try:
-                plan = await self._plan(step)
+                plan, ours = await self._plans(step)
                 break
             except StoreError:
                 if last:
@@ -126,20 +133,19 @@ class Prefetch:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):  # wait_for of Python 3.11 may swallow a cancellation
                         await due.wait()
-        ours = await self._store.steps.rank_plan(step, self._rank)
         groups = set(plan.groups)
         names = sorted({sample.payload for row in ours.rows for sample in row})
         if strays := [name for name in names if name.rpartition(".")[0] not in groups]:
             raise PlanMismatch(f"rank {self._rank} is assigned payload {strays[0]}, which belongs to no group of step {step}")
         payloads = await self._store.steps.payloads(names)
         rows = await asyncio.to_thread(self._build, ours, payloads)
-        return Fetched(plan, rows, time.perf_counter() - started)
+        return Fetched(plan, ours, rows, time.perf_counter() - started)
 
-    async def _plan(self, step: int) -> StepPlan:
-        """Return the plan of a prepared step. Raises `StoreError`."""
-        plan = await self._store.steps.plan(step)
-        if plan is None:
+    async def _plans(self, step: int) -> tuple[StepPlan, RankPlan]:
+        """Return the plan of a prepared step and this rank's part of it. Raises `StoreError`."""
+        plans = await self._store.steps.plans(step, self._rank)
+        if plans is None:
             raise StoreError(f"the plan of step {step} is gone from Redis, but no checkpoint covers the step")
-        if plan.step != step:
-            raise PlanMismatch(f"the plan of step {step} says that it is for step {plan.step}")
-        return plan
+        if plans[0].step != step:
+            raise PlanMismatch(f"the plan of step {step} says that it is for step {plans[0].step}")
+        return plans

@@ -14,15 +14,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from services.protocol.payloads import Payload
 from services.runtime.process_tools import free_port
 from services.store import Store
 from services.store.connection.base import Connection
+
+if TYPE_CHECKING:
+    from services.trainer.step.prefetch import Fetched
+    from services.trainer.worker import Worker
 
 Job = tuple[str, dict[str, Any]]
 TIMEOUT_S = 170
@@ -351,8 +357,13 @@ class SlowStore(Store):
         return await self.at_once(names)
 
 
-def through_worker(model: Path, url: str, password: str, run: str, steps: int, delay_s: float) -> dict[str, Any]:
-    """Train prepared steps as rank 0 does, from a slow store; then again on a fresh policy, from rows built at once."""
+def through_worker(
+    model: Path, url: str, password: str, run: str, steps: int, delay_s: float, lost_step: int = -1
+) -> dict[str, Any]:
+    """Train prepared steps as rank 0 does, from a slow store; then again on a fresh policy, from rows built at once.
+
+    Of `lost_step`, rank 1 first gets another plan, as if Redis had lost it afterwards.
+    """
     from services.protocol.errors import Damaged
     from services.runtime.loops import Broken
     from services.runtime.portal import Portal
@@ -367,6 +378,8 @@ def through_worker(model: Path, url: str, password: str, run: str, steps: int, d
     store: SlowStore = portal.call(SlowStore.connect(url, run, password))
     store.delay_s = delay_s
     worker = Worker(policy.config, store, portal, policy, Path("unused"))
+    if policy.world.rank == 1:
+        _lose(worker, lost_step)
     metrics, problem, weights, at_once, damaged = [], "", {}, {}, []
     try:
         for step in range(steps):
@@ -394,6 +407,21 @@ def through_worker(model: Path, url: str, password: str, run: str, steps: int, d
     return {
         "metrics": metrics, "problem": problem, "damaged": damaged, "weights": weights, "at_once": at_once, "gaps": gaps,
     }  # fmt: skip
+
+
+def _lose(worker: Worker, step: int) -> None:
+    """Let the first fetch of `step` return a plan with other denominators."""
+    fetch, lost = worker.prefetch.take, [step]
+
+    def take(step: int) -> tuple[Fetched, float]:
+        fetched, ahead_s = fetch(step)
+        if step in lost:
+            lost.remove(step)
+            other = msgspec.structs.replace(fetched.plan, denominators=[3.0 * one for one in fetched.plan.denominators])
+            fetched = replace(fetched, plan=other)
+        return fetched, ahead_s
+
+    worker.prefetch.take = take  # type: ignore[method-assign]
 
 
 def non_finite(model: Path, payloads: Any, samples: Any) -> list[str]:

@@ -241,7 +241,7 @@ def test_no_task_is_left_over(rig: Rig) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_train_prefetched_steps_like_any_other(server: RedisServer, tiny_model: Path, tmp_path: Path) -> None:
-    """Two real ranks: no wait from the second step on, equal weights, and no rank trains what another cannot."""
+    """Two real ranks: no wait from the second step on, equal weights, and no rank trains what another cannot or does not."""
     names = [f"t-{uuid.uuid4().hex[:12]}" for _ in range(2)]
     for name in names:
         asyncio.run(make_run(server, name))
@@ -250,7 +250,7 @@ def test_ranks_train_prefetched_steps_like_any_other(server: RedisServer, tiny_m
     try:
         (whole, broken) = launch(
             2,
-            [("through_worker", common | {"run": names[0]}), ("through_worker", common | {"run": names[1]})],
+            [("through_worker", common | {"run": names[0], "lost_step": 2}), ("through_worker", common | {"run": names[1]})],
             tmp_path / "ranks",
         )
     finally:
@@ -262,7 +262,8 @@ def test_ranks_train_prefetched_steps_like_any_other(server: RedisServer, tiny_m
         ahead = [metrics["time/train/prefetch_s"] for metrics in result["metrics"]]
         assert waits[0] >= DELAY_S
         assert ahead[0] == 0
-        assert min(ahead[1:]) >= DELAY_S
+        assert min(ahead[1], ahead[3]) >= DELAY_S
+        assert (ahead[2], waits[2] >= DELAY_S) == (0, True), "both ranks fetched the step again, as rank 1 had another plan"
         assert result["damaged"] == []
         for gaps, metrics in zip(result["gaps"], result["metrics"], strict=True):
             assert [len(of_rank) for of_rank in gaps] == [flow.GROUP_SIZE, 2 * flow.GROUP_SIZE], "as planned for either rank"
