@@ -77,22 +77,27 @@ async def test_an_engine_that_lost_a_weight_does_not_sample_with_it(tmp_path: Pa
     try:
         pair = Pair(engine, model, config)
         await pair.make_group()
-        await pair.update()
-        await pair.assert_equal()
+        for buffered in (False, True):
+            await engine._llm.collective_rpc("forget_weight", args=("", buffered))
+            perturb(model, 1)
+            await pair.update()
+            await pair.assert_equal()
         ((differs, compared, total),) = await engine._llm.collective_rpc("weights_loaded")
         assert differs == ""
         assert 0 < compared < total, "norms and embeddings; linear layers are repacked on a CPU"
-        await engine._llm.collective_rpc("forget_weight", args=("model.norm.weight",))
-        perturb(model, 1)
-        with pytest.raises(WeightsMisloaded, match=r"model\.norm\.weight"):
+        for buffered in (True, False, True):
+            held = engine.version
+            await engine._llm.collective_rpc("forget_weight", args=("model.norm.weight", buffered))
+            perturb(model, 1)
+            with pytest.raises(WeightsMisloaded, match=r"model\.norm\.weight"):
+                await pair.update()
+            assert (engine.version, engine.whole) == (held, False)
+            with pytest.raises(TransferFailed, match="cannot resume"):
+                await engine.resume()
+            await engine._llm.collective_rpc("forget_weight", args=("", buffered))
+            await pair.make_group()
             await pair.update()
-        assert (engine.version, engine.whole) == (0, False)
-        with pytest.raises(TransferFailed, match="cannot resume"):
-            await engine.resume()
-        await engine._llm.collective_rpc("forget_weight", args=("",))
-        await pair.make_group()
-        await pair.update()
-        await pair.assert_equal()
+            await pair.assert_equal()
         pair.sender.close_group()
     finally:
         await engine.close()

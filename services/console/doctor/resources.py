@@ -21,6 +21,7 @@ STATE_BYTES = 12  # a parameter's float32 master copy and two moments, which che
 ACCUMULATED_BYTES = 4  # a parameter's gradient, in float32
 LEAST_FREE_BYTES = 2 * GIBIBYTE  # for logs, Redis' append-only file and metrics
 PROCESS_BYTES = 0.4 * GIBIBYTE  # of a Python process with torch
+GENERATOR_COPIES = 3  # of the weights, on a CPU: as received, the loaded ones before they replace others, and those others
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 MEMORY = Path("/proc/meminfo")
 
@@ -67,7 +68,8 @@ def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
         where, remedy = "a GPU", "use more trainer.ranks with trainer.zero_stage = 3, trainer.offload = true or lora.rank"
     else:
         free, cache = _free_bytes(), config.generator.cpu_kv_cache_mib << 20
-        needed = config.trainer.ranks * (rank + PROCESS_BYTES) + config.generator.count * (copies + cache + PROCESS_BYTES)
+        generator = GENERATOR_COPIES * copies + cache + PROCESS_BYTES
+        needed = config.trainer.ranks * (rank + PROCESS_BYTES) + config.generator.count * generator
         where, remedy = "this machine", "use a smaller model, lora.rank, fewer trainer.ranks or a lower generator.count"
     if free is None:
         return

@@ -5,9 +5,9 @@ a failure the worker can join another group and take a full update.
 With `sync.verify` each worker compares checksums of what arrived, before vLLM fuses and repacks it, with the sender's; `changed`
 names the first weight that differs. That is a result and not an error: with several workers an error would end the engine.
 `gloo`, `filesystem` and `store` receive all weights into host memory, in a thread next to generation, and apply them only then
-(staged): a transfer that breaks leaves the old weights whole. vLLM's `nccl` writes as it receives (streamed): a transfer that
-breaks leaves a mixture, which must not be sampled until a full update has arrived (services/weights/receivers/nccl.py). The same
-applies to weights that arrived changed.
+(staged, see double_buffer.py): a transfer that breaks leaves the old weights whole. vLLM's `nccl` writes as it receives
+(streamed): a transfer that breaks leaves a mixture, which must not be sampled until a full update has arrived
+(services/weights/receivers/nccl.py). The same applies to weights that arrived changed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from services.weights.checksums import WeightChanged
 from services.weights.collective import Deadline, WeightManifest, join_store, let_go, make_group, read_manifest
 from services.weights.receivers import OWNER
+from services.weights.receivers.double_buffer import DoubleBuffer, double_buffer
 from services.weights.receivers.loaded import LoadedWeights, compare
 from services.weights.shared_folder import Inbox
 from services.weights.versions.broadcast import receive
@@ -157,11 +158,18 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
 
 
 class StagingEngine(JoiningEngine):
-    """Receives into host memory while generation continues."""
+    """Receives into host memory while generation continues, and on a CPU loads there, too."""
 
     fetched_bytes: int | None = None
     """What the last transfer read from a store of versions; None without one."""
     _staging: Future[list[tuple[str, torch.Tensor]]] | None = None
+
+    buffer: DoubleBuffer | None = None
+    """Loads what was received before the pause; None if it is loaded in the pause."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.buffer = double_buffer(self.model, self.model_config)
 
     def take(self, connection: Any, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
         """Receive all weights of `version`; runs in a thread next to generation.
@@ -178,7 +186,10 @@ class StagingEngine(JoiningEngine):
 
         def receive_all() -> None:
             try:
-                staging.set_result(self.take(connection, Deadline(timeout_s), version))
+                staged = self.take(connection, Deadline(timeout_s), version)
+                if self.buffer is not None:
+                    self.buffer.fill(staged)
+                staging.set_result(staged)
             except Exception as error:  # passed on to the caller that takes the weights
                 current = self._joining is joined  # otherwise the caller has gone on to another group
                 if isinstance(error, WeightChanged):
@@ -202,13 +213,16 @@ class StagingEngine(JoiningEngine):
         return "staged" if error is None else f"{type(error).__name__}: {error}"
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
-        """Reload the model from the staged weights."""
+        """Exchange the model's layers for those that were loaded meanwhile, or reload it from the staged weights."""
         staging, self._staging = self._staging, None
         if staging is None:
             raise RuntimeError("no weights are staged")
         staged = staging.result(update_info.timeout_s)
-        with self.reloading():
-            self.load(staged)
+        if self.buffer is not None and self.buffer.exchange(staged):
+            self.whole = True
+        else:
+            with self.reloading():
+                self.load(staged)
         self.verify(staged, update_info)
 
 

@@ -1,0 +1,130 @@
+"""A second copy of a model's layers: new weights are loaded into it beside sampling, and it changes places with the model's own
+layers in the pause.
+
+On a CPU vLLM repacks every linear layer for oneDNN when weights are loaded, which takes longer than copying them. A copy of the
+modules lets vLLM's own loaders do that while the engine samples.
+Guarantees: nothing of the model changes before `exchange`, which only exchanges references. Models whose layers derive anything
+else from their weights are not copied.
+Cost: while it is filled, the packed weights once more; afterwards only what is not packed, embeddings and norms.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import MethodType
+from typing import Any
+
+import structlog
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
+
+from services.weights.receivers.patching import refuse
+from services.weights.sparse.placement import NotPlaceable
+
+log = structlog.get_logger()
+
+WRAPPER = "online_process_loader"  # name of the loaders that vLLM wraps others in while it reloads
+PACKED = "cpu_linear"  # attribute of a layer: the function that multiplies by its packed weights
+
+Weights = list[tuple[str, torch.Tensor]]
+"""Named as in the checkpoint."""
+
+
+def double_buffer(model: Any, model_config: Any) -> DoubleBuffer | None:
+    """Return a second copy of a model on a CPU; None on other devices, and for models that have to be reloaded in the pause."""
+    if any(tensor.device.type != "cpu" for tensor in model.parameters()) or not model_config.enforce_eager:
+        return None
+    try:
+        refuse(model, getattr(model_config, "quantization", None) is not None)
+    except NotPlaceable as error:
+        log.info("weights are packed in the pause and not before it", reason=str(error))
+        return None
+    return DoubleBuffer(model, model_config)
+
+
+class DoubleBuffer:
+    """The second copy of one model's layers."""
+
+    def __init__(self, model: Any, model_config: Any) -> None:
+        self._model, self._config = model, model_config
+        self._copy: Any = None
+        self._holds: Weights | None = None
+        self._busy = threading.Lock()  # a transfer that was given up may still be filling it
+
+    @torch.no_grad()
+    def fill(self, weights: Weights) -> None:
+        """Load weights into the copy. Raises whatever the model's loaders raise."""
+        with self._busy:
+            self._holds = None
+            self._copy = self._copy or _copy_of(self._model, {}, {})
+            initialize_layerwise_reload(self._copy)
+            try:
+                self._copy.load_weights(weights)
+            finally:
+                finalize_layerwise_reload(self._copy, self._config)
+            self._holds = weights
+
+    def exchange(self, weights: Weights) -> bool:
+        """Give the copy's layers to the model if it was last filled with `weights`, the same list. Return whether it was."""
+        with self._busy:
+            if self._holds is not weights:
+                return False
+            self._holds = None
+            exchanged = set[int]()
+            for module, other in zip(self._model.modules(), self._copy.modules(), strict=True):
+                for mine, others in ((module._parameters, other._parameters), (module._buffers, other._buffers)):
+                    for name, tensor in mine.items():
+                        if tensor is not None and id(tensor) not in exchanged:
+                            exchanged.add(id(tensor))  # tied tensors belong to several modules
+                            tensor.data, others[name].data = others[name].data, tensor.data
+                if PACKED in other.__dict__:
+                    setattr(module, PACKED, other.__dict__.pop(PACKED))
+            return True
+
+
+def _copy_of(module: Any, modules: dict[int, Any], tensors: dict[int, Any]) -> Any:
+    """Return a copy of a module that shares all but its modules and tensors. `modules`, `tensors`: copies by original."""
+    if id(module) in modules:
+        return modules[id(module)]
+    copy = object.__new__(type(module))
+    modules[id(module)] = copy
+    copy.__dict__.update({name: value for name, value in module.__dict__.items() if name != PACKED})
+    copy._parameters = {name: _clone(tensor, tensors) for name, tensor in module._parameters.items()}
+    copy._buffers = {name: _clone(tensor, tensors) for name, tensor in module._buffers.items()}
+    copy._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    copy._modules = {name: child and _copy_of(child, modules, tensors) for name, child in module._modules.items()}
+    info, known = get_layerwise_info(copy), get_layerwise_info(module)
+    params, buffers = known.restore_metadata
+    info.restore_metadata = (_shapes_of(params, module, copy), _shapes_of(buffers, module, copy))
+    info.restore_device = known.restore_device
+    return copy
+
+
+def _shapes_of(tensors: dict[str, torch.Tensor], module: Any, copy: Any) -> dict[str, torch.Tensor]:
+    """Return tensors without memory, as a reload begins with them, whose loaders are those of `copy` instead of `module`.
+
+    vLLM's wrappers count what is loaded into the module that they were made for, and stay on its tensors after a reload.
+    """
+    own = {name: to_meta_tensor(tensor) for name, tensor in tensors.items()}
+    for tensor in own.values():
+        for name, value in list(tensor.__dict__.items()):
+            while getattr(value, "__name__", "") == WRAPPER:
+                value = value.__wrapped__
+            if isinstance(value, MethodType) and value.__self__ in (module, layer_ref_sentinel):
+                value = MethodType(value.__func__, copy)
+            tensor.__dict__[name] = value
+    return own
+
+
+def _clone(tensor: torch.Tensor | None, tensors: dict[int, Any]) -> Any:
+    if tensor is None:
+        return None
+    if id(tensor) not in tensors:
+        clone = tensor.detach().clone()
+        clone.__class__ = tensor.__class__  # as vLLM does for its copies on the meta device
+        clone.__dict__ = tensor.__dict__.copy()  # type: ignore[assignment]
+        tensors[id(tensor)] = clone
+    return tensors[id(tensor)]
