@@ -125,13 +125,15 @@ class Monitor(Facet):
 
     async def sizes(self) -> Sizes:
         """Return sizes of the run, each read by a short command."""
-        claimed, first, groups, letters, (seconds, micros) = await self._redis.send(
-            ("HLEN", self._keys.claims), ("XRANGE", self._keys.tickets, "-", "+", "COUNT", 1), ("ZCARD", self._keys.replay_order),
+        claimed, queued, rollouts, groups, letters, (seconds, micros) = await self._redis.send(
+            ("HLEN", self._keys.claims), ("XRANGE", self._keys.tickets, "-", "+", "COUNT", 1),
+            ("XRANGE", self._keys.rollout_tickets, "-", "+", "COUNT", 1), ("ZCARD", self._keys.replay_order),
             ("XLEN", self._keys.deadletter), ("TIME",),
         )  # fmt: skip
-        issued_s = int(first[0][0].decode().partition("-")[0]) / 1e3 if first else 0.0
-        age_s = max(0.0, int(seconds) + int(micros) / 1e6 - issued_s) if first else 0.0
-        return Sizes(claimed, age_s, groups, letters)
+        issued_ms = [int(entry.partition(b"-")[0]) for entry, _ in queued]
+        issued_ms += [int(fields[5]) for _, fields in rollouts if len(fields) > 5]  # an older version wrote no time
+        now_ms = 1e3 * int(seconds) + int(micros) / 1e3
+        return Sizes(claimed, max(0.0, now_ms - min(issued_ms, default=now_ms)) / 1e3, groups, letters)
 
     async def server(self, limit: int = 0) -> Server:
         """Return the state of the server, or of several the fullest and the busiest. `limit`: bytes that each may use, 0: its own

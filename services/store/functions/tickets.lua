@@ -18,10 +18,14 @@ local function stream_of(prefix, entry)
   return prefix .. ':tickets', 'generators'
 end
 
--- Add a ticket to the stream of generators, or with `rollouts` = '1' to that of environments.
+-- Add a ticket to the stream of generators, or with `rollouts` = '1' to that of environments, whose entries do not tell the time.
 local function add(prefix, rollouts, ticket, body)
-  local entry = rollouts == '1' and '1-' .. redis.call('HINCRBY', prefix .. ':run', 'rollout_entries', 1) or '*'
-  redis.call('XADD', stream_of(prefix, entry), entry, 'ticket', ticket, 'body', body)
+  if rollouts == '1' then
+    local entry = '1-' .. redis.call('HINCRBY', prefix .. ':run', 'rollout_entries', 1)
+    redis.call('XADD', prefix .. ':tickets:rollouts', entry, 'ticket', ticket, 'body', body, 'issued_ms', now_ms())
+  else
+    redis.call('XADD', prefix .. ':tickets', '*', 'ticket', ticket, 'body', body)
+  end
 end
 
 local function owns(prefix, consumer, entry, fence)

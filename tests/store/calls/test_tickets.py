@@ -10,7 +10,7 @@ from services.protocol.errors import Fenced
 from services.store import Store
 from tests.support import flow
 from tests.support.flow import claim, counts, header, issue, payload_bytes, settle, start, submit
-from tests.support.harness import buried, ticket
+from tests.support.harness import buried, ticket, wait_until
 
 
 async def test_issue_fills_only_free_slots_and_is_idempotent(any_store: Store) -> None:
@@ -233,3 +233,20 @@ async def test_a_reason_with_a_lone_surrogate_is_reported(store: Store) -> None:
     [held] = await claim(store, "g")
     assert await store.tickets.fail("g", held, "the policy wrote \ud800", 1)
     assert await buried(store) == [(held.ticket_id, "the policy wrote ?")]
+
+
+@pytest.mark.parametrize("rollouts", [False, True], ids=["generators", "environments"])
+async def test_the_oldest_ticket_has_an_age_until_it_is_submitted(any_store: Store, rollouts: bool) -> None:
+    team = await start(any_store)
+    assert (await any_store.monitor.sizes()).oldest_ticket_s == 0.0
+    await any_store.tickets.issue(team.leader, 0, [ticket(0)], environments={"main"} if rollouts else ())
+    [held] = await claim(any_store, "a", rollouts=rollouts)
+
+    async def aged() -> bool:
+        return 0.05 < (await any_store.monitor.sizes()).oldest_ticket_s < 60
+
+    await wait_until(aged)
+    assert await issue(any_store, team, 1) == 1
+    assert await aged(), "the newer one does not count"
+    assert await submit(any_store, "a", held)
+    assert (await any_store.monitor.sizes()).oldest_ticket_s < 60
