@@ -231,6 +231,22 @@ local function keep_sample(prefix, ticket, outcome, header, payload)
   return true
 end
 
+-- Return whether the sample log has the groups that a step trained, in this incarnation of the run.
+local function is_logged(prefix, step)
+  local held = redis.call('HMGET', prefix .. ':samples:state', 'logged', 'logged_in')
+  return held[2] == redis.call('HGET', prefix .. ':run', 'incarnation') and tonumber(held[1]) >= step
+end
+
+-- Count the groups that a step trained as missed, as far as they are in the log's share: the step is deleted before they are logged.
+local function miss_step(prefix, step)
+  local state, missed = prefix .. ':samples:state', 0
+  local share = redis.call('HGET', state, 'share')
+  for group in string.gmatch(redis.call('HGET', prefix .. ':step:' .. step, 'groups') or '', '%S+') do
+    if is_sampled(share, group) then missed = missed + 1 end
+  end
+  if missed > 0 then redis.call('HINCRBY', state, 'missed:trained', missed) end
+end
+
 -- Keys of an open evaluation round, `eval:<part>`: evaluation.lua owns them, a restore deletes them.
 local EVALUATION_PARTS = {
   'round', 'tickets', 'queue', 'queue:rollouts', 'claims', 'claimed', 'failures', 'expiries', 'volunteers', 'results',

@@ -1,5 +1,5 @@
 -- Snapshots: freezes dataprep's state while it is copied, and restores a run to such a copy.
--- reads and writes: run, tickets, headers, claims, attempts, expiries, outstanding, requeued, ledger, deadletter, reissue
+-- reads and writes: run, tickets, headers, claims, attempts, expiries, outstanding, requeued, ledger, deadletter, reissue, step:<s>, samples:state
 -- A copy is read by plain commands, in pieces that keep the server responsive. It is of one instant because the leader's
 -- functions are rejected meanwhile, and `snapshot_begin` reads at once what generators and people may still change.
 
@@ -44,11 +44,16 @@ register_trainer('snapshot_end', {'token', NATURAL}, function(prefix, args)
 end)
 
 -- args: trainer fence, step. From here to `restore_end` nobody leads, nobody claims, and earlier claims are void; the next
--- trainer starts an interrupted restore again. A trainer restores once: its fence names the restore, and a repeated call, however
+-- trainer starts an interrupted restore again. Steps are deleted; those that the sample log has not read are counted. A trainer restores once: its fence names the restore, and a repeated call, however
 -- late, changes nothing. The new incarnation is a time, so that it is also new to a server that was replaced by an empty one.
 register_trainer('restore_begin', {'step', INTEGER}, function(prefix, args)
   local run = prefix .. ':run'
   if redis.call('HGET', run, 'restored_by') == args[1] then return 1 end
+  if redis.call('HEXISTS', run, 'restoring') == 0 then -- otherwise an interrupted restore has counted them
+    for unread = number(prefix, 'retired_step') + 1, number(prefix, 'committed_step') do
+      if not is_logged(prefix, unread) then miss_step(prefix, unread) end
+    end
+  end
   redis.call('HDEL', run, 'leader', 'leader_until_ms', 'leader_fence', 'frozen_by', 'frozen_until_ms', 'published_by')
   redis.call('HSET', run, 'restoring', args[2], 'restored_by', args[1], 'restored_pieces', 0, 'published_version', -1)
   for stream, group in pairs({[':tickets'] = 'generators', [':headers'] = 'dataprep'}) do

@@ -207,15 +207,10 @@ local HELD_STEPS = 16 -- as many steps more than a checkpoint needs may wait for
 
 -- Return whether a step that is to be deleted waits for the sample log; if it cannot, its groups are counted as missed.
 local function awaits_log(prefix, step)
-  local held = redis.call('HMGET', prefix .. ':samples:state', 'share', 'until_ms', 'logged', 'logged_in')
-  if not held[1] then return false end
-  if held[4] == redis.call('HGET', prefix .. ':run', 'incarnation') and tonumber(held[3]) >= step then return false end
+  local held = redis.call('HMGET', prefix .. ':samples:state', 'share', 'until_ms')
+  if not held[1] or is_logged(prefix, step) then return false end
   if run_ms(prefix) < tonumber(held[2]) and number(prefix, 'checkpointed_step') - step < HELD_STEPS then return true end
-  local missed = 0
-  for _, group in ipairs(words(redis.call('HGET', prefix .. ':step:' .. step, 'groups') or '')) do
-    if is_sampled(held[1], group) then missed = missed + 1 end
-  end
-  if missed > 0 then redis.call('HINCRBY', prefix .. ':samples:state', 'missed:trained', missed) end
+  miss_step(prefix, step)
   return false
 end
 

@@ -162,7 +162,7 @@ class SampleLog:
             self._counted = missed
             if any(more.values()):
                 log.warning(
-                    "groups are missing from the sample log: the tracker was behind or not running",
+                    "groups are missing from the sample log: the tracker was behind, also when a restore came, or not running",
                     groups=sum(more.values()),
                     missed=more,
                 )

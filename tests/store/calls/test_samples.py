@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from services.protocol import codec
+from services.protocol.errors import Fenced
 from services.protocol.messages import Header
 from services.store import Store
 from services.store.calls.samples import WHOLE, is_sampled
@@ -154,6 +156,24 @@ async def test_a_restore_resets_what_counts_as_logged(any_store: Store, tmp_path
     assert await any_store.steps.retire() == 0
     await any_store.samples.log(await incarnation(any_store), 1, 1.0, 60.0)
     assert await any_store.steps.retire() == 1
+
+
+async def test_steps_that_a_restore_deletes_unread_are_missed(any_store: Store, tmp_path: Path) -> None:
+    """Once, however often the restore is interrupted; not those that are logged or retired."""
+    team = await attached(any_store)
+    for step in range(2):
+        await train(any_store, team, step)
+    await any_store.samples.log(await incarnation(any_store), 0, 1.0, 60.0)
+    assert await any_store.steps.retire() == 1
+    await any_store.snapshots.save(team.trainer, 1, tmp_path / "s", payloads=True)
+    for step in range(2, 4):
+        await train(any_store, team, step)
+    interrupted, trainer = await any_store.run.attach_trainer(), 0
+    for trainer in (interrupted, await any_store.run.attach_trainer()):
+        with suppress(Fenced):
+            await any_store.connection.call("restore_begin", trainer, 1)
+    await any_store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: None)
+    assert await any_store.samples.missed() == {"trained": 3}
 
 
 async def test_a_group_that_a_restore_brings_back_keeps_its_tokens(any_store: Store, tmp_path: Path) -> None:

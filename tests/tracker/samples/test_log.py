@@ -359,12 +359,16 @@ async def test_groups_that_a_restore_brings_back_are_logged_again(store: Store, 
     await store.steps.commit(team.trainer, 1)
     await follow_once(store, config, tmp_path)
     assert outcomes(tmp_path)[name, "trained", 1] == 4
+    await store.steps.publish(team.trainer, 2)
+    await trained(store, team, 2, 3)
     trainer = await store.run.attach_trainer()
     await store.restores.restore(trainer, Snapshot(tmp_path / "snapshot"), True, lambda: None)
     leader = await store.run.lead("after", 60.0)
     assert leader is not None
     await prepare(store, Team(leader, trainer), 1, [name])
     await store.steps.commit(trainer, 1)
-    await follow_once(store, config, tmp_path)
+    metrics = await follow_once(store, config, tmp_path)
+    assert metrics.get_sample_value("grpo_tracker_missed_groups") == 3, "step 2 was deleted unread"
+    assert SampleFolder(tmp_path / SAMPLES).status().missed == {"trained": 3}
     assert outcomes(tmp_path)[name, "trained", 1] == 4
     assert outcomes(tmp_path, "undone") == {(name, "trained", 1): 4}
