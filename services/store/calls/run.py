@@ -42,7 +42,7 @@ class Runs(Facet):
 
         Return whether the number changed.
         """
-        return bool(await self._redis.call("set_steps", steps))
+        return bool(await self._redis.call("set_steps", token(), steps))
 
     async def state(self) -> RunState | None:
         """Return the run's state, or None if it was not created yet."""

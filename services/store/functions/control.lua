@@ -35,17 +35,22 @@ register('create', {
   return 1
 end)
 
--- args: number of steps. A run that is resumed may be given another number; if it had finished and has steps left, it continues,
--- even if it was ended early.
+-- args: token, number of steps. A run that is resumed may be given another number; if it had finished and has steps left, it
+-- continues, even if it was ended early. A repeated call, however late, changes nothing: the run may have another number by then.
 -- Returns 1 if the number changed, 0 if not or if there is no run.
-register('set_steps', {'steps', POSITIVE}, function(prefix, args)
-  local key = prefix .. ':run'
+register('set_steps', {'token', TEXT, 'steps', POSITIVE}, function(prefix, args)
+  local key, steps, before = prefix .. ':run', args[2], answered(prefix, args[1])
+  if before then return tonumber(before) end
   local have = redis.call('HMGET', key, 'steps', 'committed_step')
-  if not have[1] or have[1] == args[1] then return 0 end
-  redis.call('HSET', key, 'steps', args[1])
-  if tonumber(args[1]) > have[2] + 1 and redis.call('HDEL', key, 'finished') == 1 then redis.call('HDEL', key, 'stopping') end
-  notify(prefix, 'control')
-  return 1
+  if not have[1] then return 0 end
+  local changed = have[1] ~= steps and 1 or 0
+  record_answer(prefix, args[1], changed)
+  if changed == 1 then
+    redis.call('HSET', key, 'steps', steps)
+    if tonumber(steps) > have[2] + 1 and redis.call('HDEL', key, 'finished') == 1 then redis.call('HDEL', key, 'stopping') end
+    notify(prefix, 'control')
+  end
+  return changed
 end)
 
 -- args: candidate, lease ms. Takes or renews the leadership of dataprep. Returns the fencing number, or 0 if another leads or the

@@ -57,6 +57,17 @@ async def test_more_steps_resume_a_run_that_was_ended_early(any_store: Store) ->
     assert (state.finished, state.stopping) == ("", "")
 
 
+async def test_a_late_repetition_sets_no_older_number_of_steps(any_store: Store) -> None:
+    await any_store.run.create("config", "data", 10, 4)
+    for token, steps, changed in (("a", 20, 1), ("b", 20, 0), ("c", 30, 1)):
+        assert await any_store.connection.call("set_steps", token, steps) == changed
+    for token, changed in (("a", 1), ("b", 0)):
+        assert await any_store.connection.call("set_steps", token, 20) == changed
+    state = await any_store.run.state()
+    assert state is not None
+    assert state.steps == 30
+
+
 @pytest.mark.parametrize(("config", "data", "what"), [("other", "data", "configuration"), ("config", "other", "data set")])
 async def test_a_different_run_of_the_same_name_is_rejected(any_store: Store, config: str, data: str, what: str) -> None:
     await any_store.run.create("config", "data", 10, 4)
