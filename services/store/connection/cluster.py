@@ -12,6 +12,7 @@ import random
 from typing import Any, cast
 
 import redis.asyncio as aioredis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
@@ -93,7 +94,22 @@ def _address(node: list[Any], asked: Address) -> Address | None:
     return None if host == "?" else (host or asked[0], int(node[1]))
 
 
-class ToOwner(aioredis.Connection):
+class ToMaster(AbstractConnection):
+    """A connection to a server that may stop being the master; for a reply that the master would not give, it connects again."""
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        """Read the next reply; raises `Elsewhere` for an error that the master would not return."""
+        try:
+            return await cast("Any", super()).read_response(*args, **options)
+        except ResponseError as error:
+            word = error.status_code or str(error).partition(" ")[0]
+            if word not in ELSEWHERE:
+                raise
+            await self.disconnect(nowait=True)
+            raise Elsewhere(f"{word} {str(error).removeprefix(word).lstrip()}") from None
+
+
+class ToOwner(ToMaster, aioredis.Connection):
     """A connection to the owner."""
 
     def __init__(self, *, owner: SlotOwner, **settings: Any) -> None:
@@ -105,14 +121,3 @@ class ToOwner(aioredis.Connection):
         if not self.is_connected:
             self.host, self.port = await self._owner.find()
         await super().connect_check_health(check_health, retry_socket_connect=False)
-
-    async def read_response(self, *args: Any, **options: Any) -> Any:
-        """Read the next reply; raises `Elsewhere` for an error that the owner would not return."""
-        try:
-            return cast("Any", await super().read_response(*args, **options))
-        except ResponseError as error:
-            word = error.status_code or str(error).partition(" ")[0]
-            if word not in ELSEWHERE:
-                raise
-            await self.disconnect(nowait=True)
-            raise Elsewhere(f"{word} {str(error).removeprefix(word).lstrip()}") from None

@@ -14,20 +14,28 @@ import redis.asyncio as aioredis
 from redis.exceptions import ConnectionError, TimeoutError
 
 from services.protocol.errors import StoreError
-from services.store.connection.cluster import SlotOwner, ToOwner
+from services.store.connection.cluster import SlotOwner, ToMaster, ToOwner
 from services.store.connection.exceptions import retry_rule
 from services.store.connection.login import VANISHED, Limits, Login, shown
 
 
-class _Trusting(aioredis.SSLConnection):
-    """Reloads the CA file on every connection, because it may have been renewed."""
+class _ToMasterByTCP(ToMaster, aioredis.Connection):
+    """Connects by TCP."""
+
+
+class _ToMasterByTLS(ToMaster, aioredis.SSLConnection):
+    """Connects encrypted. Reloads the CA file on every connection, because it may have been renewed."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
         return cast("Any", super())._connection_arguments()
 
 
-class _ToOwnerByTLS(ToOwner, _Trusting):
+class _ToMasterBySocket(ToMaster, aioredis.UnixDomainSocketConnection):
+    """Connects by a socket file."""
+
+
+class _ToOwnerByTLS(ToOwner, _ToMasterByTLS):
     """Connects to the slot owner in a Cluster, encrypted."""
 
 
@@ -63,11 +71,12 @@ def create_client(url: str, login: Login, owner: SlotOwner | None, limits: Limit
     except ValueError as error:
         raise StoreError(f"redis.url = {shown(url)!r} is not a Redis address: {error}; use redis://host:port/0") from None
     pool = client.connection_pool
-    if tls:
-        pool.connection_class = _Trusting
     if owner:
         pool.connection_class = _ToOwnerByTLS if url.startswith("rediss:") else ToOwner
         pool.connection_kwargs["owner"] = owner
+    else:
+        by = {"rediss": _ToMasterByTLS, "unix": _ToMasterBySocket}
+        pool.connection_class = by.get(url.partition(":")[0], _ToMasterByTCP)
     return client
 
 

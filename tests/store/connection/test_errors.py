@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -15,12 +17,15 @@ import redis
 from services.console.commands.audit import audit
 from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
+from services.protocol.keys import Keys
 from services.store import Store
 from services.store.connection import client
-from services.store.connection.login import shown
+from services.store.connection.base import Connection
+from services.store.connection.login import Login, shown
 from tests.conftest import SERVERS, skip_without
 from tests.support import flow
 from tests.support.harness import ticket, wait_until
+from tests.support.servers.certificates import make_certificates
 
 LIMIT_S = 20.0
 RUN = "errors"
@@ -37,8 +42,10 @@ async def refusal(url: str, password: str | None = None) -> str:
 
 
 @asynccontextmanager
-async def pretender(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
-    """Address of a TCP server that answers each RESP command with `answer(command name)`."""
+async def pretender(
+    answer: Callable[[bytes], bytes], encrypted: ssl.SSLContext | None = None, path: str = ""
+) -> AsyncIterator[str]:
+    """Address of a server that answers each RESP command with `answer(command name)`, by TCP or at a socket file."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -54,9 +61,33 @@ async def pretender(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    if path:
+        async with await asyncio.start_unix_server(serve, path):
+            yield f"unix://{path}"
+        return
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=encrypted)
     async with server:
-        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        yield f"redis{'s' * bool(encrypted)}://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+
+
+@pytest.mark.parametrize("way", ["tcp", "tls", "socket"])
+async def test_a_replica_is_awaited_until_it_is_the_master(way: str, tmp_path: Path) -> None:
+    """As after a failover of a single server, on every kind of connection."""
+    replies = [b"-READONLY You can't write against a read only replica.\r\n"] * 2 + [b":1\r\n"]
+    context, login = None, Login()
+    if way == "tls":
+        if not shutil.which("openssl"):
+            pytest.skip("no openssl to make certificates with")
+        made = make_certificates(tmp_path)
+        context, login = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Login(ca_file=str(made.authority))
+        context.load_cert_chain(made.certificate, made.key)
+    path = str(tmp_path / "redis.sock") if way == "socket" else ""
+    async with pretender(lambda command: replies.pop(0) if command == b"HSET" else b"+OK\r\n", context, path) as url:
+        connection = Connection(None, Keys("run"), url, login)
+        try:
+            assert await connection.send(("HSET", "k", "f", "v")) == [1]
+        finally:
+            await connection.close()
 
 
 async def test_an_unreachable_server_is_reported() -> None:
