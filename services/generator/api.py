@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from services.generator.loop import RolloutLoop
 from services.generator.serving import REQUEST_BYTES, NotServed
-from services.http.endpoints.parameters import WaitS
+from services.http.endpoints.parameters import WaitS, disconnected
 from services.http.models import Draining
 from services.operations.waiting import until_none
 from services.runtime.service import Service
@@ -42,7 +42,7 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
         503: ask another generator, or later; the response says why.
         """
         try:
-            reply = await rollouts.serve(await request.body(), lambda: asyncio.ensure_future(_disconnected(request)))
+            reply = await rollouts.serve(await request.body(), lambda: asyncio.ensure_future(disconnected(request)))
         except NotServed as refusal:
             raise HTTPException(refusal.status, str(refusal)) from None
         except ClientDisconnect:  # while it was sending
@@ -51,9 +51,3 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
 
     service.app.state.body_limits[GENERATE] = REQUEST_BYTES
     service.app.include_router(router)
-
-
-async def _disconnected(request: Request) -> None:
-    """Return once the caller has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,6 +1,7 @@
 """Waits until a run complies with what an operator asked of it.
 
-Guarantees: waiting only reads; it ends at its limit, and returns who has not complied by then.
+Guarantees: waiting only reads; it ends at its limit, or when nobody waits for the answer any longer, and returns who has not
+complied by then.
 Waits for: the pods of a role, or the run. Unblocked by: heartbeats, which pods send at once when a pause begins or ends.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 
 from services.store import Store
 
@@ -16,12 +18,19 @@ POLL_S = 0.1
 LONGEST_WAIT_S = 3600.0
 BUSY_PHASES = ("starting", "loading")  # such a pod does no work that a pause could end
 
+caller_gone: ContextVar[Callable[[], Coroutine[None, None, None]] | None] = ContextVar("caller_gone", default=None)
+"""Returns once the caller is gone, such as the client of an endpoint; None: it stays until it has the answer."""
+
 
 async def until_none(poll: Callable[[], Awaitable[list[str]]], wait_s: float) -> list[str]:
-    """Poll until `poll` returns no names or `wait_s` seconds have passed. Return the names it returned last."""
-    deadline = time.monotonic() + wait_s
-    while (left := await poll()) and time.monotonic() < deadline:
-        await asyncio.sleep(POLL_S)
+    """Poll until `poll` returns no names, `wait_s` seconds have passed or the caller is gone. Return the last names."""
+    deadline, leaves = time.monotonic() + wait_s, caller_gone.get()
+    gone = asyncio.ensure_future(leaves()) if leaves else asyncio.Future[None]()
+    try:
+        while (left := await poll()) and time.monotonic() < deadline and not gone.done():
+            await asyncio.wait([gone], timeout=POLL_S)
+    finally:
+        gone.cancel()
     return left
 
 

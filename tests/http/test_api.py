@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from services.http.api import serve
 from services.http.authorization import BODY_LIMIT_BYTES
 from services.http.credentials import ApiTokens, api_tokens
 from services.http.entry import open_service
+from services.operations.waiting import POLL_S
 from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Store
 from services.store.connection.client import REPLY_TIMEOUT_S
-from tests.support.harness import small_config
+from tests.support.harness import small_config, wait_until
 
 TOKEN = {"Authorization": "Bearer test-token"}
 
@@ -59,6 +61,23 @@ async def test_mutating_calls_need_the_token(http: httpx.AsyncClient, store: Sto
     state = await store.run.state()
     assert state is not None
     assert state.paused == {}
+
+
+async def test_a_wait_ends_when_its_client_leaves(http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    polls = list[float]()
+
+    async def never(*_: object) -> list[str]:
+        polls.append(time.monotonic())
+        return ["generator-0"]
+
+    monkeypatch.setattr("services.operations.control.not_paused", never)
+    waits = {"params": {"wait_s": 600}, "headers": TOKEN, "timeout": httpx.Timeout(5.0, read=0.3)}
+    for path, body in (("/v1/pause", {"why": "maintenance"}), ("/v1/resume", None)):
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(path, json=body, **waits)
+        await wait_until(lambda: time.monotonic() - polls[-1] > 3 * POLL_S)
+    answer = await http.post("/v1/pause", headers=TOKEN, params={"wait_s": 0.2})
+    assert answer.json()["waiting_for"] == ["generator-0"]
 
 
 async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Store) -> None:
