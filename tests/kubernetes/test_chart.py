@@ -376,3 +376,20 @@ def test_an_external_cluster_is_reachable_at_all_its_nodes() -> None:
         rule.get("ports") for found in chart.of_kind(objects, "NetworkPolicy") for rule in found["spec"].get("egress", [])
     ]
     assert [{"port": 6379}, {"port": 11000, "endPort": 13047}] in outwards
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://collector.monitoring:4318/v1/traces", 4318), ("https://traces.example.com/v1/traces", 443),
+        ("http://[fd00::7]:4317/v1/traces", 4317), ("http://collector/v1/traces", 80),
+    ],
+)  # fmt: skip
+def test_traces_reach_the_collector_at_its_port(endpoint: str, port: int) -> None:
+    objects = chart.render({"config": {"tracing": {"endpoint": endpoint}}})
+    policy = chart.named(objects, "NetworkPolicy", "demo-tracing")["spec"]
+    assert policy["egress"] == [{"ports": [{"port": port}]}]
+    (rule,) = policy["podSelector"]["matchExpressions"]
+    assert {*rule["values"]} == {"dataprep", "environment", "generator", "trainer"}
+    without = {each["metadata"]["name"] for each in chart.of_kind(chart.render({}), "NetworkPolicy")}
+    assert "demo-tracing" not in without
