@@ -7,7 +7,6 @@ appears on a command line.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from services.runtime.process_tools import die_with_parent
 
 PING_LIMIT_S = 5.0
 START_LIMIT_S = 60.0  # loading a large append-only file takes time
+END_LIMIT_S = 30.0  # a server that is stopped longer, because its disk hangs or it was suspended, is killed
 POLL_S = 0.02
 PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 REFUSALS = (b"-WRONGPASS", b"-ERR", b"-NOAUTH")  # answers to AUTH of a server that is not ours
@@ -73,7 +73,7 @@ class RedisProcess:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Shut down cleanly: the append-only file is complete on disk."""
+        """Shut down cleanly: the append-only file is complete on disk. A server that does not end in time is killed."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -95,9 +95,13 @@ class RedisProcess:
         return reply == b"+OK\r\n+PONG\r\n"
 
     def _end(self, sig: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.kill(self._process.pid, sig)
-            self._process.wait(timeout=30)
+        for each in (sig, signal.SIGKILL):
+            if not self.alive:
+                return
+            assert self._process is not None
+            self._process.send_signal(each)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=END_LIMIT_S)
 
     def _last_words(self) -> str:
         log = self.folder / "server.log"
