@@ -120,7 +120,8 @@ def holder(folder: Path) -> LockHolder | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        words = os.pread(lock, 100, 0).decode(errors="replace").split()
+        line, _, _ = os.pread(lock, 100, 0).partition(b"\n")  # the rest is of a longer line that is being replaced
+        words = line.decode(errors="replace").split()
     else:
         return None
     finally:

@@ -90,6 +90,14 @@ def test_a_starting_run_takes_the_folder_from_readers(stopped: RunFolder) -> Non
         assert (now.pid, now.readers) == (os.getpid(), False)
 
 
+def test_the_rest_of_a_replaced_line_names_no_readers(tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as lock:
+        os.pwrite(lock.fd, b"12345\nreaders 6379\n", 0)  # a run has replaced `12399 readers 6379` and not truncated it yet
+        found = holder(tmp_path)
+    assert found is not None
+    assert (found.pid, found.readers) == (12345, False)
+
+
 def test_leftovers_of_a_killed_run_are_named_and_awaited(stopped: RunFolder) -> None:
     said: list[str] = []
     with FolderLock(stopped.path) as lock:
