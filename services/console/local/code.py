@@ -1,12 +1,12 @@
 """The code of a run's own verifiers and environments: files that are copied into its folder when it begins, and serve to its end.
 
-Guarantees: a run that is resumed is scored by the same code, whatever has become of the original files since.
+Guarantees: a run that is resumed is scored by the same code, whatever has become of the original files since; a copy is whole,
+however often a start is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from services.config import RunConfig
 from services.config.environments import code_of, environment_file
 from services.config.load import code_digest
 from services.config.verifiers import named
+from services.runtime import atomic_folders
 
 
 def with_kept_code(config: RunConfig, held: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -32,17 +33,17 @@ def with_kept_code(config: RunConfig, held: RunConfig) -> tuple[RunConfig, list[
 
 
 def keep_code(config: RunConfig, folder: Path) -> RunConfig:
-    """Copy the files of functions into `folder`, unless they are there, and return the configuration with the copies.
+    """Copy the files of functions into `folder`, unless they are the copies, and return the configuration with the copies.
 
-    Raises `ConfigError` for a file that cannot be read.
+    Raises `ConfigError` for a file that cannot be read, `FolderError` for a copy that cannot be written.
     """
     placed: dict[str, str] = {}
     for name, function, file in _functions(config):
         copy = (folder / name / Path(file).name).absolute()
-        if not copy.exists():
+        if Path(file) != copy:  # what is there is of a start that was killed before the run began
             code_digest(file)  # tells why it cannot be read
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
+            atomic_folders.replace(copy, Path(file).read_bytes())
         placed[name] = f"{copy}:{_names(function)[1]}"
     return _with(config, placed)
 

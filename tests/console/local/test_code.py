@@ -65,6 +65,21 @@ def test_a_resumed_run_keeps_its_original_code(config: RunConfig, tmp_path: Path
     assert not copy.exists()
 
 
+def test_a_start_killed_in_the_middle_of_a_copy_leaves_none(config: RunConfig, tmp_path: Path) -> None:
+    folder = RunFolder.of(config)
+    copy = Path(function(folder.write(config)).rpartition(":")[0])
+    folder.config.unlink()  # as if that start had been killed before the run began
+    copy.write_text(ONE[:5])
+    folder.write(config)
+    assert copy.read_text() == ONE
+    (tmp_path / "rewards.py").write_text(OTHER)
+    folder.config.unlink()
+    written = folder.write(config)
+    assert copy.read_text() == OTHER, "the run that begins now has the code of now"
+    assert digest(written) == digest(config)
+    assert [path.name for path in copy.parent.iterdir()] == ["rewards.py"]
+
+
 def test_another_function_makes_another_run(config: RunConfig, tmp_path: Path) -> None:
     folder = RunFolder.of(config)
     folder.write(config)
