@@ -1,6 +1,7 @@
 """Records which settings changed when a run was resumed, each with the step from which it holds.
 
-Guarantees: only keys of `CHANGEABLE` ever change; a run without a line in `changes.jsonl` has the settings that it began with.
+Guarantees: only keys of `CHANGEABLE` ever change; a run without a line in `changes.jsonl` has the settings that it began with. A
+change is recorded before the run has it; `take_back` removes one that a killed start has recorded and not made.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import msgspec
 
 from services.config import RunConfig
 from services.config.load import CHANGEABLE
-from services.config.reading.differences import differing
+from services.config.reading.differences import differing, flat
+from services.runtime import atomic_folders
 
 Changes = dict[str, tuple[Any, Any]]
 """Key -> its value before and now."""
@@ -38,3 +40,20 @@ def record(file: Path, step: int, found: Mapping[str, tuple[Any, Any]], forked_f
     line["changes"] = {key: list(values) for key, values in found.items()}
     with file.open("ab") as lines:
         lines.write(msgspec.json.encode(line) + b"\n")
+
+
+def take_back(file: Path, held: RunConfig) -> None:
+    """Remove the last changes of the history if the run's configuration `held` does not have them, and a torn line after them."""
+    text = file.read_bytes() if file.exists() else b""
+    kept = text.splitlines(keepends=True)
+    if kept and not kept[-1].endswith(b"\n"):
+        del kept[-1]
+    if kept and _unmade(msgspec.json.decode(kept[-1]), flat(held.model_dump(mode="json", include=CHANGEABLE))):
+        del kept[-1]
+    if len(whole := b"".join(kept)) < len(text):
+        atomic_folders.replace(file, whole)
+
+
+def _unmade(line: dict[str, Any], held: Mapping[str, Any]) -> bool:
+    """Return whether a key has another value than after these changes. Those of a fork are made with its configuration."""
+    return "forked_from" not in line and any(held.get(key, now) != now for key, (_, now) in line["changes"].items())

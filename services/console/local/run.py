@@ -26,7 +26,7 @@ from services.console.display.plain import PlainDisplay
 from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import conditions, summary
-from services.console.local.changes import changes, in_words, record
+from services.console.local.changes import changes, in_words, record, take_back
 from services.console.local.folder import RunFolder, resolve
 from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
@@ -125,11 +125,11 @@ def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, res
     if before is None:
         return folder.write(config)
     begins = asyncio.run(next_step(config, _administrator(config), folder, restore))
-    config = folder.write(config)
+    take_back(folder.changes, before)
     if changed := changes(before, config):
         record(folder.changes, begins, changed)
         print(f"changed from step {begins} on: {in_words(changed)}", flush=True)
-    return config
+    return folder.write(config)
 
 
 def _administrator(config: RunConfig, password: str = "") -> Login:

@@ -9,7 +9,8 @@ import pytest
 
 from services.config import digest, load_resolved
 from services.console.errors import ConsoleError
-from services.console.local.changes import changes, in_words, record
+from services.console.local import run
+from services.console.local.changes import changes, in_words, record, take_back
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import RedisServer
 from services.console.start.resumption import next_step
@@ -51,6 +52,40 @@ def test_changes_are_recorded_with_their_first_step(tmp_path: Path) -> None:
     lines = [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
     assert [line["step"] for line in lines] == [4, 7]
     assert lines[0]["changes"] == {"filters.zero_std": [False, True], "run.steps": [4, 9]}
+
+
+def test_a_change_that_a_killed_start_did_not_make_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start records its changes first: whenever it is killed, the next one has the whole history."""
+    before, now = small_config(tmp_path), small_config(tmp_path, None, "run.steps=9")
+    last = small_config(tmp_path, None, "run.steps=12", "optimizer.betas=[0.8, 0.9]")
+    folder = RunFolder.of(before)
+    folder.write(before)
+
+    def lines() -> list[dict[str, object]]:
+        return [msgspec.json.decode(line)["changes"] for line in folder.changes.read_bytes().splitlines()]
+
+    monkeypatch.setattr(run, "next_step", _third_step)
+    with monkeypatch.context() as killed:
+        killed.setattr(RunFolder, "write", _kill)
+        with pytest.raises(KeyboardInterrupt):
+            run._written(now, folder, before, None)
+    assert lines() == [{"run.steps": [4, 9]}], "the start was killed before the run had them"
+    run._written(last, folder, before, None)
+    made = [{"optimizer.betas": [[0.9, 0.95], [0.8, 0.9]], "run.steps": [4, 12]}]
+    assert lines() == made
+    with folder.changes.open("ab") as file:
+        file.write(b'{"step": 7, "cha')
+    for _ in range(2):
+        take_back(folder.changes, last)
+        assert lines() == made
+
+
+async def _third_step(*_: object) -> int:
+    return 3
+
+
+def _kill(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 async def test_run_steps_must_cover_the_steps_already_trained(tmp_path: Path, server: RedisServer, store: Store) -> None:
