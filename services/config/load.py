@@ -26,6 +26,7 @@ from services.config.loss import settle
 from services.config.reading.derived import derived
 from services.config.reading.faults import explained, keys_of, models_of, without
 from services.config.reading.places import COMMAND_LINE, KeyPlaces
+from services.config.reading.secrets import shown
 from services.config.reading.unused_keys import unused_keys
 from services.config.root import Redis, RunConfig
 from services.config.training import Trainer
@@ -269,6 +270,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 def _assigned(tree: dict[str, Any], parts: list[str], text: str, place: str, places: KeyPlaces) -> list[str]:
     """Put a value into the tree, and return the faults in its key."""
     node: object = tree
+    key, value = ".".join(parts), value_of(text)
     for at, part in enumerate(parts[:-1]):
         table = _table(node)
         if table is not None:
@@ -278,11 +280,11 @@ def _assigned(tree: dict[str, Any], parts: list[str], text: str, place: str, pla
         else:
             have = f"{'.'.join(parts[:at])} has {len(cast('list[Any]', node))} entries, from 0" if isinstance(node, list) else ""
             why = f"{part!r} does not name a section or an entry{f' ({have})' * bool(have)}"
-            return [f"{place}: {'.'.join(parts)} = {text}: {why}: correct the key"]
+            return [f"{place}: {key} = {shown(key, value)}: {why}: correct the key"]
     if (table := _table(node)) is None:
-        return [f"{place}: {'.'.join(parts)} = {text}: {'.'.join(parts[:-1])} is not a section: correct the key"]
-    table[parts[-1]] = value_of(text)
-    places.put(".".join(parts), place)
+        return [f"{place}: {key} = {shown(key, value)}: {'.'.join(parts[:-1])} is not a section: correct the key"]
+    table[parts[-1]] = value
+    places.put(key, place)
     return []
 
 

@@ -159,6 +159,21 @@ def test_a_name_without_a_near_match_lists_the_valid_ones(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "redis.password=hunter2", "redis.password=42", 'api={token="hunter2"}', 'judges=[{api_key="hunter2"}]',
+        "redis.adress=redis://me:hunter2@host/0", "redis.ca_file=redis://:hunter2@host/0", "model.path.secret=hunter2",
+        "verifiers.7.api_key=hunter2",
+    ],
+)  # fmt: skip
+def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
+    told = fault(file, override, "redis.url=redis://:hunter2@host/0")
+    assert "hunter2" not in told
+    assert "42" not in told
+    assert "(hidden)" in told
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("run.steps=0", "run.steps = 0: input should be greater than or equal to 1"),

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from services.config.reading.secrets import shown
 from services.config.root import RunConfig
 
 REPLACED = {
@@ -76,20 +77,20 @@ def explained(fault: Any) -> str:
     key = ".".join(map(str, location)) or "configuration"
     if fault["type"] == "extra_forbidden" and key in REPLACED:
         value = fault["input"]
-        return f"{key}{f' = {value!r}' * isinstance(value, str | int | float)} {REPLACED[key]}"
+        return f"{key}{f' = {shown(key, value)}' * isinstance(value, str | int | float)} {REPLACED[key]}"
     if fault["type"] == "extra_forbidden":
         if known := ELSEWHERE.get(str(location[-1])):
-            return f"{key} = {fault['input']!r} is not a known key: use {known}"
+            return f"{key} = {shown(key, fault['input'])} is not a known key: use {known}"
         names = sorted({name for section in sections for name in section.model_fields})
         near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
-        return f"{key} = {fault['input']!r} is not a known key; {hint}"
+        return f"{key} = {shown(key, fault['input'])} is not a known key; {hint}"
     if fault["type"] == "missing":
         return _missing(key)
     message = fault["msg"].removeprefix("Value error, ")
     if not location:
         return message
-    return f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{key} = {shown(key, fault['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def keys_of(fault: Any) -> tuple[str | int, ...]:

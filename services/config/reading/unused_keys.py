@@ -13,6 +13,7 @@ from typing import Any, cast
 from services.config.base import Section
 from services.config.evaluation import Evaluation
 from services.config.loss import CLIPS, CORRECTION, POLICIES
+from services.config.reading.secrets import shown
 from services.config.root import RunConfig
 
 Rules = Iterator[tuple[str, str, str]]
@@ -44,7 +45,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         items = cast("list[Any]", value)
         value = [item.model_dump(exclude_unset=True) if isinstance(item, Section) else item for item in items]
-    return repr(value)
+    return shown("", value)
 
 
 def _prompts(config: RunConfig) -> Rules:
@@ -156,6 +157,6 @@ def _surroundings(config: RunConfig) -> Rules:
     """
     url = config.redis.url
     if url and not url.startswith("rediss://"):
-        yield "redis.ca_file", f"with redis.url = {url!r}", "use rediss://"
+        yield "redis.ca_file", f"with redis.url = {shown('redis.url', url)}", "use rediss://"
     if not config.tracing.endpoint:
         yield "tracing.share", "without tracing.endpoint", "set tracing.endpoint"
