@@ -121,10 +121,11 @@ def _group(row: TableRow, state: TableState) -> BufferGroup:
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean of values, of which there is at least one."""
-    return math.fsum(values) / len(values)
+    scale = 2.0 ** -len(values).bit_length()  # the sum could be too large; a power of two changes no digit
+    return math.fsum(value * scale for value in values) / len(values) / scale
 
 
 def deviation(values: Sequence[float]) -> float:
     """Return the population standard deviation of values."""
-    middle = mean(values)
-    return math.hypot(*(value - middle for value in values)) / math.sqrt(len(values))  # the squares could be too large
+    middle, root = mean(values), math.sqrt(len(values))
+    return math.hypot(*(value / root - middle / root for value in values))  # the squares, or their sum, could be too large

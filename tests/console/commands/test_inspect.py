@@ -21,7 +21,7 @@ from services.console.inspect import verbs
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import RedisServer
 from services.console.printable import printable, safe_json
-from services.operations.inspection.buffer import deviation, inspect_buffer
+from services.operations.inspection.buffer import deviation, inspect_buffer, mean
 from services.operations.inspection.group import inspect_group
 from services.operations.inspection.text import TextReader
 from services.protocol import codec
@@ -735,6 +735,9 @@ def test_every_command_is_reachable_from_the_command_line(
         asyncio.run(end())
 
 
-def test_the_deviation_of_large_rewards() -> None:
+def test_mean_and_deviation_of_large_rewards() -> None:
+    assert mean([0.25, 0.75]) == 0.5
     assert deviation([1.0, 2.0, 3.0, 4.0]) == pytest.approx(1.25**0.5)
-    assert deviation([1e200, -1e200]) == 1e200
+    assert deviation([1e200, -1e200]) == pytest.approx(1e200)
+    assert mean([1.7e308] * 5) == 1.7e308
+    assert deviation([1.7e308, -1.7e308] * 5) == pytest.approx(1.7e308)
