@@ -1,7 +1,8 @@
 """A generator that fetches the published weights from the store of versions itself, while the trainer trains.
 
 Guarantees: it never goes back to an older version; while it fetches, it says so in its heartbeat, before it reads anything, so
-that rounds exclude it and nothing that it reads is deleted; a fetch that failed is tried again, at growing intervals.
+that rounds exclude it and nothing that it reads is deleted; weights that could not be fetched or applied are fetched again, at
+growing intervals.
 Waits for: the published version, the store.
 """
 
@@ -40,7 +41,7 @@ class CatchUp:
         self._service, self._engine = service, engine
         self._task: asyncio.Task[None] | None = None
         self._target = Published(0, -1)
-        self._failures, self._not_before = 0, 0.0
+        self._failed, self._failures, self._not_before = "", 0, 0.0  # why the last fetch failed, and how many in a row
 
     @property
     def busy(self) -> bool:
@@ -50,7 +51,7 @@ class CatchUp:
     async def step(self) -> Published | None:
         """Begin a fetch if the pod is behind. Returns a version that is fetched, for the caller to apply and then call `over`.
 
-        Raises `TransferFailed` once if a fetch failed, and what ends the engine.
+        Raises `TransferFailed` if a fetch failed, for the caller to call `over`, and what ends the engine.
         """
         if self._task is None:
             wanted = self._behind()
@@ -62,24 +63,30 @@ class CatchUp:
             return None
         try:
             await self._task
-        except (TransferFailed, StoreError) as error:
-            self.over()
-            self._failures += 1
-            self._not_before = time.monotonic() + min(AGAIN_S[1], AGAIN_S[0] * 2.0 ** (self._failures - 1))
+        except StoreError as error:
             raise TransferFailed(str(error)) from error
-        self._failures = 0
         return self._target
 
-    def over(self) -> None:
-        """Forget the fetch, and let rounds include the pod."""
-        self._task = None
-        self._service.say(fetching="")
+    def over(self, failure: TransferFailed | None = None) -> None:
+        """Forget the fetch, and let rounds include the pod. `failure`: why its weights were not fetched or applied."""
+        self._forget()
+        if failure is None:
+            self._failed, self._failures = "", 0
+            return
+        if str(failure) != self._failed:
+            log.warning("failed to fetch or apply weights, retrying", error=str(failure))
+        self._failed, self._failures = str(failure), self._failures + 1
+        self._not_before = time.monotonic() + min(AGAIN_S[1], AGAIN_S[0] * 2.0 ** (self._failures - 1))
 
     async def close(self) -> None:
         """Abandon a fetch; the next `step` begins another."""
         if self._task is not None:
             await end_tasks([self._task])
-            self.over()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._task = None
+        self._service.say(fetching="")
 
     def _behind(self) -> Published | None:
         """Return the published version if the pod holds an older one or none."""

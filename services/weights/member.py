@@ -157,13 +157,13 @@ class WeightFollower:
             await self._pause()
             await self.engine.receive(fetched.version)
         except TransferFailed as error:
-            log.warning("failed to fetch weights", error=str(error))
+            self._late.over(error)
             self.metrics.sync_failures.inc()
         else:
+            self._late.over()
             self._catch_ups += 1
             self.metrics.catch_ups.inc()
             self._say_held(fetched.version, fetched.fence)
-        self._late.over()
         await self._leave_round()
 
     def _say_held(self, version: int, fence: int) -> None:

@@ -9,16 +9,21 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
+from services.weights import catch_up, member
+from services.weights.receiver import TransferFailed
 from services.weights.versions import catalogue
 from services.weights.versions.catalogue import CATALOGUE, Catalogue
 from tests.support.harness import wait_until
@@ -138,6 +143,33 @@ def test_a_fetch_outlasts_an_outage_of_redis(world: World, lost: str, monkeypatc
     assert failures == [lost]
     step(world, 1)
     assert len(world.train(1).members) == 2, "it takes part in the next round"
+    assert_equal(world)
+
+
+def test_weights_that_cannot_be_applied_are_fetched_ever_more_seldom(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, fails = list[float](), threading.Event()
+    fails.set()
+
+    class Full(ScriptedEngine):
+        async def receive(self, version: int) -> None:
+            tried.append(time.monotonic())
+            if fails.is_set():
+                raise TransferFailed("no memory")
+            await super().receive(version)
+
+    monkeypatch.setattr(member, "POLL_S", 0.01)
+    monkeypatch.setattr(catch_up, "AGAIN_S", (0.1, 0.4))
+    world.member("a")
+    world.train(0)
+    with capture_logs() as logs:
+        world.member("late", Full())
+        world.portal.call(wait_until(lambda: len(tried) == 5))
+        fails.clear()
+        world.portal.call(wait_until(lambda: world.versions()["late"] == 0))
+    for (before, after), pause_s in zip(pairwise(tried), (0.1, 0.2, 0.4, 0.4, 0.4), strict=True):
+        assert after - before >= pause_s
+    assert [log["error"] for log in logs if log["log_level"] == "warning"] == ["no memory"]
+    assert world.metrics["late"].sync_failures._value.get() == 5
     assert_equal(world)
 
 
