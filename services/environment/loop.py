@@ -15,7 +15,7 @@ import structlog
 from services.environment.group import GroupRunner, HeldGroup
 from services.environment.metrics import EnvironmentMetrics
 from services.environment.rollout import FinishedRollout, LeaseLost, Manner
-from services.protocol.errors import StoreError
+from services.protocol.errors import RedisFull, StoreError
 from services.protocol.messages import Header, Ticket
 from services.rollouts.holding import MAX_EXPIRIES, TicketHolder
 from services.rollouts.records import pack_payload
@@ -30,18 +30,27 @@ IDLE_S = 1.0  # the longest delay that a missed notification can cause
 TURNS_TTL_S = 7 * 24 * 3600
 """Seconds after which the turns of an abandoned ticket expire; the end of a ticket deletes them."""
 PAYLOAD_TTL_S = 3600
+COMMIT_AGAIN_S = 1.0
 FILL_TIMES = 2  # as many rollouts as the generators run at a time, this many times over: the others wait for their environment
 
 
 class CommittedTurns:
-    """Keeps the turns of a ticket in Redis, from where another pod continues them."""
+    """Keeps the turns of a ticket in Redis, from where another pod continues them. On a full Redis, a turn waits."""
 
     def __init__(self, tickets: Tickets, name: str, claim: Claim) -> None:
         self._tickets, self._name, self._claim = tickets, name, claim
 
     async def commit(self, sample: int, restarts: int, at: int, record: bytes) -> bool:
         """Append a record of a rollout at a place. Returns False if another pod holds the ticket."""
-        return await self._tickets.commit_turn(self._name, self._claim, TurnPlace(sample, restarts, at), record, TURNS_TTL_S)
+        place, told = TurnPlace(sample, restarts, at), False
+        while True:
+            try:
+                return await self._tickets.commit_turn(self._name, self._claim, place, record, TURNS_TTL_S)
+            except RedisFull as error:
+                if not told:
+                    log.warning("a turn waits to be committed", error=str(error))
+                told = True
+                await asyncio.sleep(COMMIT_AGAIN_S)
 
     async def restart(self, sample: int, restarts: int) -> bool:
         """Forget a rollout's turns. Returns False if another pod holds the ticket."""

@@ -121,7 +121,7 @@ class LiveRollout:
 
     @property
     def policy_s(self) -> float:
-        """Time for which at least one call has waited for the policy."""
+        """Time for which at least one call has waited for a turn of the policy, until it was committed."""
         return self._policy_s + (time.monotonic() - self._calls_began if self._calls else 0.0)
 
     @contextlib.contextmanager
@@ -180,11 +180,11 @@ class LiveRollout:
                 f"{self.place.name}.{turn}", call.tokens, self.place.seed(turn), sampling, self.place.name,
                 self._version,
             )  # fmt: skip
-        async with self._committing:
-            message = self.recorder.record(
-                call, generated, (*self.sampling.stop, *overrides.stop), waited_s, time.monotonic() - began
-            )
-            await self.append(self.recorder.turns[-1])
+            async with self._committing:
+                message = self.recorder.record(
+                    call, generated, (*self.sampling.stop, *overrides.stop), waited_s, time.monotonic() - began
+                )
+                await self.append(self.recorder.turns[-1])
         if self.place.ticket.trace:
             told = gen_ai.inference("chat", sampling, len(call.tokens), len(generated.tokens), [generated.finish])
             told["gen_ai.conversation.id"] = self.place.name

@@ -13,6 +13,10 @@ class RedisUnreachable(StoreError):
     """Redis does not answer, or does not serve the run yet; a retry may succeed."""
 
 
+class RedisFull(StoreError):
+    """Redis has no memory for more. It still accepts what frees memory, so a retry may succeed."""
+
+
 class Fenced(StoreError):
     """A newer leader or trainer has taken over: this process must stop writing."""
 

@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from services.console.local.redis_server import RedisServer
+from services.environment import loop
 from services.environment.agent import Door, run_agent
 from services.environment.door.turns import ContextFull
 from services.environment.programs.frames import StepDone
@@ -57,6 +59,31 @@ async def test_rollouts_lose_no_turn_if_another_kills_their_process(tmp_path: Pa
         assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
         assert log.read_text().count("start 0") == N
         assert await buried(service.store) == []
+
+
+async def test_turns_wait_while_redis_is_full(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "COMMIT_AGAIN_S", 0.05)
+    log = tmp_path / "log"
+    given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
+    async with fleet(tmp_path, server, *given, f"sampling.group_size={N}") as (service, engine):
+        engine._token_s = 0.01
+        store = service.store
+        with capture_logs() as logs:
+            async with environment(service.config) as pod:
+                await issue(store, 0)
+                await wait_until(lambda: log.exists() and log.read_text().count("turn 2") >= N)
+                await store.client.config_set("maxmemory", 1)
+                try:
+                    await wait_until(lambda: sum("a turn waits" in each["event"] for each in logs) == N)
+                    await asyncio.sleep(0.3)  # several attempts, each of which is refused
+                    assert len(pod.rollouts.rollouts) == 1
+                finally:
+                    await store.client.config_set("maxmemory", 0)
+                [(header, _)] = await groups(store, 1)
+        assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
+        assert log.read_text().count("start 0") == N
+        assert sum("a turn waits" in each["event"] for each in logs) == N, "told once"
+        assert pod.rollouts._metrics.failures["store"]._value.get() == 0
 
 
 @pytest.mark.parametrize("damage", ["base", "messages", "reply", "bytes"])

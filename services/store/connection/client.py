@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from services.protocol.errors import RedisUnreachable, StoreError
+from services.protocol.errors import RedisFull, RedisUnreachable, StoreError
 from services.store.connection.fast_connection import FastConnection, redis_error
 from services.store.connection.login import Address, Limits, Login, direct, shown
 from services.store.connection.replies import ErrorReply
@@ -204,7 +204,7 @@ def explain(url: str, error: RedisError) -> StoreError:
     if isinstance(error, NoPermissionError) or any(words in str(error) for words in NO_RIGHT):
         return StoreError(f"Redis at {url} denies this user permission ({error}): give it the rights that `grpo acl` prints")
     if isinstance(error, OutOfMemoryError):
-        return StoreError(
+        return RedisFull(
             f"Redis at {url} is full: raise its maxmemory, or lower admission.prompts_per_step or checkpoint.every_steps"
         )
     if "unknown command" in str(error):
