@@ -22,7 +22,7 @@ OPERATIONS = 300
 SLOTS = 12
 CAPACITY = 6
 PATTERNS = (
-    r"run|answers|answers:order|order|ledger|tickets|tickets:rollouts|headers|outstanding|claims|claimed|attempts|expiries|deadletter|departed|requeued|requeued:letters|requeued:letters:order|reissue|drops|drops:order|replay:(order|version|clock:\d|idle|weight|state|gaps)",
+    r"run|answers|answers:order|order|ledger|tickets|tickets:rollouts|headers|outstanding|claims|claimed|attempts|expiries|deadletter|departed|requeued|requeued:letters|requeued:letters:order|reissue|drops|drops:order|samples:state|replay:(order|version|clock:\d|idle|weight|state|gaps)",
     r"trained:\d+|step:\d+|group:\d+-\d+|partial:\d+-\d+|payload:\d+-\d+\.\d+",
 )
 LEFT_AT_THE_END = (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WHOLE = 2**32  # hashes of tickets are below this
 READ_TOGETHER = 64  # payloads in one request, of some 40 KB, up to ten times that
-MISSED = "missed:"
+MISSED, BEGUN = "missed:", "begun:"
 GAPS_S = 300  # logprob gaps are kept for this long
 
 
@@ -88,9 +88,16 @@ class SampleCalls(Facet):
 
     async def missed(self) -> dict[str, int]:
         """Return how many groups the log does not have although it should, by outcome: it was full, or its tracker was gone."""
+        return await self._counts(MISSED)
+
+    async def begun(self) -> dict[int, int]:
+        """Return the first step of each incarnation that a restore began."""
+        return {int(incarnation): step for incarnation, step in (await self._counts(BEGUN)).items()}
+
+    async def _counts(self, kind: str) -> dict[str, int]:
         raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.samples_state))
         counts = {name.decode(): value for name, value in raw.items()}
-        return {name.removeprefix(MISSED): int(counts[name]) for name in sorted(counts) if name.startswith(MISSED)}
+        return {name.removeprefix(kind): int(counts[name]) for name in sorted(counts) if name.startswith(kind)}
 
 
 def _gaps(sealed: bytes | None) -> dict[tuple[str, int], np.ndarray] | None:

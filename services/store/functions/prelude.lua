@@ -195,7 +195,8 @@ end
 -- tokens. Only while a tracker renews its lease, and only as many as these: a tracker that is gone or slow costs a bounded part of
 -- memory and holds nothing up. What is not kept although it is in the log's share is counted.
 -- owns: samples       stream  ticket, outcome, payload, header, step that was being prepared, incarnation, size
---       samples:state hash    lease, share, bytes that wait, last logged step, and what was missed, by outcome
+--       samples:state hash    lease, share, bytes that wait, last logged step, what was missed, by outcome,
+--                             and the first step of each incarnation that a restore began
 local SAMPLES_KEPT = 2048
 local SAMPLE_BYTES = 67108864
 

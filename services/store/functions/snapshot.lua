@@ -130,8 +130,8 @@ register_trainer('restore_write', {'step', INTEGER, 'piece', POSITIVE, EACH, 'wo
   return 1
 end, true)
 
--- args: trainer fence, step, then fields and values of the run's hash. Everything else is in place: the run resumes after `step`.
--- Returns 1, or 0 if this trainer ended its restore before.
+-- args: trainer fence, step, then fields and values of the run's hash. Everything else is in place: the run resumes after `step`,
+-- from where the sample log is to know this incarnation to begin. Returns 1, or 0 if this trainer ended its restore before.
 register_trainer('restore_end', {'step', INTEGER, EACH, 'field', TEXT, 'value', TEXT}, function(prefix, args)
   local run = prefix .. ':run'
   local restore = redis.call('HMGET', run, 'restoring', 'restored_by')
@@ -139,6 +139,7 @@ register_trainer('restore_end', {'step', INTEGER, EACH, 'field', TEXT, 'value', 
   local refusal = not_restoring(prefix, args[2])
   if refusal then return refusal end
   if #args > 2 then redis.call('HSET', run, unpack(args, 3)) end
+  redis.call('HSET', prefix .. ':samples:state', 'begun:' .. redis.call('HGET', run, 'incarnation'), tonumber(args[2]) + 1)
   redis.call('HDEL', run, 'restoring', 'restored_pieces', 'checkpoint_failed', 'evaluation_abandoned')
   if redis.call('HGET', run, 'restore') == args[2] then redis.call('HDEL', run, 'restore') end
   notify(prefix, 'control')

@@ -82,7 +82,7 @@ class SampleLog:
         state = await self._store.run.state()
         if state is None or state.restoring >= 0:
             return False
-        self._attach(writer, state)
+        await self._attach(writer, state)
         dropped = await self._acknowledge(())
         if not last and not self._pace.due(state.committed_step - self._position.step, dropped):
             return False
@@ -104,12 +104,16 @@ class SampleLog:
             self._pace.wrote(cpu_s, sum(group.payload_bytes for group in new))
         return found.more
 
-    def _attach(self, writer: PartWriter, state: RunState) -> None:
-        """Begin where the log is, or after a restore where the run began again."""
+    async def _attach(self, writer: PartWriter, state: RunState) -> None:
+        """Begin where the log is, or after a restore with the first step that there still is. That may be later than where the
+        run began again, and there may have been restores that this log has not seen.
+        """
         position = self._position
         if position.incarnation != state.incarnation:
+            begun = {life: step for life, step in (await self._store.samples.begun()).items() if life > position.incarnation}
+            begun.setdefault(state.incarnation, state.retired_step + 1)
             position.incarnation, position.step = state.incarnation, state.retired_step
-            position.begun = {**position.begun, str(state.incarnation): state.retired_step + 1}
+            position.begun = {**position.begun, **{str(life): step for life, step in begun.items()}}
             if not writer.folder.parts and state.retired_step >= 0:
                 log.warning("the sample log does not cover the first steps of the run", step=state.retired_step + 1)
                 writer.note(LogStatus(self._missed, state.retired_step + 1, self._counted))

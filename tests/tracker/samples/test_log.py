@@ -348,6 +348,35 @@ async def test_a_repeatedly_killed_process_logs_every_group_once(store: Store, s
     assert await store.samples.missed() == {}
 
 
+@pytest.mark.parametrize("restores", [1, 2])
+async def test_restores_without_a_tracker_undo_what_was_logged(store: Store, quick: None, tmp_path: Path, restores: int) -> None:
+    """The tracker returns when the steps that the run trained again are retired, or after another restore."""
+    config, snapshot = config_of(tmp_path), tmp_path / "snapshot"
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)
+    first = await trained(store, team, 0, 1)
+    await store.snapshots.save(team.trainer, 0, snapshot, payloads=True)
+    before = {step: await trained(store, team, step, 1) for step in (1, 2)}
+    await follow_once(store, config, tmp_path)
+    again = dict[int, list[str]]()
+    for last in (0, 2)[:restores]:
+        trainer = await store.run.attach_trainer()
+        await store.restores.restore(trainer, Snapshot(snapshot), True, lambda: None)
+        leader = await store.run.lead(f"after {last}", 60.0)
+        assert leader is not None
+        team = Team(leader, trainer)
+        await store.steps.publish(trainer, last + 1)
+        await store.client.hset(store.keys.samples_state, "until_ms", 0)  # the tracker's lease has expired
+        again |= {step: await trained(store, team, step, 1) for step in (last + 1, last + 2)}
+        await store.snapshots.save(trainer, last + 2, snapshot, payloads=True)
+        again[last + 3] = await trained(store, team, last + 3, 1)
+        assert await covered(store, team, last + 2) == 2
+    await follow_once(store, config, tmp_path)
+    newest = max(again)
+    assert outcomes(tmp_path).keys() == {(first[0], "trained", 0), (again[newest][0], "trained", newest)}
+    assert outcomes(tmp_path, "undone").keys() == {(names[0], "trained", step) for step, names in before.items()}
+
+
 async def test_groups_that_a_restore_brings_back_are_logged_again(store: Store, quick: None, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     team = await start(store, slots=64)
