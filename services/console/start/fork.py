@@ -1,7 +1,8 @@
 """Implements `grpo fork`: another run from a checkpoint of a run, with other settings.
 
 Guarantees: the old run is only read; a folder that has a configuration has the complete checkpoint; a setting that the checkpoint
-cannot continue with is refused with the reason. Groups that were not trained on are generated again, under the new settings.
+cannot continue with is refused with the reason. Groups that were not trained on are generated again, under the new settings. A
+fork that was killed can be repeated.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ def fork(run: str, at: int | None, overrides: Sequence[str], as_json: bool) -> i
     saved = _checkpoint(old, at)
     config = _configured(old, held, saved.step, overrides)
     new, file = RunFolder.of(config), Path(f"{config.run.name}.toml")
+    text = f"# Forked from {old.path} at step {saved.step}.\n{to_toml(config)}".encode()
+    left = file.exists() and file.read_bytes() == text  # by the same command, which was killed before its end
     for path in (new.config, file):
-        if path.exists():
+        if path.exists() and not (path == file and left):
             raise ConsoleError(f"{path} already exists: give the new run another name with run.name=NAME", EXIT_CONFIG)
     try:
         copied = _copy(saved, new, config)
@@ -66,8 +69,9 @@ def fork(run: str, at: int | None, overrides: Sequence[str], as_json: bool) -> i
     for name, key, last in (("metrics", STEP, saved.step), ("evaluations", EVALUATED, saved.step + 1)):
         _history(getattr(old, name), getattr(new, name), key, last)
     changed = {key: values for key, values in _differences(held, config).items() if key != "run.name"}
+    new.changes.unlink(missing_ok=True)
     record(new.changes, saved.step + 1, changed, forked_from=str(old.path))
-    file.write_text(f"# Forked from {old.path} at step {saved.step}.\n{to_toml(config)}", encoding="utf-8")
+    atomic_folders.replace(file, text)
     new.write(config)  # last: a folder with a configuration is a run
     if as_json:
         told = {"run": config.run.name, "folder": str(new.path), "file": str(file), "step": saved.step, "checkpoint": str(copied)}

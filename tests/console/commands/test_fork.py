@@ -86,6 +86,23 @@ def test_the_new_run_owns_the_checkpoint(old: RunFolder, capsys: pytest.CaptureF
     assert line["changes"] == {"optimizer.learning_rate": [1e-6, 3e-5], "sampling.group_size": [4, 2]}
 
 
+def test_a_fork_that_was_killed_can_be_repeated(
+    old: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    arguments = ("--at", "1", "run.name=other", "run.steps=9")
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "write", killed)
+        assert main(["fork", "small", *arguments]) == 130
+    new = RunFolder(Path(forked(capsys, *arguments)["folder"]))
+    assert load_resolved(new.config).run.steps == 9
+    (line,) = map(msgspec.json.decode, new.changes.read_bytes().splitlines())
+    assert line["changes"] == {"run.steps": [4, 9]}
+    assert main(["fork", "small", *arguments]) != 0, "the run exists now"
+
+
 @pytest.mark.parametrize(
     ("before", "arguments", "loss"),
     [
