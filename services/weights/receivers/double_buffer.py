@@ -103,12 +103,12 @@ def _copy_of(module: Any, modules: dict[int, Any], tensors: dict[int, Any]) -> A
     return copy
 
 
-def _shapes_of(tensors: dict[str, torch.Tensor], module: Any, copy: Any) -> dict[str, torch.Tensor]:
+def _shapes_of(tensors: dict[str, torch.Tensor], module: Any, copy: Any) -> dict[str, Any]:
     """Return tensors without memory, as a reload begins with them, whose loaders are those of `copy` instead of `module`.
 
     vLLM's wrappers count what is loaded into the module that they were made for, and stay on its tensors after a reload.
     """
-    own = {name: to_meta_tensor(tensor) for name, tensor in tensors.items()}
+    own: dict[str, Any] = {name: to_meta_tensor(tensor) for name, tensor in tensors.items()}
     for tensor in own.values():
         for name, value in list(tensor.__dict__.items()):
             while getattr(value, "__name__", "") == WRAPPER:
@@ -123,8 +123,8 @@ def _clone(tensor: torch.Tensor | None, tensors: dict[int, Any]) -> Any:
     if tensor is None:
         return None
     if id(tensor) not in tensors:
-        clone = tensor.detach().clone()
+        clone: Any = tensor.detach().clone()
         clone.__class__ = tensor.__class__  # as vLLM does for its copies on the meta device
-        clone.__dict__ = tensor.__dict__.copy()  # type: ignore[assignment]
+        clone.__dict__ = tensor.__dict__.copy()
         tensors[id(tensor)] = clone
     return tensors[id(tensor)]
