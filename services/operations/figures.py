@@ -64,6 +64,11 @@ def evaluation_line(record: Mapping[str, float]) -> str:
     return f"evaluation of version {record['eval/version']:.0f}: {shown}  took {duration(record.get('eval/wall_s'))}"
 
 
+def prompts_failed(count: int) -> str:
+    """Return a line on prompts whose groups failed for good, so that no step trains on them."""
+    return f"{count:,} prompt{'s' if count > 1 else ''} failed and will not be trained on (see grpo inspect deadletter)"
+
+
 def step_line(row: Mapping[str, float], steps: int, left: float | None) -> str:
     """Return a step as one line, for a log or a pipe."""
     return (

@@ -36,6 +36,8 @@ class Poll:
     members: list[Member] = field(default_factory=list[Member])
     records: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # metrics recorded since the last poll
     evaluations: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # rounds completed since the last poll
+    dead_letters: int = 0
+    last_failure: str = ""  # reason of the newest dead letter
 
     @property
     def finished(self) -> str:
@@ -66,6 +68,7 @@ class Observer:
                 members = await fleet(self.store, self._ttl_s)
                 entries = await self.store.monitor.metrics(self._after, BATCH)
                 rounds = await self.store.evaluation.records(self._evaluated, BATCH)
+                dead, failure = await self._dead_letters()
         except (StoreError, OSError, TimeoutError) as error:
             self.fault = str(error) or "no response"
             return None
@@ -74,8 +77,18 @@ class Observer:
             self._after = entries[-1][0]
         if rounds:
             self._evaluated = rounds[-1][0]
-        self.last = Poll(begun, state, members, [record for _, record in entries], [record for _, record in rounds])
+        self.last = Poll(
+            begun, state, members, [record for _, record in entries], [record for _, record in rounds], dead, failure
+        )  # fmt: skip
         return self.last
+
+    async def _dead_letters(self) -> tuple[int, str]:
+        """Return how many dead letters there are, and why the newest one failed; it is read only when their number changes."""
+        count = await self.store.dead_letters.count()
+        if count == self.last.dead_letters:
+            return count, self.last.last_failure
+        newest = await self.store.dead_letters.page(1)
+        return count, newest[0].reason if newest else ""
 
     async def poll_to_end(self) -> list[Poll]:
         """Poll until the metrics stream has no more entries."""

@@ -31,6 +31,7 @@ async def _status(run: str, redis_url: str, as_json: bool) -> int:
         state = await existing(attached)
         members = await fleet(attached.store, attached.ttl_s)
         last = await attached.store.monitor.last_record()
+        dead_letters = await attached.store.dead_letters.count()
         evaluation, evaluated = (
             await attached.store.evaluation.state(attached.ttl_s),
             await attached.store.evaluation.last_record(),
@@ -44,11 +45,12 @@ async def _status(run: str, redis_url: str, as_json: bool) -> int:
                 "state": vars(state),
                 "pods": pods,
                 "last_step": last,
+                "dead_letters": dead_letters,
                 "evaluation": {**msgspec.to_builtins(evaluation), "last": evaluated},
             }
         )
     else:
-        _show(attached, state, members, last)
+        _show(attached, state, members, last, dead_letters)
         _show_evaluation(evaluation, evaluated)
     return EXIT_OK
 
@@ -65,7 +67,9 @@ async def audit(run: str, redis_url: str, as_json: bool) -> int:
     return EXIT_OK if found.ok else EXIT_FAILED
 
 
-def _show(attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float]) -> None:
+def _show(
+    attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float], dead_letters: int
+) -> None:  # fmt: skip
     from services.console.display.fleet import COLOURS, fleet_table, waiting_lines
     from services.operations import figures
 
@@ -81,6 +85,8 @@ def _show(attached: Attached, state: RunState, members: list[Member], last: Mapp
     lines.append(Styled(_generators(state, members, wanted)))
     if state.checkpoint_failed:
         lines.append(cell(f"checkpoint not written: {state.checkpoint_failed}", "yellow"))
+    if dead_letters:
+        lines.append(Styled(figures.prompts_failed(dead_letters), "yellow"))
     if last:
         lines.append(Styled(figures.step_line(last, state.steps, None)))
     show(*lines, fleet_table(members, {}) if members else Styled("no pods"))

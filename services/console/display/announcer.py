@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.console.display.base import Display
+from services.console.printable import printable
 from services.operations.condition import Condition, condition
-from services.operations.figures import duration
+from services.operations.figures import duration, prompts_failed
 from services.operations.observe import Member, Poll
+from services.runtime.processes.causes import one_line
 
 LOADING = {
     "starting": "starting",
@@ -30,6 +32,7 @@ class Announcer:
         self._display, self._note = display, note
         self._condition: Condition | None = None
         self._resumed = last_resumed
+        self._dead_letters = 0  # when they were last reported
         self._begun: dict[str, float] = {}  # pod -> monotonic time of its last start, for those this console started
         self._phases: dict[str, str] = {}  # pod -> its phase while it loads
         self._working: set[str] = set()  # pods that work
@@ -59,7 +62,15 @@ class Announcer:
         if resumed not in ("", self._resumed):
             self._display.event(f"trainer: {resumed}")
         self._resumed = resumed
+        self._count_failed(poll.dead_letters, poll.last_failure)
         self._load(poll)
+
+    def _count_failed(self, count: int, reason: str) -> None:
+        """Report the first dead letter, and again whenever their number has doubled."""
+        self._dead_letters = min(self._dead_letters, count)  # they can be requeued
+        if count >= max(1, 2 * self._dead_letters):
+            self._dead_letters = count
+            self._display.event(f"{prompts_failed(count)}: {printable(one_line(reason))}")
 
     def _load(self, poll: Poll) -> None:
         """Report which pods entered a loading phase, or started to work, one line for all in the same phase."""

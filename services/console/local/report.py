@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from services.console.local.summary import ENDS
+from services.console.local.summary import ENDS, ends_of
 from services.operations.figures import GENERATED, LAG_MAX, LAG_MEAN, LENGTH, REWARD, TRAINED, duration
 
 if TYPE_CHECKING:
@@ -72,13 +72,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def title(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Return the run's name, its steps, and the first and last reward, each a mean over `ENDS` steps."""
+    """Return the run's name, its steps, and the first and last reward, each a mean over several steps."""
     head = f"{summary.get('run', 'run')} · {len(rows)} step{'' if len(rows) == 1 else 's'}"
     rewards = _column(rows, REWARD)
     if rewards is None:
         return head
     rewards = rewards[np.isfinite(rewards)]
-    return f"{head} · reward {rewards[:ENDS].mean():.2f} → {rewards[-ENDS:].mean():.2f}"
+    ends = ends_of(len(rewards))
+    return f"{head} · reward {rewards[:ends].mean():.2f} → {rewards[-ends:].mean():.2f}"
 
 
 def subtitle(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
@@ -91,7 +92,7 @@ def subtitle(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
     if summary.get("status"):
         parts.append(str(summary["status"]))
     if len(rows) > ENDS and _column(rows, REWARD) is not None:
-        parts.append(f"rewards above: means of the first and last {ENDS} steps")
+        parts.append(f"rewards above: means of the first and last {ends_of(len(rows))} steps")
     return " · ".join(parts)
 
 

@@ -36,6 +36,7 @@ def summarise(
     `wall_s`: the sum over all starts of the run. `evaluated`: the complete evaluation rounds in order.
     """
     rewards = _values(rows, figures.REWARD)
+    ends = ends_of(len(rewards))
     lags = _values(rows, figures.LAG_MAX)
     fleet = _values(rows, "fleet/generators")
     return {
@@ -44,8 +45,8 @@ def summarise(
         "model": config.model.path,
         "seed": config.run.seed,
         "steps": state.committed_step + 1 if state else len(rows),
-        "reward_first": fmean(rewards[:ENDS]) if rewards else None,
-        "reward_last": fmean(rewards[-ENDS:]) if rewards else None,
+        "reward_first": fmean(rewards[:ends]) if rewards else None,
+        "reward_last": fmean(rewards[-ends:]) if rewards else None,
         "lost": audit.lost if audit else None,
         "doubled": audit.doubled if audit else None,
         "max_lag": max(lags, default=None),
@@ -61,6 +62,11 @@ def summarise(
         "evaluations": len(evaluated),
         "evaluation_last": dict(evaluated[-1]) if evaluated else None,
     }
+
+
+def ends_of(steps: int) -> int:
+    """Return over how many steps the first and the last reward are averaged: of a short run, at most half of them."""
+    return max(1, min(ENDS, steps // 2))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -83,6 +89,7 @@ def in_words(summary: Mapping[str, Any]) -> list[str]:
     """Return the summary as a few lines of text."""
     first, last = summary["reward_first"], summary["reward_last"]
     last_round = summary["evaluation_last"]
+    failed = (summary["audit"] or {}).get("outcomes", {}).get("failed", 0)
     reward = f"reward {first:.3f} → {last:.3f}, " if first is not None else ""
     lag = "" if summary["max_lag"] is None else f"largest lag {summary['max_lag']:.0f} of {summary['max_staleness']}, "
     checked = (
@@ -95,6 +102,7 @@ def in_words(summary: Mapping[str, Any]) -> list[str]:
         f"{sum(summary['restarts'].values())} restarts",
         f"{reward}{lag}{checked}",
         *([figures.evaluation_line(last_round)] if last_round else []),
+        *([figures.prompts_failed(failed)] if failed else []),
     ]
 
 

@@ -55,6 +55,15 @@ def test_loading_phases_are_reported_together_with_times() -> None:
     assert not announcer.worked(["generator-0"])
 
 
+def test_failed_prompts_are_reported_first_at_once_and_then_whenever_their_number_doubles() -> None:
+    told = Told()
+    announcer = Announcer(told, lambda _: None)
+    for count in (0, 1, 1, 2, 3, 5, 0, 1):
+        announcer.announce(Poll(1.0, STATE, dead_letters=count, last_failure=f"reason {count}"))
+    assert [event.split()[0] for event in told.events] == ["1", "2", "5", "1"]
+    assert told.events[0] == "1 prompt failed and will not be trained on (see grpo inspect deadletter): reason 1"
+
+
 def test_a_pause_and_its_end_are_reported_with_who_and_why() -> None:
     told, noted = Told(), list[Condition]()
     announcer = Announcer(told, noted.append)

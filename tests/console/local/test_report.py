@@ -70,7 +70,7 @@ def test_the_title_averages_ten_steps_at_each_end() -> None:
 def test_the_subtitle_lists_known_facts() -> None:
     rows = [{"step": step, "reward/train/mean": 0.5} for step in range(11)]
     summary = {"model": "build/arithmetic", "generators": 2, "wall_s": 187.0, "status": "finished"}
-    ends = "rewards above: means of the first and last 10 steps"
+    ends = "rewards above: means of the first and last 5 steps"
     assert report.subtitle(rows, summary) == f"build/arithmetic · 2 generators · 3:07 · finished · {ends}"
     assert report.subtitle([], {"generators": 1}) == "1 generator"
 

@@ -98,6 +98,22 @@ def test_a_restore_removes_evaluations_of_undone_steps(tmp_path: Path) -> None:
     rounds.close()
 
 
+async def test_an_observer_counts_dead_letters_with_the_last_reason(store: Store) -> None:
+    observer = Observer(store, ttl_s=5.0)
+    await observer.poll()
+    assert observer.last.dead_letters == 0
+    for reason in ("first", "second"):
+        await store.client.xadd(store.keys.deadletter, {"reason": reason})
+    await observer.poll()
+    assert (observer.last.dead_letters, observer.last.last_failure) == (2, "second")
+
+
+def test_a_summary_says_how_many_prompts_failed(tmp_path: Path) -> None:
+    audited = Audited(0, 0, 0, {"outcomes": {"failed": 18}})
+    found = summarise(small_config(tmp_path), [], STATE, audited, status="finished", wall_s=1.0, restarts={})
+    assert in_words(found)[-1] == "18 prompts failed and will not be trained on (see grpo inspect deadletter)"
+
+
 async def test_an_observer_passes_on_every_entry_once(store: Store) -> None:
     for step in range(BATCH + 5):
         await store.monitor.record({"step": float(step)})
@@ -122,8 +138,8 @@ def test_a_summary_matches_hand_computed_values(tmp_path: Path) -> None:
     found = summarise(
         config, rows, STATE, Audited(0, 0, 5, {"issued": 9}), status="finished", wall_s=30.0, restarts={"trainer": 1}
     )
-    assert found["reward_first"] == pytest.approx((0 + 1 + 2 + 3 + 4 + 6 + 7 + 8 + 9 + 10) / 10)
-    assert found["reward_last"] == pytest.approx((1 + 2 + 3 + 4 + 6 + 7 + 8 + 9 + 10 + 11) / 10)
+    assert found["reward_first"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5)  # of 11 steps, less than a half each
+    assert found["reward_last"] == pytest.approx((7 + 8 + 9 + 10 + 11) / 5)
     expected = {
         "run": "small", "seed": 7, "steps": 3, "lost": 0, "doubled": 0, "max_lag": 2.0, "max_staleness": 2, "stale_dropped": 5,
         "generators": 2, "syncs": 4, "tokens_per_s_generated": None, "tokens_per_s_trained": 100.0, "wall_s": 30.0,
