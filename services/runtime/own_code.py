@@ -5,13 +5,19 @@ Imports nothing but the standard library: workers in other virtual environments 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
 import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+_OURS = str(Path(__file__).resolve().parents[2] / "services")
+_LIBRARIES = tuple({str(Path(traceback.__file__).parent), *(path for path in sys.path if path.endswith("site-packages"))})
+"""Folders of Python's libraries and of installed packages: what the user's code called, not itself."""
 
 
 class Unusable(Exception):
@@ -24,9 +30,26 @@ def imported(function: str) -> Any:
     found: Any = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise Unusable(f"function = {function!r}: {place} has no {part!r}")
+            near = difflib.get_close_matches(part, [each for each in vars(found) if not each.startswith("_")], 1)
+            meant = f": did you mean {near[0]!r}?" if near else ""
+            raise Unusable(f"{Path(place).name if place.endswith('.py') else place} has no {part!r}{meant}")
         found = getattr(found, part)
     return found
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what was raised, in which line of the user's code, and for a missing package how to install it."""
+    try:
+        text = f"{type(error).__name__}: {error}"[:500]
+    except Exception:  # of its own __str__
+        text = type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"SyntaxError: {error.msg} ({Path(error.filename).name}:{error.lineno})"
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((_OURS, "<frozen"))]
+    own = [one for one in frames if not one.filename.startswith(_LIBRARIES)] or frames
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    remedy = f": install it for {sys.executable}" if isinstance(error, ModuleNotFoundError) else ""
+    return f"{text}{place}{remedy}"
 
 
 @cache

@@ -104,6 +104,9 @@ def act(completion, row):
     if completion == "keyless": return {"reward": 1}
     if completion == "object": return {"score": 1, "what": object()}
 
+def from_verl(solution_str, ground_truth):
+    return 1.0
+
 def call(completion):
     with socket.create_connection(("127.0.0.1", int(completion)), 1) as made:
         return made.send(b"!")
@@ -265,6 +268,23 @@ async def test_a_group_needs_one_score_per_completion(own: Path) -> None:
             await made.score(job("a", "b"))
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def score(completion)\n    return 1", r"SyntaxError: expected ':' \(broken\.py:1\)"),
+        ("import nothing_like_it", r"No module named 'nothing_like_it' \(broken\.py:1\): install it for .*python"),
+        ("import json\njson.loads('{')", r"JSONDecodeError: .* \(broken\.py:2\)"),
+    ],
+)
+async def test_code_that_cannot_be_imported_is_named_with_its_line(own: Path, code: str, said: str) -> None:
+    (own / "broken.py").write_text(code)
+    config = load(own / "run.toml", ['verifiers.0.function="broken.py:score"'], environ={})
+    made = Scoring(config, config.data.sources, 1)
+    with pytest.raises(VerifierFailure, match=said):
+        await made.start()
+    await made.close()
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 async def test_only_a_verifier_with_network_has_connections(own: Path, allowed: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -273,7 +293,9 @@ async def test_only_a_verifier_with_network_has_connections(own: Path, allowed: 
             if allowed:
                 assert (await made.score(job(port))).scores == {"python": [1.0]}
             else:
-                with pytest.raises(VerifierFailure, match="PermissionError"):
+                with pytest.raises(
+                    VerifierFailure, match=r"PermissionError.*my_rewards\.py:\d+\): the sandbox refuses .* network = true"
+                ):
                     await made.score(job(port))
 
 
@@ -287,6 +309,9 @@ async def test_a_secret_reaches_only_the_verifier_that_names_it(own: Path, monke
     ("function", "message"),
     [
         ("nothing", "my_rewards.py has no 'nothing'"),
+        ("rankd", "my_rewards.py has no 'rankd': did you mean 'ranked'?"),
+        ("from_verl", "parameter 'solution_str' is unknown; here it is called 'completion'"),
+        ("ranked", "parameter 'completions' is unknown; scope = \"group\" offers it"),
         ("asks", "parameter 'question' is unknown: with scope = \"completion\" a verifier may ask for answer, completion,"),
         ("positional", "parameter 'completion' is passed by position"),
         ("OWN", "has no 'OWN'"),

@@ -113,7 +113,7 @@ async def test_a_call_past_its_limit_fails_and_replaces_the_worker():
     async with running(verifier("exact"), CATASTROPHE) as pool:
         (first,) = pool.pids
         started = time.monotonic()
-        with pytest.raises(VerifierFailure, match=r"'regex', limit 1 s: a call exceeded its time limit"):
+        with pytest.raises(VerifierFailure, match=r"'regex', timeout_s = 1: a call exceeded its time limit"):
             await scored(pool, ["aaa", HOSTILE], "aaa", "main")
         assert time.monotonic() - started < 30
         assert await scored(pool, ["aaa"], "aaa", "main") == {"exact": [1.0], "regex": [1.0]}

@@ -18,9 +18,8 @@ from services.environment.chat.messages import normalised_tools
 from services.environment.programs.frames import ProgramSetup, SandboxAccess
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply
-from services.environment.programs.worker import reason_of
 from services.protocol.sandboxes import URL_ENV
-from services.runtime.own_code import Unusable
+from services.runtime.own_code import Unusable, reason_of
 
 
 def main() -> None:

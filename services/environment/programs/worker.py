@@ -17,9 +17,7 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,10 +28,8 @@ from services.environment.programs.kind import Kind
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
 from services.runtime import garbage_collection
-from services.runtime.own_code import Unusable
+from services.runtime.own_code import Unusable, reason_of
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
-
-_OURS = str(Path(__file__).resolve().parents[3] / "services")
 
 
 def main() -> None:
@@ -132,16 +128,6 @@ class ProgramWorker:
                 pass
         action: Callable[[Any], Any] = getattr(self._programs[step.rollout], step.do)
         return await action(given)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what was raised and in which line, since its traceback is not shown."""
-    try:
-        text = f"{type(error).__name__}: {error}"[:500]
-    except Exception:  # of its own __str__
-        text = type(error).__name__
-    own = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OURS)]
-    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text
 
 
 def _encoded(done: StepDone) -> bytes:

@@ -36,6 +36,13 @@ OF_ALL = ("prompt", "answer", "row", "source")
 """Parameters whose value is the same for all completions of a group."""
 
 
+ELSEWHERE = {
+    "prompts": "prompt", "completion_ids": "tokens", "solution_str": "completion", "response": "completion",
+    "ground_truth": "answer", "data_source": "source", "extra_info": "row",
+}  # fmt: skip
+"""Parameters of TRL's and verl's reward functions -> what they are called here."""
+
+
 class LoadedVerifier:
     """Scores groups with one verifier."""
 
@@ -114,10 +121,12 @@ def _parameters(function: Callable[..., Any], whole: bool) -> frozenset[str]:
         elif name in offered:
             wanted.add(name)
         elif parameter.default is parameter.empty:
-            scope = "group" if whole else "completion"
+            scope, meant = "group" if whole else "completion", ELSEWHERE.get(name)
+            here = f"; here it is called {meant!r}" if meant in offered else ""
+            other = '; scope = "group" offers it' if name in OF_ONE.values() else ""
             raise Unusable(
-                f'parameter {name!r} is unknown: with scope = "{scope}" a verifier may ask for {", ".join(sorted(offered))}; '
-                "set others in `options`"
+                f'parameter {name!r} is unknown{here}{other}: with scope = "{scope}" a verifier may ask for '
+                f"{', '.join(sorted(offered))}; set others in `options`"
             )
     return frozenset(wanted)
 

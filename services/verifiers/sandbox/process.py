@@ -105,7 +105,7 @@ class WorkerProcess:
                         break
         except (TimeoutError, EOFError, ConnectionError, BadFrame) as error:
             name, verifier = verifiers[min(len(verdicts), len(verifiers) - 1)]
-            raise VerifierFailure(f"verifier {name!r}, limit {verifier.timeout_s:g} s: {await self._end(error)}") from None
+            raise VerifierFailure(f"verifier {name!r}, timeout_s = {verifier.timeout_s:g}: {await self._end(error)}") from None
         except asyncio.CancelledError:
             await self.kill()  # its answer to this group would be taken for the next group's
             raise

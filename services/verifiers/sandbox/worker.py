@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,16 +28,17 @@ from pydantic import TypeAdapter
 
 from services.config.data import Source
 from services.config.verifiers import VERIFIER
-from services.runtime.own_code import Unusable
+from services.runtime.own_code import Unusable, reason_of
 from services.verifiers.base import Job
 from services.verifiers.results import BadResult, Verdict
 from services.verifiers.sandbox.confine import confine, limit_resources
 from services.verifiers.sandbox.frames import LENGTH, Hello, Setup, frame
 from services.verifiers.sandbox.loaded import LoadedVerifier, load
 
-_OURS = str(Path(__file__).resolve().parents[3] / "services")
 PARENT_CHECK_S = 2.0
 """Seconds between an idle worker's checks that its parent is alive, in case a copy of the pool's socket outlives the parent."""
+
+REFUSED = "the sandbox refuses processes, files elsewhere and, without network = true, sockets (docs/rewards.md)"
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ def _build(setup: Setup) -> dict[str, list[LoadedVerifier]]:
                 if config.scores(source.name):
                     found[source.name].append(LoadedVerifier(config, source, own))
         except BaseException as error:  # whatever its code raises is reported to the pool, and to the user
-            reason = str(error) if isinstance(error, Unusable) else _reason(error)
+            reason = str(error) if isinstance(error, Unusable) else reason_of(error)
             raise Unusable(f"verifier {name!r} cannot be used: {reason}") from error
     return found
 
@@ -148,11 +148,18 @@ def _exactly(pool: socket.socket, size: int, parent: int) -> bytes | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what was raised and in which line, since its traceback is not shown."""
-    text = f"{type(error).__name__}: {error}"[:500]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not one.filename.startswith(_OURS)]
-    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own and not isinstance(error, ValueError) else text
+    """Return what was raised, and what to change if the sandbox refused it."""
+    if isinstance(error, MemoryError):
+        return f"{reason_of(error)}: raise its memory_mib"
+    if isinstance(error, OSError) and _refused(error):
+        return f"{reason_of(error)}: {REFUSED}"
+    return reason_of(error)
+
+
+def _refused(error: BaseException) -> bool:
+    """Return whether the kernel denied a right; libraries wrap the error that says so."""
+    inner = getattr(error, "reason", None) or error.__cause__ or error.__context__
+    return isinstance(error, PermissionError) or (isinstance(inner, BaseException) and inner is not error and _refused(inner))
 
 
 if __name__ == "__main__":
