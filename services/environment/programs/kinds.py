@@ -9,6 +9,7 @@ import importlib
 import inspect
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from services.environment.programs.loaded import LoadedProgram, scores_of
 from services.environment.programs.tools import CODE, ToolSet, lists_code, methods_of
 from services.runtime.own_code import Unusable, imported
 
+METHODS = {"start": ["row"], "turn": ["message"], "score": [], "close": [], "snapshot": [], "restore": ["state"]}
+"""Methods of a class -> their arguments. All may be missing, but not all of them."""
 OPEN_SHARE = 0.25
 """Part of `timeout_s` for which a rollout's first call of code may wait for a sandbox."""
 
@@ -33,6 +36,8 @@ class Conversing(Kind):
         self._class: Any = imported(setup.function) if setup.function else None
         if self._class is not None and not inspect.isclass(self._class):
             raise Unusable(f"function = {setup.function!r} is not a class but {type(self._class).__name__}")
+        if self._class is not None:
+            _check_methods(self._class)
         if setup.options and self._class is None:
             raise Unusable("options have no effect without function: remove them")
         self._server: list[dict[str, Any]] = []
@@ -103,6 +108,8 @@ class Agent(Kind):
         self._function: Any = imported(setup.function) if setup.function else None
         if setup.function and not callable(self._function):
             raise Unusable(f"function = {setup.function!r} is not a function")
+        if inspect.isfunction(self._function):
+            _check_call(self._function, "client, row", 2, setup.options)
         if setup.command and shutil.which(setup.command[0]) is None:
             raise Unusable(f"command = {setup.command!r}: there is no program {setup.command[0]!r}; install it, or give its path")
 
@@ -113,6 +120,24 @@ class Agent(Kind):
         async with policy_client(given) as client:
             said = self._function(client, given["row"], **self._setup.options)
             return scores_of(await said if inspect.isawaitable(said) else said)
+
+
+def _check_methods(program: type) -> None:
+    """Raise `Unusable` for a class that takes no part in a rollout, or whose methods cannot be called."""
+    if not any(hasattr(program, name) for name in ("tools", *METHODS)):
+        raise Unusable(f"class {program.__name__} defines none of tools, {', '.join(METHODS)} (docs/environments.md)")
+    for name, given in METHODS.items():
+        method = getattr(program, name, None)
+        if inspect.isfunction(method) and inspect.isfunction(inspect.getattr_static(program, name)):
+            _check_call(method, ", ".join(("self", *given)), 1 + len(given))
+
+
+def _check_call(function: Any, shown: str, count: int, options: Mapping[str, Any] | None = None) -> None:
+    """Raise `Unusable` if a function cannot be called with so many arguments and `options`."""
+    try:
+        inspect.signature(function).bind(*range(count), **(options or {}))
+    except TypeError as error:
+        raise Unusable(f"{function.__name__} is called as {function.__name__}({shown}), but: {error}") from None
 
 
 def _class_tools(program: Any) -> list[dict[str, Any]]:

@@ -146,6 +146,8 @@ async def test_unloadable_code_is_named() -> None:
         ("Echo", "", "started with the first row, tools: add"),
         ("Echo", "options = { turns = 2, laps = 3 }", "unexpected keyword argument 'laps'"),
         ("Absent", "", "has no 'Absent'"),
+        ("Gymnasium", "", "class Gymnasium defines none of tools, start, turn, score"),
+        ("Deaf", "", "turn is called as turn(self, message), but: too many positional arguments"),
     ],
 )
 def test_doctor_starts_the_class(name: str, keys: str, said: str, tmp_path: Path) -> None:
