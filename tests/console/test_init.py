@@ -114,10 +114,18 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.Capt
     assert file.read_text() == "mine"
 
 
+def test_a_row_without_the_prompt_is_an_error_and_no_other_field_takes_its_place(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "prompts.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"question": "2 + 2?", "answer": "4"}\n')
+    assert main(["init", "mine.toml", "--model", "model", "--data", "prompts.jsonl", "--reward", "exact"]) == 2
+    assert "prompts.jsonl:2: no field 'prompt'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "prompts.csv"], "must end in .jsonl or .parquet"),
+        (["--data", "prompts.csv"], "must end in .jsonl or .parquet: convert it"),
         (["--data", "prompts.jsonl"], "prompts.jsonl is not a file (resolved to "),
         (["--model", "./model"], "neither a folder nor a name on the hub (owner/name): correct the path"),
         (["--reward", "own.py"], "own.py cannot be read (No such file or directory): correct the path"),

@@ -30,6 +30,7 @@ PATTERNS = (r"####\s*(.+)", r"\\boxed\{(.+)\}")
 """How data sets mark the answer within a worked solution: GSM8K, MATH."""
 NUMBER = re.compile(r"\s*\$?-?[\d,./]+%?\s*")
 BUILT_IN = ("math", "exact")
+CONVERT = "for example pandas.read_csv(FILE).to_json('data.jsonl', orient='records', lines=True)"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ def look_at_data(path: str) -> SeenRows:
     """Return how the rows of files are to be read, from the first of them. Raise `ConsoleError` if they cannot be."""
     kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(path).suffix)
     if kind is None:
-        raise ConsoleError(f"--data {path}: the name of the file must end in .jsonl or .parquet", EXIT_CONFIG)
+        raise ConsoleError(
+            f"--data {path}: the name of the file must end in .jsonl or .parquet: convert it ({CONVERT})", EXIT_CONFIG
+        )
     from services.dataprep.prompts.files import find_files
 
     try:
@@ -98,7 +101,7 @@ def look_at_data(path: str) -> SeenRows:
     if not rows:
         raise ConsoleError(f"--data {path}: it has no rows: add prompts", EXIT_CONFIG)
     names = [name for name in rows[0] if all(name in row for row in rows)]
-    prompt = _first(PROMPTS, names) or next((name for name in names if isinstance(rows[0][name], str)), "")
+    prompt = _first(PROMPTS, list(rows[0])) or next((name for name in names if isinstance(rows[0][name], str)), "")
     if not prompt:
         fields = ", ".join(rows[0]) or "none"
         raise ConsoleError(f"--data {path}: no field of its rows is text (fields: {fields}): add one called prompt", EXIT_CONFIG)
@@ -149,7 +152,7 @@ def _jsonl(file: SourceFile) -> list[dict[str, Any]]:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConsoleError(
-                    f"--data {path}:{number}: not valid JSON ({error}): fix or remove the line", EXIT_CONFIG
+                    f"--data {path}:{number}: not valid JSON ({error}): write one object per line", EXIT_CONFIG
                 ) from None
             if not isinstance(row, dict):
                 raise ConsoleError(f"--data {path}:{number}: expected a JSON object: fix or remove the line", EXIT_CONFIG)

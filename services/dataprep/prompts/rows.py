@@ -169,6 +169,8 @@ def _prompt(value: Any, name: str, where: str) -> str | Messages:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(map(_is_message, cast("list[Any]", value))):
+        if value[-1]["role"] == "assistant":
+            raise DataError(f"{where}: field {name!r} ends with a message of the assistant, a reply: remove it from the prompt")
         return cast("Messages", value)
     raise DataError(
         f"{where}: field {name!r} must be a string or a list of messages with `role` and `content`, not {_short(value)}: "

@@ -262,9 +262,14 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
             "needs data.chat_template = true",
         ),
         (
-            [{"prompt": [{"role": "assistant", "content": "?"}], "answer": ""}],
+            [{"prompt": [{"role": "assistant", "content": "?"}, {"role": "user", "content": "?"}], "answer": ""}],
             {},
             "rejects the prompt: an assistant cannot begin",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}], "answer": ""}],
+            {},
+            r":1: field 'prompt' ends with a message of the assistant, a reply: remove it",
         ),
         ([{"prompt": "", "answer": ""}], {"chat_template": False, "max_prompt_tokens": 1}, None),  # the BOS token alone
         (
