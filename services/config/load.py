@@ -11,6 +11,7 @@ import copy
 import difflib
 import hashlib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ from services.config.root import Redis, RunConfig
 from services.config.training import Trainer
 
 ENV_PREFIX = "GRPO__"
+_ENTRY = re.compile(r"\[(\d+)\]")
+"""`sources[0]`, as some write `sources.0`."""
 
 
 class ConfigError(ValueError):
@@ -78,7 +81,8 @@ def load_with_places(
             faults += _assigned(tree, keys, given, place, places)
     for override in overrides:
         key, equals, given = override.partition("=")
-        if equals:
+        key = _ENTRY.sub(r".\1", key)
+        if equals and key.strip():
             faults += _assigned(tree, key.strip().split("."), given, COMMAND_LINE, places)
         else:
             faults.append(

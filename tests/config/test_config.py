@@ -184,6 +184,7 @@ def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
         ("verifiers=[]", 'no verifier scores the prompt source "main"'),
         ("data.sources.0.kind=csv", "'jsonl', 'parquet', 'reasoning_gym'"),
         ("steps", "override 'steps' is not of the form section.key=value"),
+        ("=", "override '=' is not of the form section.key=value"),
         ("verifiers.7.weight=1", "'7' does not name a section or an entry"),
         ("model.path.deeper=1", "model.path is not a section"),
         ("model.path.deeper.still=1", "'deeper' does not name a section or an entry"),

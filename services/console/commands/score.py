@@ -44,6 +44,12 @@ async def score(file: Path, overrides: Sequence[str], completions: Path | None, 
     config = load(file, overrides)
     offline = Offline(config)
     groups = list(_groups(offline, completions))
+    for _, job in groups:
+        if not any(verifier.scores(job.source) for verifier in config.verifiers):
+            raise ConsoleError(
+                f"source {job.source!r} has no verifier: its environment scores it during a run; grpo doctor starts it once",
+                EXIT_CONFIG,
+            )
     found: list[ScoredCompletion] = []
     seconds: list[float] = []
     with copied(config) as tried:

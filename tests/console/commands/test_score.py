@@ -84,6 +84,12 @@ def test_a_file_that_imports_another_is_rejected_as_in_a_run(
     assert "No module named 'helper_of_rewards'" in capsys.readouterr().err
 
 
+def test_a_source_that_only_its_environment_scores_is_rejected(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = 'environments=[{name = "world", kind = "python", function = "world.py:World"}]'
+    assert main(["score", str(file), world, 'data.sources.0.environment="world"', "verifiers=[]"]) == 2
+    assert "source 'main' has no verifier: its environment scores it" in capsys.readouterr().err
+
+
 def test_groups_are_scored_together(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = tmp_path / "completions.jsonl"
     given.write_text('{"completion": ["bbb", "a", "cc"], "row": 0}\n')
