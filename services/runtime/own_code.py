@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 _OURS = str(Path(__file__).resolve().parents[2] / "services")
-_LIBRARIES = tuple({str(Path(traceback.__file__).parent), *(path for path in sys.path if path.endswith("site-packages"))})
+_PACKAGES = "site-packages"
+_LIBRARIES = tuple({str(Path(traceback.__file__).parent), *(path for path in sys.path if path.endswith(_PACKAGES))})
 """Folders of Python's libraries and of installed packages: what the user's code called, not itself."""
 
 
@@ -46,10 +47,20 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((_OURS, "<frozen"))]
-    own = [one for one in frames if not one.filename.startswith(_LIBRARIES)] or frames
+    own = [one for one in frames if not one.filename.startswith(_LIBRARIES)] or [
+        one for one in frames if _PACKAGES in one.filename
+    ]
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    remedy = f": install it for {sys.executable}" if isinstance(error, ModuleNotFoundError) else ""
-    return f"{text}{place}{remedy}"
+    return f"{text}{place}{_remedy(error)}"
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do about code that cannot be imported; only the file that the configuration names is copied for a run."""
+    if isinstance(error, ModuleNotFoundError):
+        return f": install it for {sys.executable}, or put it into the folder in which you start grpo"
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        return ": name it as package.module:name, with the package in the folder in which you start grpo"
+    return ""
 
 
 @cache

@@ -272,7 +272,11 @@ async def test_a_group_needs_one_score_per_completion(own: Path) -> None:
     ("code", "said"),
     [
         ("def score(completion)\n    return 1", r"SyntaxError: expected ':' \(broken\.py:1\)"),
-        ("import nothing_like_it", r"No module named 'nothing_like_it' \(broken\.py:1\): install it for .*python"),
+        (
+            "import nothing_like_it",
+            r"No module named 'nothing_like_it' \(broken\.py:1\): install it for .*, or put it into the folder",
+        ),
+        ("from .parse import number", r"no known parent package \(broken\.py:1\): name it as package\.module:name"),
         ("import json\njson.loads('{')", r"JSONDecodeError: .* \(broken\.py:2\)"),
     ],
 )
