@@ -185,6 +185,7 @@ def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
         ("data.sources.0.kind=csv", "'jsonl', 'parquet', 'reasoning_gym'"),
         ("steps", "override 'steps' is not of the form section.key=value"),
         ("=", "override '=' is not of the form section.key=value"),
+        ("learning_rate=1e-4", "learning_rate = 0.0001 is not a known key; did you mean optimizer.learning_rate?"),
         ("verifiers.7.weight=1", "'7' does not name a section or an entry"),
         ("model.path.deeper=1", "model.path is not a section"),
         ("model.path.deeper.still=1", "'deeper' does not name a section or an entry"),

@@ -83,7 +83,12 @@ def explained(fault: Any) -> str:
             return f"{key} = {shown(key, fault['input'])} is not a known key: use {known}"
         names = sorted({name for section in sections for name in section.model_fields})
         near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
+        held = [
+            f"{name}.{key}" for section in sections for name, field in section.model_fields.items()
+            for model in models_of(field.annotation) if len(location) == 1 and key in model.model_fields
+        ]  # fmt: skip
+        meant = held[0] if len(held) == 1 else repr(near[0]) if near else ""
+        hint = f"did you mean {meant}?" if meant else f"valid: {', '.join(names)}"
         return f"{key} = {shown(key, fault['input'])} is not a known key; {hint}"
     if fault["type"] == "missing":
         return _missing(key)

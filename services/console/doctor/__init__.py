@@ -66,7 +66,9 @@ def placed(found: Iterable[Finding], places: KeyPlaces) -> list[Finding]:
 
 
 def of_configuration(error: ConfigError) -> list[Finding]:
-    """Return the faults of a configuration, which have their places in front."""
+    """Return the faults of a configuration, which have their places in front if they are about keys."""
+    if error.places is None:  # the file cannot be read
+        return [told("", ConfigError(line)) for line in error.faults]
     found = list[Finding]()
     for line in error.faults:
         place, _, message = line.partition(": ")

@@ -325,6 +325,8 @@ class _Job:
             print(f"  resume it with: {shlex.join(['grpo', *again(sys.argv[1:])])}", flush=True)
         else:
             print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
+        if outcome.status == "finished" and (model := self.folder.path / "model").is_dir():
+            print(f"  {model}: the trained model, in Hugging Face format", flush=True)
 
 
 def _left(outcome: LaunchOutcome) -> Condition:

@@ -35,6 +35,13 @@ def only(findings: Any, what: str) -> Finding:
     return found
 
 
+@pytest.mark.parametrize("command", ["run", "doctor", "config"])
+def test_a_missing_configuration_file_is_one_error_with_its_remedy(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    main([command, "nowhere.toml"])
+    said = capfd.readouterr()
+    assert "file nowhere.toml does not exist: correct the path, or write one with grpo init\n" in said.out + said.err
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Return the configuration of a run on this machine whose model is a tokenizer and weights of zero."""
