@@ -84,7 +84,7 @@ def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) is Literal:
         return " | ".join(msgspec.json.encode(value).decode() for value in typing.get_args(annotation))
-    if isinstance(annotation, types.UnionType):
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return " | ".join(_type(part) for part in typing.get_args(annotation) if part is not types.NoneType)
     if typing.get_origin(annotation) is typing.Annotated:
         return _type(typing.get_args(annotation)[0])
