@@ -162,7 +162,7 @@ async def test_hostile_mathematics_terminates(completion: str):
 async def test_a_killed_worker_is_a_failure_and_is_replaced():
     async with running(verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
         group = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))
-        await asyncio.sleep(0.2)  # harmless if the worker has not started: it is killed either way
+        await until(pool._idle.empty)  # the worker has the group
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(VerifierFailure, match="the worker died, SIGKILL"):
             await group
@@ -201,7 +201,7 @@ async def test_a_verifier_that_raises_keeps_its_worker():
 async def test_a_cancelled_group_leaves_no_answer_behind():
     async with running(verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
         group = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))
-        await asyncio.sleep(0.1)
+        await until(pool._idle.empty)  # the worker has the group
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group

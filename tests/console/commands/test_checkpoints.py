@@ -167,8 +167,15 @@ def test_a_checkpoint_can_be_requested(server: RedisServer, tmp_path: Path, caps
         return await waiting
 
     async def write_soon(store: Store) -> int:
+        async def requested() -> str:
+            state = await store.run.state()
+            assert state is not None
+            return state.checkpoint
+
+        before = await requested()
         waiting = asyncio.create_task(asyncio.to_thread(main, ["checkpoint", str(folder), "--wait"]))
-        await asyncio.sleep(0.1)
+        while await requested() == before:
+            await asyncio.sleep(0.02)
         await store.steps.checkpointed(await store.run.attach_trainer(), 0)
         return await waiting
 

@@ -13,6 +13,7 @@ from services.console.local.launcher import Launcher
 from services.operations.observe import Poll
 from services.runtime.processes.child_processes import ProcessPlan, ServicePlan
 from services.store.records import RunState
+from tests.support.harness import wait_until
 
 STATE = RunState(4, 8, 0, 0, -1, -1, -1, -1, "", {}, "", "", "d", "c")
 
@@ -41,12 +42,11 @@ async def test_it_is_not_restarted_before_redis_is_back(tmp_path: Path) -> None:
         cast("Any", SimpleNamespace(event=told.append)), logs=tmp_path, environ={}, lock_fd=2, server=None,
     )  # fmt: skip
     running = asyncio.create_task(launcher.run())
-    await asyncio.sleep(2)
-    assert launcher.children[0].codes == [EXIT_REDIS]
+    await wait_until(lambda: launcher.children and launcher.children[0].codes == [EXIT_REDIS])
+    await asyncio.sleep(1)  # twice the pause before a restart: nothing must happen
     assert launcher.restarts == {"dataprep-0": 0}
     observer.last = Poll(time.monotonic(), STATE)
-    await asyncio.sleep(1)
-    assert launcher.restarts == {"dataprep-0": 1}
+    await wait_until(lambda: launcher.restarts == {"dataprep-0": 1})
     assert told == ["dataprep-0 failed with exit code 3; restarting dataprep-0 in 0.5 s"]
     launcher.interrupt()
     assert (await running).status == "stopped"

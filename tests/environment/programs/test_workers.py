@@ -64,6 +64,7 @@ async def solve(client, row):
         case "leave in a task": await asyncio.gather(solve(client, {"do": "leave"}))
         case "hang": await asyncio.sleep(3600)
         case "stubborn":
+            open(row["begun"], "w").close()
             while True:
                 try: await asyncio.sleep(3600)
                 except BaseException: pass
@@ -156,8 +157,9 @@ async def test_a_faulty_agent_fails_only_its_rollout(
         await one.stop("c", "it took too long")  # possibly before it has started
         with pytest.raises(ProgramFailed, match=r"stopped|CancelledError"):
             await early
-        stubborn = asyncio.ensure_future(one.do("c", "run", {**given, "row": {"do": "stubborn"}}))
-        await asyncio.sleep(0.2)
+        tried = tmp_path / "tried"
+        stubborn = asyncio.ensure_future(one.do("c", "run", {**given, "row": {"do": "stubborn", "begun": str(tried)}}))
+        await wait_until(tried.exists)
         await one.stop("c", "it took too long")
         stubborn.cancel()
         assert (await one.do("d", "run", {**given, "row": {"do": "nothing"}})).value == {"score": 1.0}
