@@ -436,6 +436,8 @@ async def test_a_copy_that_begins_slowly_renews_its_lease_in_time(
     for name, delay_s in {"_head": 2.0, "_groups": 0.6}.items():
         monkeypatch.setattr(snapshots.SnapshotWriter, name, delayed(getattr(snapshots.SnapshotWriter, name), delay_s))
     await store.snapshots.save(team.trainer, -1, tmp_path / "s", payloads=False)
+    await restore(store, tmp_path / "s")
+    assert len(await names_of(store)) == 3, "the copy has all groups"
 
 
 def delayed(method: Any, delay_s: float) -> Any:
