@@ -17,7 +17,7 @@ from typer.core import TyperArgument, TyperOption
 
 from services.config import digest
 from services.console.__main__ import app, with_waits
-from services.console.arguments import _process_value, only, quicken
+from services.console.arguments import USAGE_ERROR, _process_value, only, quicken
 from services.console.local.folder import RunFolder, resolve
 from services.console.local.redis_server import RedisServer
 from services.operations import account
@@ -121,7 +121,7 @@ def test_arguments_are_parsed_as_by_typer(words: str, monkeypatch: pytest.Monkey
             context = command.make_context("grpo", with_waits(words.split()))
             name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
             inner = command.make_context(name, list(rest), parent=context)
-        except Exception as error:
+        except (USAGE_ERROR, typer.Exit) as error:
             return type(error), str(error)
         return name, inner.params, inner.args
 

@@ -95,7 +95,7 @@ async def survives(server: RedisServer, order: Sequence[Killer]) -> Killer | Non
         try:
             async with asyncio.timeout(LIMIT_S):
                 await _run(server, killer)
-        except (Exception, pytest.fail.Exception):
+        except (Exception, pytest.fail.Exception):  # a test may fail in any way
             return killer
     return None
 

@@ -74,7 +74,7 @@ def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = 
         page.goto(url)
         try:
             yield page
-        except Exception as error:
+        except Exception as error:  # raised again with what the page shows
             error.add_note(f"the page complained: {page.complaints}\nit shows: {page.inner_text('body')[:2000]}")
             raise
     finally:

@@ -84,7 +84,7 @@ class Forked:
 
         try:
             body(tell)
-        except BaseException as error:
+        except BaseException as error:  # of any kind: the storm reports it
             tell(error=f"{type(error).__name__}: {error}")
         os._exit(1)
 

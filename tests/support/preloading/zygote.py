@@ -89,7 +89,7 @@ def _live(request: Request, files: list[int]) -> None:
     try:
         _become(request, files)
         code = _run(request)
-    except BaseException:
+    except BaseException:  # this process must end here, whatever was raised
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -177,7 +177,7 @@ def _outcome(program: Callable[[], object]) -> int:
         sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
+    except BaseException:  # as the interpreter does
         traceback.print_exc()
         return 1
     return 0

@@ -111,7 +111,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             said = function(*given, **named)
             return await said if inspect.isawaitable(said) else said
-        except Exception as error:
+        except Exception as error:  # raised again: the library catches it
             if _of_a_service(error):
                 _UNREACHED.get().append(f"{function.__name__}: {type(error).__name__}: {error}"[:500])
             raise
