@@ -16,14 +16,14 @@ from transformers.utils import logging
 from examples.arithmetic.tokenizer import END_ID, PAD_ID
 
 
-def make_model(vocabulary: int, longest: int) -> Qwen3ForCausalLM:
-    """Return a float32 model of 0.87 M parameters; `longest` is its context in tokens."""
+def make_model(vocabulary: int, longest: int, layers: int = 4) -> Qwen3ForCausalLM:
+    """Return a float32 model, of 0.87 M parameters if it has four layers; `longest` is its context in tokens."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocabulary,
             hidden_size=128,
             intermediate_size=384,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,  # the smallest for which vLLM has a CPU kernel

@@ -107,14 +107,14 @@ class PlainTokenizer:
 
 
 def save_model_folder(folder: Path) -> None:
-    """A tiny tokenizer and a model with random weights at `model.path` of `small_config`."""
+    """A tiny tokenizer and a model of two layers with random weights at `model.path` of `small_config`."""
     import torch
 
     from examples.arithmetic.model import make_model, save_model
 
     save_tokenizer_folder(folder)
     torch.manual_seed(0)
-    save_model(make_model(320, 64), folder)
+    save_model(make_model(320, 64, layers=2), folder)
 
 
 def save_tokenizer_folder(folder: Path) -> None:

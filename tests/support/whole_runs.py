@@ -35,7 +35,7 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
     config = small_config(
         folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
         'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
-        "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5",
+        "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5", "trainer.row_tokens=512",
         'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # varied rewards, and excluded rows
         *overrides,
     )  # fmt: skip
@@ -110,10 +110,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the weights of an undisturbed run, whose processes start as for a user."""
+    """Return the weights of an undisturbed run, whose processes start as for a user. One generator gives the same as several."""
     with once(tmp_path_factory, "calm") as (_, new):
         if new:
-            output = finish(start(write_run(folder, "calm"), **{PLAIN: "1"}))
+            output = finish(start(write_run(folder, "calm", "generator.count=1"), **{PLAIN: "1"}))
             assert "0 tickets lost, 0 duplicated" in output
     assert weights(folder, "calm") != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
     return weights(folder, "calm")
