@@ -141,7 +141,7 @@ def results(
             "plain 2": job(_dealt(2)),
             **{f"offload {stage} two": job(_dealt(2), zero_stage=stage, **light) for stage in (1, 2, 3)},
             "sequence 2": job(_dealt(1), sequence_parallel=2, gradient_checkpointing=True),
-            "sequence 2 zero3": job(ONE_MINI_BATCH["alone"], sequence_parallel=2, zero_stage=3),
+            "sequence 2 zero3": job(ONE_MINI_BATCH["packed"], sequence_parallel=2, zero_stage=3),
             "mini sequence 2": job(TWO_MINI_BATCHES["one"], sequence_parallel=2),
             **{f"decay {stage}": ("decay", {"model": tiny_model, "stage": stage}) for stage in range(4)},
             "fixed point": ("fixed point", {"gradients": GRADIENTS}),
