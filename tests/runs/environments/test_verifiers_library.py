@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 3
 
 
-NAMES = {"classic_single": "0.3.1", "classic_tools": "0.3.1", "v1_single": "0.4.0"}
+NAMES = {"classic_tools": "0.3.1", "v1_single": "0.4.0"}
 """Environments, and the library version that each is written for."""
 
 
@@ -32,7 +32,7 @@ def test_environments_of_the_library_train(folder: Path, tmp_path_factory: pytes
     path = write_run(
         folder, "library", f"data.sources=[{sources}]", f"environments=[{environments}]", f"run.steps={STEPS}", "verifiers=[]",
         "filters.exclude_pass_rate=0", "data.chat_template=true", "sampling.max_tokens=12", "data.max_prompt_tokens=40",
-        "sampling.group_size=2", "admission.prompts_per_step=3", "admission.max_staleness=0",
+        "sampling.group_size=2", "admission.prompts_per_step=2", "admission.max_staleness=0",
     )  # fmt: skip
     subprocess.run([sys.executable, "-m", "services.console", "rows", str(path)], check=True)
     finish(start(path))
