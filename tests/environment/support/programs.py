@@ -44,6 +44,19 @@ class Echo:
                 file.write(text + "\n")
 
 
+class Rude:
+    """Replies with what is no reply, and scores what is no number."""
+
+    def __init__(self, **replies: Any) -> None:
+        self.replies = replies
+
+    def turn(self, message: dict[str, Any]) -> Any:
+        return self.replies.get("turn")
+
+    def score(self) -> Any:
+        return self.replies.get("score", 0.25)
+
+
 class Fragile:
     """Raises in its second rollout of a row and dies in its third; it cannot be restored."""
 
