@@ -107,6 +107,8 @@ async def existing(attached: Attached) -> RunState:
     """Return the run's state. Raise `ConsoleError` when there is none."""
     state = await attached.store.run.state()
     if state is None:
+        if attached.runs:
+            raise ConsoleError(f"run {attached.name} is starting: try again in a few seconds", EXIT_CONFIG)
         raise ConsoleError(
             f"run {attached.name} does not exist in its Redis: it was never started, or it was deleted", EXIT_CONFIG
         )
