@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_the_longest_prompt_fits(here: Path) -> None:
     config = load("run.toml", environ={})
     assert config.data.max_prompt_tokens > CONTEXT // 2
     assert config.sampling.max_tokens == CONTEXT - config.data.max_prompt_tokens
+
+
+def test_a_prompt_that_leaves_no_room_is_reported_by_its_length(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1 " * 200, "answer": "1"})
+    assert main(["init", "--model", "model", "--data", data]) == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        rf"the longest prompt of {re.escape(data)} has \d{{3,}} tokens, and the context of model ends at {CONTEXT}", said
+    )
+    assert not Path("run.toml").exists()
 
 
 def test_missing_arguments_are_asked_for_on_a_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,12 @@ def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
         config = load(file, environ={})
         if (longest := _longest(config)) > config.data.max_prompt_tokens:
             file.unlink()
+            if seen.context and longest >= seen.context:
+                raise ConsoleError(
+                    f"{file} was not written: the longest prompt of {data} has {longest} tokens, and the context of {seen.path} "
+                    f"ends at {seen.context}, which leaves no room for a completion: remove such rows, or choose another model",
+                    EXIT_CONFIG,
+                )
             write(file, seen, rows, chosen, _small(seen), longest)
             config = load(file, environ={})
     except ConfigError as error:
