@@ -47,7 +47,7 @@ async def score(file: Path, overrides: Sequence[str], completions: Path | None, 
     for _, job in groups:
         if not any(verifier.scores(job.source) for verifier in config.verifiers):
             raise ConsoleError(
-                f"source {job.source!r} has no verifier: its environment scores it during a run; grpo doctor starts it once",
+                f"source {job.source!r} has no verifier: its environment scores it during a run; grpo doctor tries it once",
                 EXIT_CONFIG,
             )
     found: list[ScoredCompletion] = []
