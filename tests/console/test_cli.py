@@ -25,6 +25,7 @@ from services.store import Store
 from tests.newcomer.world import make_model
 from tests.support.console import ROOT
 from tests.support.harness import small_config
+from tests.support.preloading.starter import PLAIN
 
 COMMANDS = [
     "",
@@ -215,6 +216,7 @@ def test_commands_work_on_a_stopped_run(
     """The run's own server is down. Each command starts it briefly, and requests persist."""
     import asyncio
 
+    monkeypatch.setenv(PLAIN, "1")  # a first process forked from the zygote waits for it, and a command reports that
     monkeypatch.chdir(tmp_path)
     config = small_config(tmp_path, None, 'run.dir="runs"', "fleet.ttl_s=600")
     folder = RunFolder.of(config)
@@ -243,7 +245,8 @@ def test_commands_work_on_a_stopped_run(
     question = "End run small in runs/small permanently? To resume it later, press Ctrl-C in grpo run instead."
     assert questions(monkeypatch, lambda: grpo(capsys, "stop")[0]) == (130, [question]), "the newest run is named"
     assert json.loads(grpo(capsys, "status", "small", "--json")[1])["state"]["stopping"] == ""
-    assert grpo(capsys, "stop", "small", "--why", "enough")[0] == 0
+    code, _, errors = grpo(capsys, "stop", "small", "--why", "enough")
+    assert (code, errors) == (0, "")
     status = json.loads(grpo(capsys, "status", "small", "--json")[1])
     assert (status["state"]["paused"], status["state"]["stopping"]) == ({}, f"{getpass.getuser()}: enough")
     assert (status["pods"][0]["name"], status["last_step"]["step"]) == ("trainer-0", 0.0)
