@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
 """Of a model of 1.6 MB."""
+BESIDE = {"worker_extension_cls": "tests.weights.buffered_worker.WorkerExtension"}
 
 
 def make_model(folder: Path, **changed: int) -> Any:
@@ -67,14 +69,15 @@ def distinct(model: Any) -> list[torch.Tensor]:
 class Served:
     """A vLLM, and a trainer's model that it follows by a store."""
 
-    def __init__(self, folder: Path, dtype: str, tokens: int, kv: str, **changed: int) -> None:
-        self.model = make_model(folder, max_position_embeddings=tokens, **changed).to(getattr(torch, dtype))
+    def __init__(self, folder: Path, dtype: str, tokens: int, kv: str, sizes: Mapping[str, int], beside: bool = False) -> None:
+        """`sizes`: those of the model that differ from `make_model`'s. `beside`: load weights beside sampling although the model is small."""
+        self.model = make_model(folder, max_position_embeddings=tokens, **sizes).to(getattr(torch, dtype))
         self.nbytes = sum(weight.numel() * weight.element_size() for weight in distinct(self.model))
         self.config = make_config(
             folder,
             dtype,
             tokens,
-            generator={"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": 1024},
+            generator={"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": 1024, **({"engine_options": BESIDE} if beside else {})},
             sync={"backend": "store", "folder": str(folder / "volume"), "kv": kv},
         )
         self.sender = make_sender(self.config, self.model, 0, 1, lambda value: [value])
@@ -100,7 +103,7 @@ class Served:
 
 async def pause(folder: Path, samples: dict[str, list[float]]) -> None:
     """Pauses of an engine with 113 MB of weights."""
-    served = Served(folder, "bfloat16", 512, "recompute")
+    served = Served(folder, "bfloat16", 512, "recompute", {})
     await served.engine.start(served.config)
     try:
         await served.update()  # the first one is an anchor, and fills memory
@@ -117,7 +120,7 @@ async def sampled(folder: Path, samples: dict[str, list[float]]) -> None:
 
     A version counts only if the weights before it would have given other logprobs.
     """
-    served = Served(folder, "float32", 512, "recompute", **SMALL)
+    served = Served(folder, "float32", 512, "recompute", SMALL, beside=True)
     await served.engine.start(served.config)
     equal, told_apart, began = 0, 0, time.perf_counter()
     prompt = torch.randint(3, 1024, (32,)).tolist()
@@ -139,7 +142,7 @@ async def sampled(folder: Path, samples: dict[str, list[float]]) -> None:
 async def kept(folder: Path, sequences: int, samples: dict[str, list[float]]) -> None:
     """How long that many long sequences need after a round until all sample again, with their KV and without it."""
     for kv in ("recompute", "keep"):
-        served = Served(folder / kv, "float32", LENGTH + 256, kv, **SMALL)
+        served = Served(folder / kv, "float32", LENGTH + 256, kv, SMALL)
         await served.engine.start(served.config)
         try:
             await served.update()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from services.weights.receivers.gloo import JoiningEngine, StagingEngine
-from services.weights.receivers.gloo import WorkerExtension as HonestExtension
+from tests.weights.buffered_worker import WorkerExtension as HonestExtension
 
 
 class WorkerExtension(HonestExtension):

@@ -46,7 +46,8 @@ def values(model: Model) -> list[float]:
 
 
 @pytest.fixture
-def model() -> Model:
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    monkeypatch.setattr("services.weights.receivers.double_buffer.LEAST_BYTES", (2 * 6 + 3) * 4)
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     model = Model()
@@ -95,8 +96,8 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(model: Model, buffer:
     assert values(model) == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("other", ["compiled", "quantized", "derived", "elsewhere"])
-def test_other_models_are_reloaded_in_the_pause(model: Model, other: str) -> None:
+@pytest.mark.parametrize("other", ["compiled", "quantized", "derived", "elsewhere", "small"])
+def test_other_models_are_reloaded_in_the_pause(model: Model, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from services.weights.receivers.double_buffer import double_buffer
 
     given: dict[str, Any] = vars(CPU_MODEL).copy()
@@ -106,6 +107,8 @@ def test_other_models_are_reloaded_in_the_pause(model: Model, other: str) -> Non
         given["quantization"] = "fp8"
     elif other == "derived":
         model.norm.process_weights_after_loading = lambda _: None  # type: ignore[assignment]
+    elif other == "small":
+        monkeypatch.setattr("services.weights.receivers.double_buffer.LEAST_BYTES", (2 * 6 + 3) * 4 + 1)
     else:
         model.to("meta")
     assert double_buffer(model, SimpleNamespace(**given)) is None

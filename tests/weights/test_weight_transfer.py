@@ -103,11 +103,13 @@ class Pair:
         assert_greedy(self.model, PROMPT, greedy.tokens)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied, loaded beside sampling", "untied"])
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    folder = tmp_path_factory.mktemp(request.param)
-    model = make_model(folder, tied=request.param == "tied")
-    config = make_config(folder, sync={"join_deadline_s": 8.0, "transfer_deadline_s": 30.0})
+    folder = tmp_path_factory.mktemp("model")
+    beside = request.param != "untied"
+    model = make_model(folder, tied=beside)
+    worker = {"engine_options": {"worker_extension_cls": "tests.weights.buffered_worker.WorkerExtension"}} if beside else {}
+    config = make_config(folder, generator=worker, sync={"join_deadline_s": 8.0, "transfer_deadline_s": 30.0})
     engine = VllmEngine()
     await engine.start(config)
     yield Pair(engine, model, config)

@@ -29,13 +29,18 @@ log = structlog.get_logger()
 WRAPPER = "online_process_loader"  # name of the loaders that vLLM wraps others in while it reloads
 PACKED = "cpu_linear"  # attribute of a layer: the function that multiplies by its packed weights
 
+LEAST_BYTES = 16 << 20
+"""Size of models below which packing takes less than what vLLM's loaders do in Python, where they would compete with sampling."""
+
 Weights = list[tuple[str, torch.Tensor]]
 """Named as in the checkpoint."""
 
 
 def double_buffer(model: Any, model_config: Any) -> DoubleBuffer | None:
-    """Return a second copy of a model on a CPU; None on other devices, and for models that have to be reloaded in the pause."""
+    """Return a second copy of a model on a CPU; None on other devices, and for models that are better reloaded in the pause."""
     if any(tensor.device.type != "cpu" for tensor in model.parameters()) or not model_config.enforce_eager:
+        return None
+    if _nbytes(model) < LEAST_BYTES:
         return None
     try:
         refuse(model, getattr(model_config, "quantization", None) is not None)
@@ -83,6 +88,12 @@ class DoubleBuffer:
                 if PACKED in other.__dict__:
                     setattr(module, PACKED, other.__dict__.pop(PACKED))
             return True
+
+
+def _nbytes(model: Any) -> int:
+    """Return the size of a model's tensors as they are loaded, since packed ones are empty afterwards."""
+    shapes = [get_layerwise_info(module).restore_metadata for module in model.modules()]
+    return sum(tensor.nbytes for tables in shapes for table in tables for tensor in table.values())
 
 
 def _copy_of(module: Any, modules: dict[int, Any], tensors: dict[int, Any]) -> Any:

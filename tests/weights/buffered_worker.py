@@ -1,0 +1,12 @@
+"""The extension class of a vLLM worker that loads weights beside sampling although its model is small."""
+
+from __future__ import annotations
+
+from services.weights.receivers import double_buffer
+from services.weights.receivers.gloo import WorkerExtension as UsualExtension
+
+double_buffer.LEAST_BYTES = 0
+
+
+class WorkerExtension(UsualExtension):
+    """The usual one, in a process where the limit is 0."""
