@@ -70,7 +70,7 @@ class Served:
     """A vLLM, and a trainer's model that it follows by a store."""
 
     def __init__(self, folder: Path, dtype: str, tokens: int, kv: str, sizes: Mapping[str, int], beside: bool = False) -> None:
-        """`sizes`: those of the model that differ from `make_model`'s. `beside`: load weights beside sampling although the model is small."""
+        """`sizes`: those of the model that differ from `make_model`'s. `beside`: load weights beside sampling in any case."""
         self.model = make_model(folder, max_position_embeddings=tokens, **sizes).to(getattr(torch, dtype))
         self.nbytes = sum(weight.numel() * weight.element_size() for weight in distinct(self.model))
         self.config = make_config(
