@@ -314,8 +314,6 @@ SUITE = (
             Figure("pause_s_per_gb", "vLLM's pause, s per GB of weights", 0.25, "lower", ratio=False),
         ),
         ("--sequences", "8"),
-        gap="A vLLM reload repacks all weights for oneDNN in the pause, on one thread; a second copy of the model, or writing "
-        "only changed weights, would avoid it.",
     ),
     Benchmark(
         "sync_1gb",
