@@ -107,7 +107,7 @@ class Pair:
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     folder = tmp_path_factory.mktemp("model")
     beside = request.param != "untied"
-    model = make_model(folder, tied=beside)
+    model = make_model(folder, tied=beside, bias=beside)
     worker = {"engine_options": {"worker_extension_cls": "tests.weights.buffered_worker.WorkerExtension"}} if beside else {}
     config = make_config(folder, generator=worker, sync={"join_deadline_s": 8.0, "transfer_deadline_s": 30.0})
     engine = VllmEngine()

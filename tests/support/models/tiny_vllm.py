@@ -16,15 +16,16 @@ BUCKET_BYTES = 1 << 20
 """The model is sent in two buckets of this size."""
 
 
-def make_model(folder: Path, tied: bool, seed: int = 0) -> Any:
-    """A float32 Qwen3 of about 1.6 MiB in `folder`; returns the model."""
+def make_model(folder: Path, tied: bool, seed: int = 0, bias: bool = False) -> Any:
+    """A float32 Qwen3 of about 1.6 MiB in `folder`; returns the model. `bias`: a Qwen2 instead, whose attention has biases."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
+    kinds: tuple[Any, Any] = (Qwen2ForCausalLM, Qwen2Config) if bias else (Qwen3ForCausalLM, Qwen3Config)
+    model = kinds[0](
+        kinds[1](
             vocab_size=VOCABULARY,
             hidden_size=128,
             intermediate_size=256,
