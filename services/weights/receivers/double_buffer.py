@@ -64,7 +64,8 @@ class DoubleBuffer:
         """Load weights into the copy. Raises whatever the model's loaders raise."""
         with self._busy:
             self._holds = None
-            self._copy = self._copy or _copy_of(self._model, {}, {})
+            if self._copy is None:
+                self._copy = _copy_of(self._model, {}, {})
             initialize_layerwise_reload(self._copy)
             try:
                 self._copy.load_weights(weights)
@@ -78,13 +79,10 @@ class DoubleBuffer:
             if self._holds is not weights:
                 return False
             self._holds = None
-            exchanged = set[int]()
+            others = dict((*self._copy.named_parameters(), *self._copy.named_buffers()))
+            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):  # tied tensors once
+                tensor.data, others[name].data = others[name].data, tensor.data
             for module, other in zip(self._model.modules(), self._copy.modules(), strict=True):
-                for mine, others in ((module._parameters, other._parameters), (module._buffers, other._buffers)):
-                    for name, tensor in mine.items():
-                        if tensor is not None and id(tensor) not in exchanged:
-                            exchanged.add(id(tensor))  # tied tensors belong to several modules
-                            tensor.data, others[name].data = others[name].data, tensor.data
                 if PACKED in other.__dict__:
                     setattr(module, PACKED, other.__dict__.pop(PACKED))
             return True
@@ -106,7 +104,9 @@ def _copy_of(module: Any, modules: dict[int, Any], tensors: dict[int, Any]) -> A
     copy._parameters = {name: _clone(tensor, tensors) for name, tensor in module._parameters.items()}
     copy._buffers = {name: _clone(tensor, tensors) for name, tensor in module._buffers.items()}
     copy._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-    copy._modules = {name: child and _copy_of(child, modules, tensors) for name, child in module._modules.items()}
+    copy._modules = {
+        name: None if child is None else _copy_of(child, modules, tensors) for name, child in module._modules.items()
+    }
     info, known = get_layerwise_info(copy), get_layerwise_info(module)
     params, buffers = known.restore_metadata
     info.restore_metadata = (_shapes_of(params, module, copy), _shapes_of(buffers, module, copy))
