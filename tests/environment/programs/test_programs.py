@@ -148,12 +148,15 @@ async def test_unloadable_code_is_named() -> None:
         ("Rude", "options = { turn = 3 }", "turn: 3 is not a reply: return a text, a list of messages"),
         ("Rude", 'options = { score = "good" }', "score: the reward 'good' is not valid: give a finite number"),
         ("Echo", "options = { turns = 2, laps = 3 }", "unexpected keyword argument 'laps'"),
+        ("Endless", "", "a rollout with the first row took longer than 0.5 s: not tried to its end"),
         ("Absent", "", "has no 'Absent'"),
         ("Gymnasium", "", "class Gymnasium defines none of tools, start, turn, score"),
         ("Deaf", "", "turn is called as turn(self, message), but: too many positional arguments"),
     ],
 )
-def test_doctor_tries_the_class(name: str, keys: str, said: str, tmp_path: Path) -> None:
+def test_doctor_tries_the_class(name: str, keys: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "Endless":
+        monkeypatch.setattr("services.console.doctor.environments.TRIAL_LIMIT_S", 0.5)
     save_tokenizer_folder(tmp_path / "model")
     table = f'{{name = "world", kind = "python", function = "{PROGRAMS}:{name}"{f", {keys}" if keys else ""}}}'
     source = f'{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", environment = "world"}}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ class Rude:
 
     def score(self) -> Any:
         return self.replies.get("score", 0.25)
+
+
+class Endless:
+    """Does not reply."""
+
+    async def turn(self, message: dict[str, Any]) -> None:
+        await asyncio.sleep(3600)
 
 
 class Fragile:
