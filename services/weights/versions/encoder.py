@@ -25,8 +25,8 @@ from services.weights.versions.pieces import UNCHANGED, EncodedPiece, encode
 PIECE_BYTES = 16 << 20
 """Largest piece. Pieces are dealt out to the ranks, so smaller ones share the work better; each costs 100 bytes of manifest."""
 
-PART_BYTES = 64 << 20
-"""Size at which a part of an anchor ends. A reader fetches several at a time, and holds them in memory."""
+PART_BYTES = 16 << 20
+"""Size at which a part of an anchor ends. A reader fetches and decodes several at a time."""
 
 _ALIGNMENT = 64
 

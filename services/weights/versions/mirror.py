@@ -23,14 +23,15 @@ from services.weights.versions.encoder import as_tensor, bits
 from services.weights.versions.manifest import TensorPiece, VersionManifest, Weight
 from services.weights.versions.merge import merged
 from services.weights.versions.objects import Target
+from services.weights.versions.pieces import Change
 from services.weights.versions.positions import InvalidVersion
 
 NOTHING = (0, -1)
 
 THREADS = min(4, os.cpu_count() or 1)
 """Threads that decode, apply and compare: numpy and zstandard let each other run."""
-Undo = list[tuple[np.ndarray, np.ndarray | slice, np.ndarray]]
-"""Elements of a piece, where they changed, what was there."""
+Undo = list[tuple[np.ndarray, Change]]
+"""Elements of a piece, and the change that takes back what was done to them."""
 
 
 class WeightMirror:
@@ -121,7 +122,8 @@ class WeightMirror:
         runs = [self._run(delta.manifest.pieces[place]) for place in places]
         for place, elements in zip(places, runs, strict=True):
             change = delta.change(place)
-            undo.append((elements, change.where, change.put(elements)))
+            undo.append((elements, change.back(elements)))
+            change.put(elements)
         if last:
             _compare(delta.manifest, places, runs)
 
@@ -174,5 +176,5 @@ def _compare(manifest: VersionManifest, places: list[int], runs: list[np.ndarray
 
 
 def _take_back(undo: Undo) -> None:
-    for elements, where, before in reversed(undo):
-        elements[where] = before
+    for elements, change in reversed(undo):
+        change.put(elements)

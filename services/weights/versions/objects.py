@@ -20,7 +20,7 @@ import numpy as np
 from services.weights.collective import huge_pages
 
 _CONNECT = "5s"
-_SILENCE = "60s"  # for one request; a part of 64 MiB takes 6 s at 100 Mbit/s
+_SILENCE = "60s"  # for one request; a part of 32 MiB takes 3 s at 100 Mbit/s
 _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=15)}
 
 Data = Sequence[bytes | bytearray | memoryview]

@@ -5,7 +5,7 @@ integers here; decoding checks every size before it allocates and every position
 
 A difference is new - old modulo 2^bits, folded so that small negative ones are small too (zigzag), one block for each of its
 bytes: a step of training moves most weights by one unit in the last place, so all bytes but the lowest are zero. Blocks are
-compressed by zstd where that makes them smaller. Works on host memory; imports numpy and zstandard only.
+compressed by zstd where that makes them smaller. Works on host memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 import zstandard
 
 from services.weights.versions.positions import (
@@ -96,11 +97,22 @@ class Change:
     added: bool
     """Whether the values are differences, which are added to the base's elements, or the elements themselves."""
 
-    def put(self, elements: np.ndarray) -> np.ndarray:
-        """Bring a base's elements to the new ones. Return a copy of what was there, in the order of `where`."""
-        before = elements[self.where].copy() if isinstance(self.where, slice) else elements[self.where]
-        elements[self.where] = before + self.values if self.added else self.values
-        return before
+    def put(self, elements: np.ndarray) -> None:
+        """Bring a base's elements, [count] unsigned, to the new ones."""
+        if not isinstance(self.where, slice):  # of numpy's ways, one takes twice as long, and one lets no other thread run
+            signed = np.dtype(f"i{elements.itemsize}")
+            target, values = (torch.from_numpy(array.view(signed)) for array in (elements, self.values))
+            target.scatter_add_(0, torch.from_numpy(self.where), values)
+        elif self.added:
+            elements[self.where] += self.values
+        else:
+            elements[self.where] = self.values
+
+    def back(self, elements: np.ndarray) -> Change:
+        """Return the change that takes this one back from what it leads to, given the base's elements."""
+        if self.added:
+            return Change(self.where, -self.values, added=True)
+        return Change(self.where, elements[self.where].copy(), added=False)
 
 
 def decode(encoding: str, changed: int, blocks: Sequence[tuple[memoryview, int, bool]], count: int, kind: np.dtype) -> Change:
