@@ -21,6 +21,7 @@ from services.config.verifiers import VerifierConfig, needs_answer, needs_row
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.files import SourceFile, find_files
 from services.protocol.entries import encode_entry
+from services.runtime.reasoning_tasks import import_factory
 
 PARQUET_BATCH = 1024  # rows held at a time
 
@@ -194,14 +195,13 @@ def _answer(value: Any, name: str, where: str) -> str:
 
 
 def _reasoning_gym(source: ReasoningGymSource, needs: Needs) -> Iterator[PromptRow]:
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    if source.task not in DATASETS:
-        near = difflib.get_close_matches(source.task, DATASETS, n=3, cutoff=0.4)
+    factory = import_factory()
+    if source.task not in factory.DATASETS:
+        near = difflib.get_close_matches(source.task, list[str](factory.DATASETS), n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see the task list of reasoning-gym"
         raise DataError(f'task of source "{source.name}" = {source.task!r} is not a task of reasoning-gym; {hint}')
     try:
-        task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
+        task = factory.create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(
             f'options of source "{source.name}" = {source.options!r} are not valid for the task {source.task!r}: {error}'

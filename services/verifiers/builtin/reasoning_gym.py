@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from reasoning_gym.factory import create_dataset
-
 from services.config.data import ReasoningGymSource, Source
 from services.config.verifiers import ReasoningGymConfig
 from services.protocol.entries import decode_entry
+from services.runtime.reasoning_tasks import import_factory
 from services.verifiers.builtin.extract import Extractor
 
 
@@ -21,7 +20,7 @@ class ReasoningGymVerifier:
                 f'verifiers: kind "reasoning_gym" needs a source of kind "reasoning_gym", but "{source.name}" is "{source.kind}"'
             )
         self._extract = Extractor(config.extract)
-        self._task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
+        self._task = import_factory().create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
         self._entry = lru_cache(maxsize=8)(decode_entry)
 
     def score(self, completion: str, answer: str) -> float:
