@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.runtime.process_tools import die_with_parent, free_port
-from services.runtime.processes.causes import cause
+from services.runtime.processes.causes import VAGUE, cause
+from services.runtime.processes.memory import OUT_OF_MEMORY, oom_kills
 
 LAST_WORDS_BYTES = 256 * 1024
-KILLS = (-signal.SIGKILL, -signal.SIGTERM)  # such an end is not an error of the process
 STOP_S = 5.0  # how long a process without other duties may take to end
 
 
@@ -60,9 +60,11 @@ class ChildProcess:
         self.log = logs / f"{plan.name}.log" if logs else None
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._oom_kills = 0  # before the last start
 
     def start(self, environ: Mapping[str, str], *pass_fds: int) -> None:
         """Start the process and append its output to its log."""
+        self._oom_kills = oom_kills()
         with contextlib.ExitStack() as stack:
             log = None
             if self.log is not None:
@@ -98,8 +100,19 @@ class ChildProcess:
         self._process.wait()
 
     def cause(self) -> str:
-        """Return why the process failed, from its log since its last start; empty if it did not, or the log does not say."""
-        if self.log is None or self.code in (None, 0, *KILLS) or not self.log.exists():
+        """Return why the process failed, from its log since its last start or the kernel; empty if neither says.
+
+        If memory ran out, that is the reason for a kill, and for an error that says only that another process has died.
+        """
+        if self.code in (None, 0, -signal.SIGTERM):
+            return ""
+        logged = "" if self.code == -signal.SIGKILL else self._logged_cause()
+        if (self.code == -signal.SIGKILL or VAGUE.search(logged)) and oom_kills() > self._oom_kills:
+            return OUT_OF_MEMORY
+        return logged
+
+    def _logged_cause(self) -> str:
+        if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as file:
             file.seek(max(self._log_start, self.log.stat().st_size - LAST_WORDS_BYTES))
