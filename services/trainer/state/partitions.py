@@ -66,7 +66,7 @@ def put_back(engine: Any, world: World, saved: Archive) -> None:
             for piece in partition.pieces:
                 if steps[piece.name]:
                     saved.copy(kind, piece, moment.view(-1))
-        of["step"] = torch.tensor(float(count), dtype=torch.float32)
+        of["step"] = torch.tensor(float(count), dtype=torch.float32, device=partition.master.device)
 
 
 @torch.no_grad()

@@ -113,7 +113,8 @@ def adamw(config: RunConfig, module: Scorer) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.ndim < 2 or p is embedding], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # adapters are all matrices, and DeepSpeed rejects empty groups
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.betas[0], options.betas[1]))
+    # Fused, it takes a fifth of the time and no memory for intermediate results: 8 bytes per parameter of a group.
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.betas[0], options.betas[1]), fused=True)
 
 
 def learning_rate(options: Optimizer, step: int, steps: int) -> float:
