@@ -48,8 +48,6 @@ class EvaluationRounds:
 
     async def tend(self, fence: int, state: RunState) -> bool:
         """Do one turn of the leader and return whether anything was done. Raises `Fenced` if another process leads."""
-        if self.source is None or not self.given.every_steps:
-            return False
         now = time.monotonic()
         if fence != self._fence or (self._open is not None and now >= self._look_at):
             return await self._look(fence, state, now)
@@ -61,6 +59,9 @@ class EvaluationRounds:
         self._open = seen.round.version if seen.round else None
         if seen.round is None:
             return False
+        if self.source is None:  # the run was resumed with other settings
+            await self._abandon(fence, seen.round, "evaluation.every_steps is 0 now")
+            return True
         if seen.round.done == seen.round.total and not seen.round.fault:
             await self._close(fence, seen.round, state.incarnation)
             return True

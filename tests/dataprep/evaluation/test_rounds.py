@@ -51,3 +51,20 @@ async def test_rounds_that_a_snapshot_kept_from_being_skipped_are_counted(store:
     assert found.version == 6
     ledger = await store.client.hget(store.keys.ledger, "evaluations_skipped")  # type: ignore[misc]
     assert ledger == b"3", "those of versions 0, 2 and 4"
+
+
+async def test_a_round_is_abandoned_when_the_run_is_resumed_without_evaluation(store: Store, tmp_path: Path) -> None:
+    given = ("evaluation.every_steps=2", "evaluation.sources=[{kind='jsonl', name='easy', path='none.jsonl'}]")
+    before, now = (small_config(tmp_path, None, "generator.count=2", *overrides) for overrides in (given, ()))
+    team = await start(store, slots=64)
+    state = await store.run.state()
+    assert state is not None
+    rows, metrics = cast("Any", Rows()), EvaluationMetrics(CollectorRegistry())
+    rounds = EvaluationRounds(before, store, rows, metrics, TraceRecorder())
+    assert [await rounds.tend(team.leader, state) for _ in range(2)] == [False, True]
+    assert (await store.evaluation.state(60)).round is not None
+    without = EvaluationRounds(now, store, None, metrics, TraceRecorder())
+    assert await without.tend(team.leader, state)
+    found = await store.evaluation.state(60)
+    assert (found.round, found.abandoned) == (None, "version 0: evaluation.every_steps is 0 now")
+    assert not await without.tend(team.leader, state)
