@@ -11,18 +11,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
 from pydantic import ValidationError
 
 from services.config import ConfigError, RunConfig, digest, to_toml
+from services.config.base import Section
 from services.config.load import NOT_DEFINING, load_with_places, value_of
 from services.config.loss import Loss
 from services.config.reading.differences import differing
-from services.config.reading.places import COMMAND_LINE
-from services.config.root import Api, Redis, Web
+from services.config.reading.places import COMMAND_LINE, KeyPlaces
+from services.config.root import Redis
 from services.config.verifiers import needs_answer, needs_row
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.local.changes import record
@@ -46,6 +47,9 @@ FIXED = {
     "redis.payload_shards": "it determines how the run is stored in Redis",
 }
 """Keys and sections that a fork keeps -> why."""
+
+KEPT = {"api": {"host"}, "web": {"host"}, "redis": {"appendfsync", "max_memory_mib"}}
+"""Sections whose other keys are of the old run alone: its addresses, secrets and server."""
 
 
 def fork(run: str, at: int | None, overrides: Sequence[str], as_json: bool) -> int:
@@ -112,10 +116,14 @@ def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[
     ]
     if faults:
         raise ConfigError(*faults)
-    away = {"api": Api(host=config.api.host), "web": Web(host=config.web.host)}  # they belong to the old run
-    if (old.redis / "password").exists():
-        away["redis"] = Redis(appendfsync=config.redis.appendfsync, max_memory_mib=config.redis.max_memory_mib)
-    return config.model_copy(update=away)
+    kept = KEPT if (old.redis / "password").exists() else {**KEPT, "redis": Redis.model_fields}
+    return config.model_copy(update={name: _own(name, getattr(config, name), keys, places) for name, keys in kept.items()})
+
+
+def _own(name: str, section: Section, kept: Collection[str], places: KeyPlaces) -> Section:
+    """Return a section with the keys that a fork has from the old run or is given, and the defaults of the others."""
+    given = {key: value for key, value in section if key in kept or places.of(f"{name}.{key}") == COMMAND_LINE}
+    return type(section)(**given)
 
 
 def _defaults_of_loss(held: Loss, overrides: Sequence[str]) -> list[str]:
