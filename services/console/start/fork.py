@@ -92,7 +92,7 @@ def _checkpoint(old: RunFolder, at: int | None) -> Saved:
             raise CheckpointError(f"{old.checkpoints} has no checkpoint: write one with grpo checkpoint")
         return restorable(folder, latest.step if at is None else at)
     except CheckpointError as error:
-        raise ConsoleError(f"--at {'' if at is None else at}: {error}", EXIT_CONFIG) from None
+        raise ConsoleError(str(error) if at is None else f"--at {at}: {error}", EXIT_CONFIG) from None
 
 
 def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[str]) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,12 @@ def test_the_latest_checkpoint_is_the_default(old: RunFolder, capsys: pytest.Cap
     assert (told["run"], told["step"], told["file"]) == ("small-at-3", 3, "small-at-3.toml")
     assert main(["fork", "small"]) == 2
     assert "already exists: give the new run another name with run.name=NAME" in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_is_named(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(old.checkpoints)
+    assert main(["fork", "small"]) == 2
+    assert capsys.readouterr().err == "error: small/checkpoints has no checkpoint: write one with grpo checkpoint\n"
 
 
 @pytest.mark.parametrize(
