@@ -105,8 +105,12 @@ def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[
         "out, or start a new run from the export"
         for key, (before, now) in _differences(held, config).items()
         for fixed, why in FIXED.items()
-        if key == fixed or key.startswith(f"{fixed}.")
+        if (key == fixed or key.startswith(f"{fixed}.")) and (fixed != "reference" or config.loss.kl_beta)
     ]
+    if config.run.steps <= step:
+        faults.append(
+            places.told(f"run.steps = {config.run.steps}, but up to step {step} the run has trained {step + 1}: raise it")
+        )
     faults += [
         f"{COMMAND_LINE}: verifiers = {[verifier.kind for verifier in config.verifiers]} need other fields of the rows of source "
         f"{source.name!r}, which are part of the data that the run began with: keep their kinds, or start a new run"

@@ -126,7 +126,7 @@ def test_a_changed_loss_gets_its_own_defaults(
     """The run's file has every key, including those left at their defaults."""
     config = small_config(tmp_path, None, *before)
     old.write(config)
-    checkpoint(config, 5)
+    checkpoint(config, 3)
     new = load(forked(capsys, *arguments)["file"], environ={}).loss
     assert (new.clip_low, new.clip_high, new.denominator) == loss
 
@@ -153,6 +153,13 @@ def test_the_latest_checkpoint_is_the_default(old: RunFolder, capsys: pytest.Cap
     assert "already exists: give the new run another name with run.name=NAME" in capsys.readouterr().err
 
 
+def test_a_fork_may_leave_out_the_reference_policy(tmp_path: Path, old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(tmp_path, None, "loss.kl_beta=0.1", "reference.kind=polyak")
+    old.write(config)
+    new = load(forked(capsys, "loss.kl_beta=0", "reference.kind=frozen", "run.steps=9")["file"], environ={})
+    assert (new.loss.kl_beta, new.reference.kind) == (0.0, "frozen")
+
+
 def test_a_run_without_a_checkpoint_is_named(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(old.checkpoints)
     assert main(["fork", "small"]) == 2
@@ -170,6 +177,8 @@ def test_a_run_without_a_checkpoint_is_named(old: RunFolder, capsys: pytest.Capt
         (["run.seed=3"], "run.seed = 3 cannot differ from 0 in a fork"),
         (["replay.capacity=50"], "replay.capacity = 50 cannot differ from 100000 in a fork"),
         (['verifiers=[{kind="python", function="m:f"}]'], "need other fields of the rows of source 'main'"),
+        (["run.steps=3"], "command line: run.steps = 3, but up to step 3 the run has trained 4: raise it"),
+        (["reference.kind=polyak", "loss.kl_beta=0.1"], "reference.kind = 'polyak' cannot differ from 'frozen' in a fork"),
         (["--at", "2"], "--at 2: the checkpoint of step 2 in"),
         (["loss.policy=ppo"], "loss.policy = 'ppo': must be one of grpo, dapo"),
         (["run.stepz=2"], "run.stepz = 2 is not a known key; did you mean 'steps'?"),
