@@ -63,14 +63,14 @@ async def record(run: str, step: int, redis_url: str, out: Path | None, weights:
         config, name, checkpoints = attached.config, attached.name, CheckpointFolder(attached.folder.checkpoints)
         judged, until = _judged(config), time.monotonic() + wait_s
         state = await _reached(attached, step, "prepared", until)
-        before = _before(checkpoints, state, step)
+        before = _before(await present(attached.store, checkpoints), state, step)
         try:  # before the step is trained, if possible: a checkpoint may cover it soon afterwards
             steps, groups = await gather(attached.store, before.step + 1 if before else 0, step, judged)
         except NotFound as error:
             raise ConsoleError(str(error), EXIT_CONFIG) from None
         state = await _reached(attached, step, "trained", until)
         steps = await _with_metrics(attached.store, steps, step)
-        after = await _after(checkpoints, config, step, until)
+        after = await _after(attached.store, checkpoints, config, step, until)
         server = (await attached.store.payloads.info_of_all("server"))[0]
         versions = {**_versions(), "redis": server.get("valkey_version") or server.get("redis_version", "")}
     bundle = Bundle(
@@ -116,21 +116,25 @@ async def _with_metrics(store: Store, steps: Sequence[RecordedStep], last: int) 
     return [msgspec.structs.replace(step, record=record) for step, record in zip(steps, records, strict=True)]
 
 
-async def _after(folder: CheckpointFolder, config: RunConfig, step: int, until: float) -> Saved | None:
+async def present(store: Store, folder: CheckpointFolder) -> list[Saved]:
+    """Return the complete checkpoints, oldest step first, but none of a history that a restore has abandoned."""
+    begun = (await store.samples.begun()).items()  # an incarnation is the time at which it began
+    return [saved for saved in folder.complete() if not any(saved.step >= first and saved.written_s < at for at, first in begun)]
+
+
+async def _after(store: Store, folder: CheckpointFolder, config: RunConfig, step: int, until: float) -> Saved | None:
     """Return the checkpoint of the step, for which to wait if it is due; None: there is none."""
     due = (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.run.steps
     while True:
-        found = next((saved for saved in folder.complete() if saved.step == step), None)
+        found = next((saved for saved in await present(store, folder) if saved.step == step), None)
         if found is not None or not due or time.monotonic() >= until:
             return found
         await asyncio.sleep(POLL_S)
 
 
-def _before(folder: CheckpointFolder, state: RunState, step: int) -> Saved | None:
-    """Return the last checkpoint before a step. One that Redis does not know of may belong to an abandoned history."""
-    known = [
-        saved for saved in folder.complete() if saved.step < step and saved.step <= state.checkpointed_step and not saved.refusal
-    ]
+def _before(checkpoints: Sequence[Saved], state: RunState, step: int) -> Saved | None:
+    """Return the last checkpoint before a step that Redis knows of."""
+    known = [saved for saved in checkpoints if saved.step < step and saved.step <= state.checkpointed_step and not saved.refusal]
     return known[-1] if known else None
 
 
