@@ -232,5 +232,8 @@ def _step(entry: tuple[bytes, dict[bytes, bytes]]) -> float:
 
 
 def _first(entries: Sequence[tuple[bytes, dict[bytes, bytes]]], step: int) -> dict[str, float | None] | None:
-    """Return the oldest record of a step in entries, newest first: a retrained step is recorded again."""
-    return next((_record(entry) for entry in reversed(entries) if _step(entry) == step), None)
+    """Return the oldest record of a step in entries, newest first, of the run's last incarnation: a retrained step is recorded
+    again, and a trainer that hung may record a step that a restore has undone.
+    """
+    found = [_record(entry) for entry in reversed(entries) if _step(entry) == step]
+    return max(found, key=lambda record: record.get("run/incarnation") or 0.0, default=None)

@@ -578,6 +578,14 @@ async def test_the_latest_record_of_a_step_is_found(store: Store) -> None:
     assert await store.inspection.step_record(3000) is None
 
 
+async def test_the_record_of_a_step_that_a_restore_has_undone_is_not_its_record(store: Store) -> None:
+    """A trainer that hung until its successor had restored the run records the step that it trained."""
+    for step, life, loss in ((0, 5.0, 1.0), (1, 5.0, 2.0), (1, 7.0, 3.0), (2, 7.0, 4.0), (2, 7.0, 5.0)):
+        await store.monitor.record({"step": step, "run/incarnation": life, "loss": loss})
+    found = [await store.inspection.step_record(step) for step in range(3)]
+    assert [record and record["loss"] for record in found] == [1.0, 3.0, 4.0]
+
+
 async def test_the_ledger_matches_the_audit(store: Store, show: Show) -> None:
     team = await start(store)
     await flow.buffer(store, team, 2)
