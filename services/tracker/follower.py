@@ -145,9 +145,19 @@ class Follower:
         return self._folder / f"{self.name}.json"
 
     def _position(self) -> Position:
-        if not self._path.exists():
-            self._save(Position(secrets.token_hex(4)))
-        return msgspec.json.decode(self._path.read_bytes(), type=Position)
+        """Return what the file says; without a readable one, that the tracker has nothing."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Position)
+        except FileNotFoundError:
+            pass
+        except msgspec.MsgspecError as error:  # the machine lost power while it was written
+            log.warning(
+                "writing all records again, since the file with the tracker's position is damaged",
+                file=str(self._path),
+                error=str(error),
+            )
+        self._save(found := Position(secrets.token_hex(4)))
+        return found
 
     def _save(self, position: Position) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

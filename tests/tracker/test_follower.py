@@ -145,6 +145,18 @@ async def test_a_new_process_continues_where_the_last_one_stopped(store: Store, 
     assert recorder.steps == [0, 1, 2, 3, 4]
 
 
+async def test_a_damaged_position_costs_only_records_that_come_twice(store: Store, recorder: Recorder, tmp_path: Path) -> None:
+    """The machine lost power while the file was written."""
+    (tmp_path / "tracking").mkdir()
+    (tmp_path / "tracking" / "wandb.json").write_bytes(b"")
+    await store.monitor.record(record(0))
+    made, stopping, task = following(store, tmp_path)
+    await wait_until(lambda: recorder.steps == [0])
+    stopping.set()
+    await task
+    assert made.done.is_set()
+
+
 async def test_undurable_records_are_sent_again_after_a_restart(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     recorder.durable = False
     for step in range(4):
