@@ -20,7 +20,7 @@ import structlog
 
 from services.config.evaluation import FINAL_S
 from services.config.reading.loss_in_words import loss_in_words
-from services.protocol.errors import Damaged
+from services.protocol.errors import Damaged, OutOfOrder
 from services.protocol.messages import StepPlan
 from services.runtime.loops import Loop
 from services.runtime.portal import Portal
@@ -250,7 +250,9 @@ class TrainLoop:
         return bool(self.recovery.stay_in_step(self.step).stopping)
 
     def _publish(self, report: SyncReport) -> None:
-        self.call(self.store.steps.publish(self.fence, report.version))
+        """Publish, unless Redis has lost the commit of a step: the main thread repeats both, if it still can."""
+        with contextlib.suppress(OutOfOrder):
+            self.call(self.store.steps.publish(self.fence, report.version))
 
     def _send(self) -> None:
         try:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from services.store import Store
 from services.trainer.loop import TrainLoop
 from services.trainer.step.policy import Trained
 from services.trainer.throughput import Throughput
 from services.weights.leader import Stopped, SyncReport
+from tests.trainer.checkpoints.test_recovery import lose, trained
 
 
 class Interrupted(TrainLoop):
@@ -81,3 +85,15 @@ def test_a_step_is_trained_and_committed_before_the_sync_of_the_one_before_is_aw
     loop._train_next()
     assert order == ["train", "commit", "finish", "published 4", "send 5"]
     assert loop.recorded[0]["fleet/generators"] == 1.0
+
+
+async def test_a_publication_waits_for_a_commit_that_redis_lost(store: Store, tmp_path: Path) -> None:
+    """A server restarts without its last second while generators apply the weights."""
+    trainer, team = await trained(store, tmp_path, 2)
+    await lose(store, committed_step=0, published_version=1)
+    loop: Any = SimpleNamespace(call=trainer.recovery.call, store=store, fence=team.trainer)
+    await asyncio.to_thread(TrainLoop._publish, loop, SyncReport(2, 1, ("generator-0:boot",), 1, 2.0, 0.5))
+    assert (await store.run.state()).published_version == 1  # type: ignore[union-attr]
+    state = await trainer.stay_in_step(1)
+    assert state.committed_step == 1
+    assert (await store.run.state()).published_version == 2  # type: ignore[union-attr]
