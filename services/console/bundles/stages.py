@@ -7,7 +7,7 @@ Guarantees: nothing that a bundle names is executed or called over the network u
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -125,24 +125,16 @@ def settled(bundle: Bundle, config: RunConfig) -> Iterator[Compared]:
 
 
 def packed(bundle: Bundle, config: RunConfig) -> Iterator[Compared]:
-    """Plan every step again from its groups and their importance weights."""
-    headers = headers_of(bundle)
+    """Plan every step again from its groups and their importance weights, for rows of the length that it was planned for."""
+    headers, layout = headers_of(bundle), layout_of(config)
     for step in bundle.steps:
         plan, ranks = codec.decode(step.plan, StepPlan), [codec.decode(rank, RankPlan) for rank in step.ranks]
         weights = {sample.payload: sample.weight for sample in _samples(step.ranks)}
         by_group = {header.ticket: header for name, header in headers.items() if name in weights}
         groups = [_plan_group(by_group[name], weights, config, name in plan.fresh_groups) for name in plan.groups]
-        new, new_ranks = plan_step(plan.step, groups, layout_of(config))
+        new, new_ranks = plan_step(plan.step, groups, replace(layout, row_tokens=plan.row_tokens or layout.row_tokens))
         rows = row_statistics.of_rows(new_ranks, new.row_tokens, config.admission.prompts_per_step)
-        for field in (
-            "ranks",
-            "rows_per_rank",
-            "mini_batch_rows",
-            "denominators",
-            "response_tokens",
-            "total_tokens",
-            "row_tokens",
-        ):
+        for field in ("ranks", "rows_per_rank", "mini_batch_rows", "denominators", "response_tokens", "total_tokens"):
             yield Compared(f"{field} of the plan of step {plan.step}", getattr(plan, field), getattr(new, field))
         for rank, (was, now) in enumerate(zip(ranks, new_ranks, strict=False)):
             yield Compared(f"rows of step {plan.step}, rank {rank}", len(was.rows), len(now.rows))
