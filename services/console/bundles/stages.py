@@ -16,8 +16,8 @@ import numpy as np
 from services.algorithm import advantages, row_statistics
 from services.config import RunConfig
 from services.config.verifiers import named
-from services.dataprep.planning.plan import PlanGroup, plan_step
-from services.dataprep.planning.step import layout_of, segments_of
+from services.dataprep.planning.plan import plan_step
+from services.dataprep.planning.step import layout_of, plan_group
 from services.dataprep.replay.settling import settle
 from services.generator.engines.tokenizer import load_tokenizer
 from services.operations.bundles.format import Bundle, RecordedGroup
@@ -131,7 +131,8 @@ def packed(bundle: Bundle, config: RunConfig) -> Iterator[Compared]:
         plan, ranks = codec.decode(step.plan, StepPlan), [codec.decode(rank, RankPlan) for rank in step.ranks]
         weights = {sample.payload: sample.weight for sample in _samples(step.ranks)}
         by_group = {header.ticket: header for name, header in headers.items() if name in weights}
-        groups = [_plan_group(by_group[name], weights, config, name in plan.fresh_groups) for name in plan.groups]
+        chosen = [by_group[name] for name in plan.groups]
+        groups = [plan_group(header, config, header.ticket in plan.fresh_groups, weights[header.payload]) for header in chosen]
         new, new_ranks = plan_step(plan.step, groups, replace(layout, row_tokens=plan.row_tokens or layout.row_tokens))
         rows = row_statistics.of_rows(new_ranks, new.row_tokens, config.admission.prompts_per_step)
         for field in ("ranks", "rows_per_rank", "mini_batch_rows", "denominators", "response_tokens", "total_tokens"):
@@ -148,15 +149,6 @@ def packed(bundle: Bundle, config: RunConfig) -> Iterator[Compared]:
         for name, now in rows.items():
             if name in plan.stats:
                 yield Compared(f"{name} of step {plan.step}", plan.stats[name], now)
-
-
-def _plan_group(header: Header, weights: dict[str, float], config: RunConfig, fresh: bool) -> PlanGroup:
-    return PlanGroup(
-        header.ticket, header.payload, header.prompt_tokens, np.asarray(header.lengths),
-        advantages.advantages(header.rewards, config.advantage.kind),
-        advantages.trained(header.truncated, config.advantage.mask_truncated), np.asarray(header.tool_tokens), fresh,
-        weights[header.payload], header.trace, segments_of(header),
-    )  # fmt: skip
 
 
 def _samples(ranks: list[bytes]) -> list[Sample]:

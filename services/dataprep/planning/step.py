@@ -31,6 +31,16 @@ def segments_of(header: Header) -> Segments:
     return Segments(np.asarray(header.owners), np.asarray(header.context_numbers), np.asarray(header.context_sizes))
 
 
+def plan_group(header: Header, config: RunConfig, fresh: bool, weight: float) -> PlanGroup:
+    """Return a group as planning sees it."""
+    return PlanGroup(
+        header.ticket, header.payload, header.prompt_tokens, np.asarray(header.lengths),
+        advantages.advantages(header.rewards, config.advantage.kind),
+        advantages.trained(header.truncated, config.advantage.mask_truncated), np.asarray(header.tool_tokens), fresh,
+        weight, header.trace, segments_of(header),
+    )  # fmt: skip
+
+
 def make_step(
     step: int,
     groups: Sequence[BufferedGroup],
@@ -40,18 +50,11 @@ def make_step(
 ) -> tuple[StepPlan, list[RankPlan]]:
     """Plan the step that trains on these groups, which were drawn from the swept table."""
     headers = [group.header for group in groups]
-    given = [advantages.advantages(header.rewards, config.advantage.kind) for header in headers]
     drawn = [swept.weights.get(group.group, 1.0) for group in groups]
     weights = replay.importance(drawn, swept.weight_sum, swept.size, config.replay.importance_beta)
     planned = [
-        PlanGroup(
-            group.group, header.payload, header.prompt_tokens, np.asarray(header.lengths), advantage,
-            advantages.trained(header.truncated, config.advantage.mask_truncated), np.asarray(header.tool_tokens),
-            group.uses == 0, float(weight), header.trace,
-            segments_of(header),
-        )
-        for group, header, advantage, weight in zip(groups, headers, given, weights, strict=True)
-    ]  # fmt: skip
+        plan_group(group.header, config, group.uses == 0, float(weight)) for group, weight in zip(groups, weights, strict=True)
+    ]
     record = group_statistics.trained(
         headers, step, [group.uses for group in groups], config.source_names,
         weights.tolist() if config.replay.importance_beta else None,
