@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import structlog
 
 from services.config import RunConfig
@@ -36,6 +35,7 @@ from services.tracker.samples.writer import PartWriter
 log = structlog.get_logger()
 
 LEASE_S = 300.0  # groups wait this long for a tracker that is gone
+IDENTITY = ("payload", "step", "outcome", "incarnation")  # columns of a `GroupKey`
 KNOWN = 50_000  # groups whose identity is kept, to skip what Redis lost the acknowledgement of
 
 
@@ -54,11 +54,11 @@ class SampleLog:
     async def follow(self, loop: Loop) -> None:
         """Follow the run until it ends or `stopping` is set, and everything that ended by then is logged."""
         writer = await asyncio.to_thread(PartWriter, self._path, self._config.samples.keep)
+        await asyncio.to_thread(self._recognise, writer)  # first: it leaves damaged files out
         self._position = writer.folder.position
         status = writer.folder.status()
         self._missed = dict(status.missed)
         self._counted = dict(status.missed if status.counted is None else status.counted)
-        await asyncio.to_thread(self._recognise, writer)
         while True:
             last = self._stopping.is_set()  # read first, so that everything that ended by then is logged
             try:
@@ -149,8 +149,9 @@ class SampleLog:
         for part in reversed(writer.folder.parts):
             if groups > KNOWN:
                 break
-            table = pq.read_table(part.path, columns=["payload", "step", "outcome", "incarnation"])
-            columns = (table[name].to_pylist() for name in ("payload", "step", "outcome", "incarnation"))
+            if (table := writer.read(part, IDENTITY)) is None:
+                continue
+            columns = (table[name].to_pylist() for name in IDENTITY)
             found.append(dict.fromkeys(zip(*columns, strict=True)))
             groups += len(found[-1])
         for keys in reversed(found):

@@ -15,11 +15,14 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+import structlog
 
 from services.operations.samples.columns import SCHEMA
 from services.operations.samples.folder import METADATA, STATUS, LogPosition, LogStatus, Part, SampleFolder, name_of, superseded
 from services.runtime.atomic_folders import replace
 from services.tracker.samples.arrays import column
+
+log = structlog.get_logger()
 
 MERGED = 16  # files of a size that become one
 MERGED_BYTES = 64 << 20  # of a merged file at most, which is read whole
@@ -42,8 +45,8 @@ class PartWriter:
             left.unlink(missing_ok=True)
         self._keep, self.folder = keep, SampleFolder(path)
         self.folder.refresh()
-        for name in self.folder.damaged:  # its batches stay taken
-            (path / name).rename(path / f"damaged-{name}")
+        for name in self.folder.damaged:
+            self._set_aside(name)
 
     def write(self, columns: Mapping[str, Sequence[Any]], position: LogPosition) -> Part:
         """Write one batch, all columns of `SCHEMA`, as a file. `columns`: arrays, or sequences of values."""
@@ -51,12 +54,27 @@ class PartWriter:
         table = pa.table({name: column(name, columns[name]) for name in SCHEMA.names}, schema=SCHEMA)
         return self._put(table, number, number, position)
 
+    def read(self, part: Part, names: Sequence[str] = SCHEMA.names) -> Any:
+        """Return columns of a part, or None if they are damaged: then it counts no more."""
+        try:
+            return part.read(names)
+        except (OSError, pa.ArrowInvalid) as error:
+            if isinstance(error, OSError) and error.errno:  # of the file system, and may pass
+                raise
+            log.warning("a file of the sample log is damaged, and left out from now on", file=str(part.path), error=str(error))
+            self.folder.parts.remove(part)
+            self._set_aside(part.path.name)
+            return None
+
     def tidy(self) -> None:
         """Merge the newest files where enough of them are alike, and delete the oldest beyond `keep`."""
         parts = self.folder.parts
         while len(parts) >= MERGED and self._alike(parts[-MERGED:]):
             merged = parts[-MERGED:]
-            table = pa.concat_tables([part.read() for part in merged])
+            tables = [self.read(part) for part in merged]
+            if any(table is None for table in tables):
+                continue
+            table = pa.concat_tables(tables)
             part = self._put(table, merged[0].first, merged[-1].last, merged[-1].position)
             for old in merged:
                 old.path.unlink(missing_ok=True)
@@ -67,6 +85,10 @@ class PartWriter:
     def note(self, status: LogStatus) -> None:
         """Write what the log does not have."""
         replace(self.folder.path / STATUS, msgspec.json.encode(status))
+
+    def _set_aside(self, name: str) -> None:
+        """Give a damaged file a name that is not of the log."""
+        (self.folder.path / name).rename(self.folder.path / f"damaged-{name}")
 
     def _alike(self, parts: Sequence[Part]) -> bool:
         small = sum(part.size_bytes for part in parts) <= MERGED_BYTES

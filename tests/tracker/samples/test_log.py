@@ -401,3 +401,38 @@ async def test_groups_that_a_restore_brings_back_are_logged_again(store: Store, 
     assert SampleFolder(tmp_path / SAMPLES).status().missed == {"trained": 3}
     assert outcomes(tmp_path)[name, "trained", 1] == 4
     assert outcomes(tmp_path, "undone") == {(name, "trained", 1): 4}
+
+
+def damage(part: Path) -> None:
+    """Overwrite the columns of a file, but not its footer, so that it counts until it is read."""
+    body = part.read_bytes()
+    part.write_bytes(body[:4] + bytes(len(body) - 8000) + body[-7996:])
+
+
+async def test_a_log_continues_after_a_file_whose_columns_are_damaged(store: Store, quick: None, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)
+    groups = await trained(store, team, 0)
+    await follow_once(store, config, tmp_path)
+    [part] = (tmp_path / SAMPLES).glob("part-*.parquet")
+    damage(part)
+    await follow_once(store, config, tmp_path)
+    assert (tmp_path / SAMPLES / f"damaged-{part.name}").exists()
+    assert outcomes(tmp_path) == {(group, "trained", 0): 4 for group in groups}, "Redis still has them"
+
+
+async def test_a_damaged_file_is_not_merged(store: Store, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)
+    for step in range(2):
+        groups = await trained(store, team, step)
+        await follow_once(store, config, tmp_path)
+    monkeypatch.setattr("services.tracker.samples.writer.MERGED", 2)
+    writer = PartWriter(tmp_path / SAMPLES, 1000)
+    first, second = (part.path for part in writer.folder.parts)
+    damage(first)
+    writer.tidy()
+    assert sorted(path.name for path in (tmp_path / SAMPLES).glob("*part-*")) == [f"damaged-{first.name}", second.name]
+    assert outcomes(tmp_path) == {(group, "trained", 1): 4 for group in groups}
