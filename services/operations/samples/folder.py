@@ -6,8 +6,9 @@ merged file and deleting those that it was merged from, only the merged one coun
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -24,6 +25,14 @@ METADATA = b"grpo"
 STATUS = "log.json"
 T = TypeVar("T")
 _NAME = re.compile(r"part-(\d{8})-(\d{8})\.parquet")
+
+
+class DamagedPart(Exception):
+    """The contents of a file cannot be read, although its footer could be. The message says why."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(why)
+        self.name = name
 
 
 class LogPosition(msgspec.Struct):
@@ -61,10 +70,24 @@ class Part:
     size_bytes: int
     position: LogPosition = field(default_factory=LogPosition)
 
+    @contextlib.contextmanager
+    def opened(self) -> Generator[Any]:
+        """Open the file; reading it in this block raises `DamagedPart` for contents that are damaged."""
+        try:
+            with cast("Any", pq.ParquetFile)(self.path) as file:  # half the CPU time of read_table
+                yield file
+        except (OSError, pa.ArrowInvalid) as error:
+            if isinstance(error, OSError) and error.errno:  # of the file system, and not pyarrow's
+                raise
+            raise DamagedPart(self.path.name, " ".join(str(error).split())) from None
+
     def read(self, names: Sequence[str] = SCHEMA.names) -> Any:
-        """Return a table with those columns, in the order of the schema; one that the file does not have yet is null."""
+        """Return a table with those columns, in the order of the schema; one that the file does not have yet is null.
+
+        Raises `DamagedPart`.
+        """
         arrow: Any = pa
-        with cast("Any", pq.ParquetFile)(self.path) as file:  # half the CPU time of read_table
+        with self.opened() as file:
             table = file.read(columns=list(names))
         fields: list[Any] = [SCHEMA.field(name) for name in SCHEMA.names if name in names]
         there: set[str] = set(table.column_names)
@@ -96,16 +119,22 @@ class SampleFolder:
         return self.parts
 
     def reading(self, read: Callable[[list[Part]], T]) -> T:
-        """Return what `read` makes of the parts that count. It starts again if a tracker has merged or deleted some meanwhile."""
+        """Return what `read` makes of the parts that count. It starts again if a tracker has merged or deleted some meanwhile, or
+        if one is damaged, which is then left out.
+        """
         while True:
             parts = self.refresh()
             try:
                 return read(parts)
+            except DamagedPart as error:
+                self.damaged[error.name] = str(error)
             except FileNotFoundError:
                 if self.refresh() == parts:
                     raise
 
     def _read(self, path: Path, first: int, last: int, known: dict[str, Part]) -> Part | None:
+        if path.name in self.damaged:
+            return None
         if path.name in known:
             return known[path.name]
         try:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from services.operations.samples.columns import NAMES, NARROW, SCHEMA, TEXTS, ExpressionError
 from services.operations.samples.folder import Part, SampleFolder
@@ -146,7 +145,7 @@ class Search:
             wanted.setdefault(place, []).append(row)
         found: dict[int, dict[str, Any]] = {}
         for number, members in wanted.items():
-            with pq.ParquetFile(parts[number].path) as file:
+            with parts[number].opened() as file:
                 first = starts[number]
                 for group in range(file.metadata.num_row_groups):
                     size = file.metadata.row_group(group).num_rows

@@ -18,7 +18,17 @@ import pyarrow.parquet as pq
 import structlog
 
 from services.operations.samples.columns import SCHEMA
-from services.operations.samples.folder import METADATA, STATUS, LogPosition, LogStatus, Part, SampleFolder, name_of, superseded
+from services.operations.samples.folder import (
+    METADATA,
+    STATUS,
+    DamagedPart,
+    LogPosition,
+    LogStatus,
+    Part,
+    SampleFolder,
+    name_of,
+    superseded,
+)
 from services.runtime.atomic_folders import replace
 from services.tracker.samples.arrays import column
 
@@ -58,9 +68,7 @@ class PartWriter:
         """Return columns of a part, or None if they are damaged: then it counts no more."""
         try:
             return part.read(names)
-        except (OSError, pa.ArrowInvalid) as error:
-            if isinstance(error, OSError) and error.errno:  # of the file system, and may pass
-                raise
+        except DamagedPart as error:
             log.warning("a file of the sample log is damaged, and left out from now on", file=str(part.path), error=str(error))
             self.folder.parts.remove(part)
             self._set_aside(part.path.name)

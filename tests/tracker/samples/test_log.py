@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from services.config import RunConfig, to_toml
 from services.console.local.redis_server import RedisServer
 from services.operations.samples.folder import SAMPLES, SampleFolder
+from services.operations.samples.outcomes import sampled_tokens
 from services.operations.samples.search import Search
 from services.protocol.logprob_gaps import LogprobGaps
 from services.runtime.loops import Loop
@@ -433,6 +434,10 @@ async def test_a_damaged_file_is_not_merged(store: Store, quick: None, tmp_path:
     writer = PartWriter(tmp_path / SAMPLES, 1000)
     first, second = (part.path for part in writer.folder.parts)
     damage(first)
+    read = Search.of(tmp_path / SAMPLES)
+    assert {row["group"] for row in read.find().rows} == set(groups), "readers leave it out, too"
+    assert read.folder.damaged.keys() == {first.name}
+    assert "missing or damaged" in sampled_tokens(tmp_path, {0: 0.0, 1: 0.0}).missing
     writer.tidy()
     assert sorted(path.name for path in (tmp_path / SAMPLES).glob("*part-*")) == [f"damaged-{first.name}", second.name]
     assert outcomes(tmp_path) == {(group, "trained", 1): 4 for group in groups}
