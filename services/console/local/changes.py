@@ -55,5 +55,5 @@ def take_back(file: Path, held: RunConfig) -> None:
 
 
 def _unmade(line: dict[str, Any], held: Mapping[str, Any]) -> bool:
-    """Return whether a key has another value than after these changes. Those of a fork are made with its configuration."""
-    return "forked_from" not in line and any(held.get(key, now) != now for key, (_, now) in line["changes"].items())
+    """Return whether all keys have their values from before these changes. Those of a fork are made with its configuration."""
+    return "forked_from" not in line and all(held.get(key) == before for key, (before, _) in line["changes"].items())

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.config import digest, load_resolved
+from services.config import RunConfig, digest, load_resolved
 from services.console.errors import ConsoleError
 from services.console.local import run
 from services.console.local.changes import changes, in_words, record, take_back
@@ -78,6 +78,20 @@ def test_a_change_that_a_killed_start_did_not_make_is_taken_back(tmp_path: Path,
     for _ in range(2):
         take_back(folder.changes, last)
         assert lines() == made
+
+
+def test_an_entry_that_a_killed_start_added_or_removed_is_taken_back(tmp_path: Path) -> None:
+    def evaluating(*names: str) -> RunConfig:
+        sources = ", ".join(f"{{kind='jsonl', name='{name}', path='{name}.jsonl'}}" for name in names)
+        return small_config(tmp_path, None, "generator.count=2", "evaluation.every_steps=1", f"evaluation.sources=[{sources}]")
+
+    one, two, file = evaluating("a"), evaluating("a", "b"), tmp_path / "changes.jsonl"
+    for before, now in ((one, two), (two, one)):
+        record(file, 3, changes(before, now))
+        take_back(file, now)
+        assert file.read_bytes(), "the run has them"
+        take_back(file, before)
+        assert not file.read_bytes()
 
 
 async def _third_step(*_: object) -> int:
