@@ -31,6 +31,10 @@ from services.trainer.worker import Worker
 log = structlog.get_logger()
 
 SUPERSEDED = "another trainer has taken over the run"
+OTHER_PROMPTS = (
+    "it continues with other prompts than this run's: restore the content of data.sources and the tools of environments, which "
+    "prompts show, or start a new run from the export"
+)
 
 
 class Recovery:
@@ -151,9 +155,10 @@ class Recovery:
             raise Fatal(f"{saved.folder} has no {SNAPSHOT}: the run can resume from it only while Redis still has the run")
         try:
             snapshot = Snapshot(path)
-            for name, now in (("config", state.config), ("dataset", state.dataset)):
-                if (then := snapshot.head.run[name]) != now:
-                    raise SnapshotError(f"its {name} is {then}, this run's is {now}: choose another run.name")
+            if snapshot.head.run["config"] != state.config:
+                raise SnapshotError("it is of a run with another configuration: choose another run.name")
+            if snapshot.head.run["dataset"] != state.dataset:
+                raise SnapshotError(OTHER_PROMPTS)
             keep = all(resume.trainable(plan["plan"], self.config) for plan in snapshot.head.plans.values())
             self.call(self.store.restores.restore(self._fence, snapshot, keep, self._progress))
         except SnapshotError as error:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from services.protocol.messages import StepPlan
-from services.runtime.loops import Broken
+from services.runtime.checkpoints import SNAPSHOT
+from services.runtime.loops import Broken, Fatal
 from services.store import Store
 from services.trainer.checkpoints.recovery import Recovery
 from tests.support import flow
@@ -136,3 +137,24 @@ async def test_a_superseded_trainer_leaves_checkpoints_to_its_successor(store: S
         assert (await store.run.state()).restore == left  # type: ignore[union-attr]
     await store.restores.delete_run()
     assert "is gone" in await asyncio.to_thread(owner.superseded)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("dataset", "it continues with other prompts than this run's: restore the content of data.sources and the tools"),
+        ("config", "it is of a run with another configuration: choose another run.name"),
+    ],
+)
+async def test_a_checkpoint_of_other_prompts_is_refused_with_the_remedy(
+    field: str, message: str, store: Store, tmp_path: Path
+) -> None:
+    """A data file was changed before Redis lost the run, or a fork has an environment with other tools."""
+    trainer, team = await trained(store, tmp_path, 1)
+    await store.snapshots.save(team.trainer, 0, tmp_path / SNAPSHOT, payloads=False)
+    await store.client.hset(store.keys.run, field, "other")  # type: ignore[misc]
+    state = await store.run.state()
+    assert state is not None
+    trainer.recovery.worker.restored = SimpleNamespace(folder=tmp_path, step=0)  # type: ignore[assignment]
+    with pytest.raises(Fatal, match=f"the run cannot be restored to step 0: {message}"):
+        await asyncio.to_thread(trainer.recovery._restore, state)
