@@ -17,11 +17,16 @@ def shown(key: str, value: Any) -> str:
     return repr(_without_secrets(key, value))
 
 
+def holds_secret(key: str) -> bool:
+    """Return whether a key, by its name, may hold a secret."""
+    return _SECRET.search(key) is not None
+
+
 def _without_secrets(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_secrets(str(name), each) for name, each in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list):
         return [_without_secrets(key, each) for each in cast("list[Any]", value)]
-    if _SECRET.search(key) and not isinstance(value, bool | None):
+    if holds_secret(key) and not isinstance(value, bool | None):
         return HIDDEN
     return _IN_ADDRESS.sub(rf"\1:{HIDDEN}@", value) if isinstance(value, str) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.config import RunConfig
+from services.config.reading.secrets import holds_secret
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.folder import RunFolder
 from services.runtime.checkpoints import CheckpointFolder
@@ -45,11 +46,12 @@ def _trained(state: RunState | None, folder: RunFolder) -> int:
 
 
 def again(argv: Sequence[str]) -> list[str]:
-    """Return the arguments that resume a run: without --fresh and --resume, which were for its start, and without a password."""
+    """Return the arguments that resume a run: without --fresh and --resume, which were for its start, and without secrets."""
     words, given = list[str](), iter(argv)
     for word in given:
         if word == "--resume":
             next(given, "")
         elif word != "--fresh" and not word.startswith("--resume="):
-            words.append(masked(word))
+            key, equals, _ = word.partition("=")
+            words.append(f"{key}=SECRET" if equals and holds_secret(key) else masked(word))
     return words

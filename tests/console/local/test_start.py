@@ -114,3 +114,5 @@ def test_the_command_that_resumes_repeats_neither_resume_nor_fresh() -> None:
         "run", "my.toml", "redis.url=redis://:PASSWORD@host",
     ]  # fmt: skip
     assert again(["--redis-url", "redis://ada:se@cr/et@host"])[1] == "redis://ada:PASSWORD@host", "no part of it is shown"
+    keys = ["environments.0.options.api_key=sk-1", "redis.password_file=secrets/redis", "sampling.max_tokens=9"]
+    assert again(keys) == ["environments.0.options.api_key=SECRET", *keys[1:]]
