@@ -216,6 +216,10 @@ class RunConfig(Section):
         sources = (*self.data.sources, *self.evaluation.sources)
         return frozenset(source.name for source in sources if source.environment)
 
+    def verified(self, source: str) -> bool:
+        """Return whether a verifier scores the completions of a source."""
+        return any(verifier.scores(source) for verifier in self.verifiers)
+
     def thresholds(self, source: str) -> dict[str, float]:
         """Return verifier -> the score from which a completion of that source counts as solved. Empty: none can tell."""
         found = {name: verifier.threshold for name, verifier in named(self.verifiers) if verifier.scores(source)}

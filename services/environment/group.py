@@ -24,7 +24,7 @@ from services.environment.conversation import converse, restorable
 from services.environment.generators import GeneratorFleet
 from services.environment.metrics import EnvironmentMetrics
 from services.environment.programs.pool import ProgramPool
-from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess
+from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess, check_reward
 from services.environment.records import Record
 from services.environment.rollout import FinishedRollout, LeaseLost, LiveRollout, Manner, RolloutPlace, records_of
 from services.protocol.messages import Header, Row, Ticket
@@ -148,7 +148,7 @@ class GroupRunner:
         assert environment is not None, "the ticket was found fit"
         scores: dict[str, list[float]] = {}
         notes: list[str] = []
-        if any(verifier.scores(ticket.source) for verifier in self._config.verifiers):
+        if self._config.verified(ticket.source):
             finish = ["length" if each.truncated else "stop" for each in done]
             job = Job(ticket.source, [each.answer for each in done], ticket.answer, ticket.row, finish)
             found = await self._verifiers.score(job)
@@ -231,8 +231,11 @@ class GroupRunner:
         self, live: LiveRollout, process: ProgramProcess, environment: EnvironmentConfig, row: Row
     ) -> FinishedRollout:
         if drives_itself(environment):
-            return await run_agent(live, process, self._door, environment.timeout_s)
-        return await converse(live, process, row.messages)
+            done = await run_agent(live, process, self._door, environment.timeout_s)
+        else:
+            done = await converse(live, process, row.messages)
+        check_reward(done.scores, done.truncated, live.place.ticket.source, self._config)
+        return done
 
     def _live(
         self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,

@@ -208,6 +208,15 @@ async def test_an_agent_uses_the_openai_client(tmp_path: Path, server: RedisServ
         assert len(header.context_tokens) == len(payload.context_lengths) == 6
 
 
+async def test_an_agent_that_returns_no_reward_fails(tmp_path: Path, server: RedisServer) -> None:
+    given = [*overrides(tmp_path, "agent", "forgetful"), f"sampling.group_size={N}", "generator.max_attempts=1"]
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
+        await issue(service.store, 0)
+        await wait_until(lambda: buried(service.store))
+        [(ticket, reason)] = await buried(service.store)
+        assert (ticket, 'no reward: its program gave none, and no verifier scores source "main"' in reason) == ("0-0", True)
+
+
 @pytest.mark.parametrize(("name", "why"), [("Absent", "has no 'Absent'"), ("agent", "is not a class")])
 async def test_unusable_code_stops_the_pod_with_the_reason(name: str, why: str, tmp_path: Path, server: RedisServer) -> None:
     async with (

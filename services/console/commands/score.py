@@ -45,7 +45,7 @@ async def score(file: Path, overrides: Sequence[str], completions: Path | None, 
     offline = Offline(config)
     groups = list(_groups(offline, completions))
     for _, job in groups:
-        if not any(verifier.scores(job.source) for verifier in config.verifiers):
+        if not config.verified(job.source):
             raise ConsoleError(
                 f"source {job.source!r} has no verifier: its environment scores it during a run; grpo doctor tries it once",
                 EXIT_CONFIG,

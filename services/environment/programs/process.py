@@ -15,6 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from services.config import RunConfig
 from services.config.environments import (
     AgentEnvironment,
     EnvironmentConfig,
@@ -213,6 +214,15 @@ class ProgramProcess:
         except BadFrame as error:
             why = f"wrote garbage and was killed ({error})"
         await self._end(why)
+
+
+def check_reward(scores: object, truncated: bool, source: str, config: RunConfig) -> None:
+    """Raise `ProgramFailed` for a rollout of a prompt source without a reward: neither its program nor a verifier gives one.
+
+    A rollout that a limit ended may have none: it counts as 0.
+    """
+    if scores is None and not truncated and not config.verified(source):
+        raise ProgramFailed(f'the rollout has no reward: its program gave none, and no verifier scores source "{source}"')
 
 
 def setup_of(environment: EnvironmentConfig) -> ProgramSetup:

@@ -92,6 +92,17 @@ async def agent(client: Any, row: dict[str, Any], questions: int = 2) -> float:
     return float(len(said))
 
 
+async def forgetful(client: Any, row: dict[str, Any]) -> None:
+    """Ask the policy, and return no reward."""
+    await agent(client, row, 1)
+
+
+async def hanging(client: Any, row: dict[str, Any]) -> None:
+    """Ask the policy, and do not return."""
+    await agent(client, row, 1)
+    await asyncio.sleep(3600)
+
+
 class Digits:
     """Rewards digits in the policy's replies, in two turns; it can be restored."""
 
