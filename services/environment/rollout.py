@@ -14,19 +14,19 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from services.config import RunConfig
 from services.environment.chat.format import ChatFormat
 from services.environment.door.resends import AskedTurns
 from services.environment.door.turns import RUN, ContextFull, Overrides, RolloutOver, TurnLost, TurnReply, Usage
-from services.environment.generators import GeneratorFleet, limited
+from services.environment.generators import limited
 from services.environment.recording.recorder import Call, Recorder, TooLong
 from services.environment.records import EnvironmentReply, Record, pack_record, unpack_records
 from services.protocol.errors import StoreError
 from services.protocol.messages import Ticket
 from services.protocol.payloads import Turn
-from services.rollouts.generated import SamplingParameters, Segment
+from services.rollouts.generated import Generated, SamplingParameters, Segment
 from services.runtime.tracing import TraceRecorder, gen_ai
 
 
@@ -91,11 +91,21 @@ class Manner:
         return cls(SamplingParameters.evaluation(config), config.model.max_tokens, version)
 
 
+class TurnSampler(Protocol):
+    """What samples the policy's turns."""
+
+    async def sample(
+        self, request_id: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str, version: int | None
+    ) -> Generated:
+        """Return what follows `tokens` in a turn of a rollout. Raises `GenerationFailed`."""
+        ...
+
+
 class LiveRollout:
     """A running rollout: its records, and its calls of the policy."""
 
     def __init__(
-        self, place: RolloutPlace, manner: Manner, chat: ChatFormat, fleet: GeneratorFleet, records: list[Record],
+        self, place: RolloutPlace, manner: Manner, chat: ChatFormat, fleet: TurnSampler, records: list[Record],
         max_turns: int, commit: Callable[[int, bytes], Awaitable[bool]], tracing: TraceRecorder,
     ) -> None:  # fmt: skip
         """`commit` appends a record at a place and returns False if another pod holds the ticket."""

@@ -1,12 +1,12 @@
-"""Checks of environments: each is loaded as a run's worker loads it, its server is asked for its tools, and one that replies to
-the policy has a rollout with the first row of a source, whose only turn is the row's answer."""
+"""Checks of environments: each is loaded as a run's worker loads it, its server is asked for its tools, and it has a rollout with
+the first row of a source, in which the policy says the row's answer: once, or whenever an environment that drives itself asks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.config import ConfigError, RunConfig
 from services.config.environments import EnvironmentConfig, code_of, drives_itself, environment_file
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NAME = "doctor"  # of the rollout
 TRIAL_LIMIT_S = 60.0
+OWN_FOLDER = " (command starts in an empty folder, so its paths must be absolute)"
 
 
 def environments(config: RunConfig) -> Iterator[Finding]:
@@ -38,47 +39,64 @@ def environments(config: RunConfig) -> Iterator[Finding]:
 
 async def _loaded(config: RunConfig, tried: RunConfig) -> list[Finding]:
     pairs = zip(config.environments, tried.environments, strict=True)
-    return await asyncio.gather(*(_tried(tried, index, *pair) for index, pair in enumerate(pairs)))
+    return await asyncio.gather(*(_tried(config, index, *pair) for index, pair in enumerate(pairs)))
 
 
 async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried: EnvironmentConfig) -> Finding:
     from services.console.offline import Offline
     from services.environment.programs.pool import ProgramPool
-    from services.environment.programs.process import ProgramFailed, ProgramUnusable
+    from services.environment.programs.process import ProgramFailed, ProgramUnusable, check_reward
 
     what = f"environment {given.name}"
     named = f"environments.{index}.{_named(given)}"
     pool, began = ProgramPool(tried.model_copy(update={"processes": 1})), time.monotonic()
+    sources = (*config.data.sources, *config.evaluation.sources)
+    source = next(source for source in sources if source.environment == given.name)
     try:
         await pool.start()
-        if drives_itself(given):
-            return ok(what, f"loaded in {time.monotonic() - began:.2f} s")
-        source = next(source for source in config.data.sources if source.environment == given.name)
         job = Offline(config).first_answer(source)
         async with pool.process() as process, asyncio.timeout(TRIAL_LIMIT_S):
-            tools, then, scores = await _rollout(process, job)
+            done = await (_driven if drives_itself(given) else _rollout)(config, tried, process, job)
+        check_reward(done.scores, done.truncated, source.name, config)
     except TimeoutError:
         return note(what, f"a rollout with the first row took longer than {TRIAL_LIMIT_S:g} s: not tried to its end")
     except (ProgramUnusable, ProgramFailed) as error:
-        return fault(what, f"{named}: {error}", "fix this error")
+        return fault(what, f"{named}: {error}", f"fix this error{OWN_FOLDER if tried.kind == 'agent' and tried.command else ''}")
     except ConfigError as error:
         return note(what, f"not started, since a row cannot be read: {error}", "fix the data first")
     finally:
         await pool.close()
-    names = ", ".join(tool["function"]["name"] for tool in tools) or "none"
-    scored = f"scored {scores['score']:.3g}" if scores else "gave no score"
-    told = f"started with the first row, tools: {names}; {then} its answer and {scored}, in {time.monotonic() - began:.2f} s"
-    return ok(what, told)
+    scored = f"scored {done.scores['score']:.3g}" if done.scores else "gave no reward"
+    return ok(what, f"{done.what} and {scored}, in {time.monotonic() - began:.2f} s")
 
 
-async def _rollout(process: ProgramProcess, job: Job) -> tuple[list[dict[str, Any]], str, dict[str, float] | None]:
-    """Return the tools, what the environment did on the policy's only turn, and its scores. Raises `ProgramFailed`."""
+class Tried(NamedTuple):
+    """A rollout that was tried."""
+
+    what: str  # was done
+    scores: dict[str, float] | None
+    truncated: bool = False
+
+
+async def _driven(config: RunConfig, tried: EnvironmentConfig, process: ProgramProcess, job: Job) -> Tried:
+    """Let an environment drive itself. Raises `ProgramFailed`."""
+    from services.environment.rehearsal import rehearse
+
+    done = await rehearse(config, tried, process, job)
+    asked = f"asked the policy {'once' if done.turns == 1 else f'{done.turns} times'} with the first row"
+    return Tried(asked + ", reached a limit" * done.truncated, done.scores, done.truncated)
+
+
+async def _rollout(config: RunConfig, tried: EnvironmentConfig, process: ProgramProcess, job: Job) -> Tried:
+    """Have an environment reply to the policy once, and score that. Raises `ProgramFailed`."""
     from services.environment.programs.rows import row_for
 
     began = await process.do(NAME, "start", row_for(job.row, job.answer))
     replied = await process.do(NAME, "turn", {"role": "assistant", "content": job.completions[0]})
     scored = await process.do(NAME, "score")
-    return began.value["tools"], "ended with" if replied.value["messages"] is None else "replied to", scored.value
+    names = ", ".join(tool["function"]["name"] for tool in began.value["tools"]) or "none"
+    then = "ended with" if replied.value["messages"] is None else "replied to"
+    return Tried(f"started with the first row, tools: {names}; {then} its answer", scored.value)
 
 
 def _named(environment: EnvironmentConfig) -> str:

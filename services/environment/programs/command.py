@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from services.environment.programs.loaded import BadReply
 from services.verifiers.sandbox import guard
 from services.verifiers.sandbox.scratch import remove
 
+ERROR = re.compile(r"\s*[\w.]*(?:Error|Exception)\b.*:")
+"""What a line begins with in which an interpreter says why a program failed."""
 TAIL_BYTES = 1 << 16
 VARIABLE_BYTES = 100_000
 """Longest row in a variable: the kernel takes no variable of more than 128 KiB."""
@@ -36,7 +39,7 @@ async def run_command(command: Sequence[str], given: dict[str, Any]) -> Any:
         await asyncio.shield(asyncio.to_thread(remove, folder))
     last = _last_line(output)
     if status:
-        raise BadReply(f"{command[0]} exited with status {status}: {_last_line(errors)[:500] or 'it printed no error'}")
+        raise BadReply(f"{command[0]} exited with status {status}: {_why(errors)[:500] or 'it printed no error'}")
     if not last:
         return None
     try:
@@ -82,6 +85,12 @@ async def _tail(stream: asyncio.StreamReader) -> bytes:
     while data := await stream.read(1 << 16):
         kept = (kept + data)[-TAIL_BYTES:]
     return kept
+
+
+def _why(errors: bytes) -> str:
+    """Return the last line that names an error, or else the last one: Node.js ends with its version."""
+    named = [line.strip() for line in errors.decode(errors="replace").splitlines() if ERROR.match(line)]
+    return named[-1] if named else _last_line(errors)
 
 
 def _last_line(output: bytes) -> str:

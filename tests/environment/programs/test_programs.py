@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.config.environments import AgentEnvironment, EnvironmentConfig, PythonEnvironment
+from services.console.doctor import Finding
 from services.console.doctor.environments import environments
 from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
 from services.environment.programs.pool import ProgramPool
@@ -123,6 +124,10 @@ async def test_a_blocking_program_loses_only_its_process(tmp_path: Path, monkeyp
 async def test_a_command_prints_its_reward_or_fails_with_a_reason() -> None:
     script = "import json, os, sys; row = json.loads(os.environ['GRPO_ROW']); print('hello'); print(row['reward'])"
     given = {"url": "http://127.0.0.1:1/v1", "key": "k"}
+    node = "import sys; print('throw err;\\n\\nError: Cannot find module\\n\\nNode.js v20', file=sys.stderr); sys.exit(1)"
+    async with process(AgentEnvironment(name="n", kind="agent", command=[sys.executable, "-c", node])) as one:
+        with pytest.raises(ProgramFailed, match=r"exited with status 1: Error: Cannot find module$"):
+            await one.do("a", "run", {**given, "row": {}})
     async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:
         assert (await one.do("a", "run", {**given, "row": {"reward": 0.5}})).value == {"score": 0.5}
         parts = json.dumps({"score": 1, "part": 2})
@@ -157,9 +162,44 @@ async def test_unloadable_code_is_named() -> None:
 def test_doctor_tries_the_class(name: str, keys: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "Endless":
         monkeypatch.setattr("services.console.doctor.environments.TRIAL_LIMIT_S", 0.5)
-    save_tokenizer_folder(tmp_path / "model")
-    table = f'{{name = "world", kind = "python", function = "{PROGRAMS}:{name}"{f", {keys}" if keys else ""}}}'
-    source = f'{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", environment = "world"}}'
-    config = small_config(tmp_path, None, f"data.sources=[{source}]", "verifiers=[]", f"environments=[{table}]")
-    [finding] = list(environments(config))
-    assert said in finding.detail
+    assert said in tried(tmp_path, f'kind = "python", function = "{PROGRAMS}:{name}"', keys).detail
+
+
+def tried(folder: Path, program: str, keys: str = "", *overrides: str) -> Finding:
+    """Return what doctor finds of an environment."""
+    save_tokenizer_folder(folder / "model")
+    source = f'{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "world"}}'
+    table = f'{{name = "world", {program}{f", {keys}" if keys else ""}}}'
+    given = [f"data.sources=[{source}]", "verifiers=[]", f"environments=[{table}]", *overrides]
+    [finding] = list(environments(small_config(folder, None, *given)))
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "state", "said"),
+    [
+        ("agent", "", "ok", "asked the policy 2 times with the first row and scored 2, in"),
+        ("agent", "max_turns = 1", "ok", "asked the policy once with the first row, reached a limit and gave no reward, in"),
+        ("agent", 'options = { questions = "2" }', "fault", "run: TypeError: 'str' object cannot be interpreted as an integer"),
+        ("agent", "options = { questions = 0 }", "fault", "the agent exited without calling the policy"),
+        ("forgetful", "", "fault", 'no reward: its program gave none, and no verifier scores source "main"'),
+        ("hanging", "timeout_s = 0.5", "fault", "the agent took longer than timeout_s = 0.5"),
+    ],
+)
+def test_doctor_rehearses_an_agent(name: str, keys: str, state: str, said: str, tmp_path: Path) -> None:
+    finding = tried(tmp_path, f'kind = "agent", function = "{PROGRAMS}:{name}"', keys)
+    assert (finding.state, said in finding.detail) == (state, True), finding
+
+
+def test_doctor_rehearses_a_command(tmp_path: Path) -> None:
+    finding = tried(tmp_path, f'kind = "agent", command = ["{sys.executable}", "agent.py"]')
+    assert "agent.py': [Errno 2] No such file or directory" in finding.detail
+    assert "its paths must be absolute" in finding.remedy
+
+
+def test_an_environment_may_leave_the_reward_to_verifiers(tmp_path: Path) -> None:
+    silent = tmp_path / "silent.py"
+    silent.write_text("class Silent:\n    def turn(self, message):\n        return None\n")
+    program = f'kind = "python", function = "{silent}:Silent"'
+    assert "no reward: its program gave none" in tried(tmp_path, program).detail
+    assert tried(tmp_path, program, "", 'verifiers=[{kind = "exact"}]').state == "ok"
