@@ -122,7 +122,7 @@ class Scale:
     """None: not set, so `generator.count` applies."""
     why: str = ""
     most: int | None = None
-    """The number that the available GPUs allow; None: no bound."""
+    """The number that the machine of `grpo run` allows; None: no bound."""
     followed: int | None = None
     """The number on which the request and a cluster's Deployment last agreed; None: no cluster's scaler has seen the run."""
     object: str | None = None
@@ -135,9 +135,8 @@ class Scale:
         if self.most is None or replicas <= self.most:
             return ""
         return (
-            f"generators = {replicas} exceeds the {self.most} that fit on the GPUs of the run: request "
-            'fewer, or restart the run with lower trainer.ranks or generator.tensor_parallel, or with sync.backend = "gloo" '
-            "to share GPUs"
+            f"generators = {replicas} exceeds the {self.most} that the run's machine allows: request fewer, or, on GPUs, restart "
+            'the run with lower trainer.ranks or generator.tensor_parallel, or with sync.backend = "gloo" to share GPUs'
         )
 
 

@@ -107,7 +107,7 @@ async def test_scaling_generators_is_a_request_stored_in_redis(http: httpx.Async
     await store.run.bound_generators(2)
     refused = await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 3})
     assert is_problem(refused, 409)
-    assert "exceeds the 2 that fit on the GPUs" in refused.json()["detail"]
+    assert "exceeds the 2 that the run's machine allows" in refused.json()["detail"]
     state = await store.run.state()
     assert state is not None
     assert state.scale.wanted == 0

@@ -50,11 +50,11 @@ class Launcher:
     """Supervises the children that `plan` returns for a number of generators."""
 
     def __init__(
-        self, plan: Callable[[int], Sequence[ServicePlan]], count: int, limit: int | None, observer: Observer, mirror: Mirror,
+        self, plan: Callable[[int], Sequence[ServicePlan]], count: int, limit: int, observer: Observer, mirror: Mirror,
         evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
         server: RedisServer | None, note: Callable[[Condition], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """`count`: number of generators until another is requested. `limit`: the number that the GPUs allow; None: no bound.
+        """`count`: number of generators until another is requested. `limit`: the number that the machine allows.
         `note` receives each condition of the run.
         """
         self.observer, self.display, self.server = observer, display, server

@@ -19,6 +19,7 @@ from services.store.records import RunState
 
 TRAINER = "trainer"  # name of the ranks together
 USED_SHARE = 0.9  # of a GPU's memory, as vLLM takes by default; the rest is for the driver and for fragments
+GENERATORS_PER_CORE = 4  # more would only take memory and time from each other
 TRAINER_STOP_S = 30.0  # time for a stopping trainer to finish its step and save
 TRACKER_STOP_S = 30.0  # time for a stopping tracker to account the end of the others and then to close what it writes to
 
@@ -64,26 +65,23 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
     ]
 
 
-def max_generators(config: RunConfig, gpus: Sequence[str]) -> int | None:
-    """Return the largest number of generators that the GPUs allow.
-
-    None: no bound, on CPUs and where weights travel through host memory, because generators then share GPUs.
-    """
+def max_generators(config: RunConfig, gpus: Sequence[str], cores: int) -> int:
+    """Return the largest number of generators that the GPUs allow or, without any or if generators share them, the cores."""
     if not gpus or config.sync.backend in ("gloo", "filesystem", "store") or sharing(config, gpus):
-        return None
+        return max(config.generator.count, GENERATORS_PER_CORE * cores)
     return (len(gpus) - config.trainer.ranks) // config.generator.tensor_parallel
 
 
-def wanted_generators(state: RunState | None, count: int, limit: int | None) -> tuple[int, str]:
+def wanted_generators(state: RunState | None, count: int, limit: int) -> tuple[int, str]:
     """Return the number of generators to run, and why it is lower than the desired number (empty: it is not).
 
-    `count`: the number until another is requested. `limit`: the number that the GPUs allow; the desired number may have been set
-    on a larger machine.
+    `count`: the number until another is requested. `limit`: the number that the machine allows; the desired number may have been
+    set on a larger one.
     """
     wanted = count if state is None or state.scale.wanted is None else state.scale.wanted
-    if limit is None or wanted <= limit:
+    if wanted <= limit:
         return wanted, ""
-    return limit, f"{wanted} generators desired, but there are GPUs for only {limit}"
+    return limit, f"{wanted} generators desired, but this machine allows only {limit}"
 
 
 def sharing(config: RunConfig, gpus: Sequence[str]) -> bool:

@@ -275,7 +275,7 @@ class _Job:
                 page = f"http://{f'[{host}]' if ':' in host else host}:{config.web.port}"
                 link = f"{page}/#token={api_tokens(config).operate}" if sys.stdout.isatty() else ""
                 display.event(f"web console: {link or f'{page}, with the token in {config.api.token_file}'}")
-            limit = max_generators(config, self.gpus)
+            limit = max_generators(config, self.gpus, len(os.sched_getaffinity(0)))
             await observer.store.run.bound_generators(limit)
             launcher = Launcher(
                 self._plan, config.generator.count, limit, observer, mirror, evaluations, display, logs=self.folder.logs,

@@ -42,7 +42,7 @@ export const scale = (there, most) =>
     fields: [
       {
         name: "replicas", label: "Generators", kind: "number", min: 0, value: String(there), required: true,
-        help: `0: the run waits until there is one.${most === null ? "" : ` The GPUs allow up to ${most}.`}`,
+        help: `0: the run waits until there is one.${most === null ? "" : ` The run's machine allows up to ${most}.`}`,
       },
       WHY,
     ],

@@ -75,29 +75,30 @@ def test_too_few_gpus_are_shared_using_gloo(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_run_grows_by_generators_up_to_its_gpus(tmp_path: Path) -> None:
+def test_a_run_grows_by_generators_up_to_what_its_machine_allows(tmp_path: Path) -> None:
     eight = list("01234567")
     small, grown = (config(tmp_path, "trainer.ranks=2", f"generator.count={count}") for count in (2, 6))
     assert plan_units(grown, Path("c"), eight)[: 2 + 2] == plan_units(small, Path("c"), eight)
-    assert max_generators(small, eight) == 6
-    assert max_generators(config(tmp_path, "trainer.ranks=2", "generator.tensor_parallel=4"), eight) == 1
-    assert max_generators(small, []) is None
-    assert max_generators(config(tmp_path, 'sync.backend="gloo"'), ["0", "1"]) is None
-    assert max_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # already shared
+    assert max_generators(small, eight, 2) == 6
+    assert max_generators(config(tmp_path, "trainer.ranks=2", "generator.tensor_parallel=4"), eight, 2) == 1
+    assert max_generators(small, [], 2) == 8
+    assert max_generators(grown, [], 1) == 6, "those that it starts with"
+    assert max_generators(config(tmp_path, 'sync.backend="gloo"'), ["0", "1"], 2) == 8
+    assert max_generators(config(tmp_path, "generator.count=2"), ["0"], 2) == 8  # already shared
 
 
 def test_a_scale_request_overrides_the_configuration(tmp_path: Path) -> None:
     request = RunState(4, 8, 0, 0, -1, -1, -1, -1, "", {}, "", "", "d", "c", scale=Scale(5, "more"))
-    assert wanted_generators(None, 2, None) == (2, "")
-    assert wanted_generators(replace(request, scale=Scale()), 2, None) == (2, "")
-    assert wanted_generators(request, 2, None) == (5, "")
-    assert wanted_generators(request, 2, 3) == (3, "5 generators desired, but there are GPUs for only 3")
+    assert wanted_generators(None, 2, 9) == (2, "")
+    assert wanted_generators(replace(request, scale=Scale()), 2, 9) == (2, "")
+    assert wanted_generators(request, 2, 9) == (5, "")
+    assert wanted_generators(request, 2, 3) == (3, "5 generators desired, but this machine allows only 3")
     assert wanted_generators(replace(request, scale=Scale(0)), 2, 3) == (0, "")
 
 
 def test_too_many_generators_are_rejected_with_a_remedy() -> None:
     assert Scale(most=3).refusal(3) == Scale().refusal(1000) == ""
-    assert "generators = 4 exceeds the 3 that fit on the GPUs" in Scale(most=3).refusal(4)
+    assert "generators = 4 exceeds the 3 that the run's machine allows" in Scale(most=3).refusal(4)
     assert "request fewer" in Scale().refusal(10_001)
 
 
