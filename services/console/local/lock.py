@@ -51,13 +51,12 @@ class FolderLock:
         """`patience_s`: seconds to wait for the services of a dead console to exit, before they are killed; 0: neither.
         `readers`: take it for a server of readers; else such a server is asked to give way. `say` receives what is waited for.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.path = folder / "lock"
         self._patience_s, self._readers, self._say = patience_s, readers, say
 
     def __enter__(self) -> FolderLock:
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._open()
         started, told, killed = time.monotonic(), False, False
         while not self._take():
             found = holder(self.folder) or LockHolder(0, True)
@@ -78,6 +77,9 @@ class FolderLock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and [entry.name for entry in self.folder.iterdir()] == [self.path.name]:  # nothing was started
+            self.path.unlink()
+            self.folder.rmdir()
         os.close(self.fd)
 
     def note(self, port: int = 0) -> None:
@@ -102,12 +104,20 @@ class FolderLock:
         _kill(left)
         return True
 
+    def _open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
     def _take(self) -> bool:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return True
+        if os.fstat(self.fd).st_nlink:
+            return True
+        os.close(self.fd)  # a start that was refused has deleted it
+        self._open()
+        return False
 
 
 def holder(folder: Path) -> LockHolder | None:

@@ -120,6 +120,24 @@ def test_a_folder_is_locked_by_one_console_and_its_children(tmp_path: Path) -> N
     assert said == [f"killing process {child.pid} (left behind when process 99999999 died): still there after 0.2 s"]
 
 
+def test_a_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    with pytest.raises(ConsoleError), FolderLock(folder):
+        raise ConsoleError("there is no such run")
+    assert not folder.exists()
+    first, second = FolderLock(folder), FolderLock(folder)
+    first._open()
+    assert first._take()
+    second._open()
+    folder.joinpath("lock").unlink()
+    folder.rmdir()
+    os.close(first.fd)  # all as if its start was refused, while the second waits
+    assert not second._take()
+    assert second._take(), "of a file that others find"
+    assert os.fstat(second.fd).st_nlink == 1
+    os.close(second.fd)
+
+
 def test_no_process_is_killed_after_the_lock_changes_hands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FolderLock(tmp_path) as dead:
         child = subprocess.Popen(["sleep", "60"], pass_fds=(dead.fd,))
