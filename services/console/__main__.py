@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -85,10 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_STOPPED
     except USAGE_ERROR as error:
-        return _report(error.format_message(), EXIT_CONFIG)
+        return _report(_usage(error), EXIT_CONFIG)
     except Exception as error:  # ours, whose types are not imported for --help; any other is raised again
         return _report_known(error)
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _usage(error: Any) -> str:
+    """Return what is wrong with a command line."""
+    name = str(getattr(error, "option_name", "")).lstrip("-")
+    said = error.format_message().replace("Value error, ", "")
+    return f"{said}; write {name}=VALUE, without dashes, to override a key" if "." in name else said
 
 
 def with_waits(argv: Sequence[str]) -> list[str]:

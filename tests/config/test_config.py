@@ -17,7 +17,7 @@ from services.config import ConfigError, RunConfig, digest, load, load_resolved,
 from services.config.base import Section
 from services.config.load import NOT_DEFINING
 from services.config.reading.docstrings import docstrings
-from services.config.reading.faults import REPLACED, models_of
+from services.config.reading.faults import IN_WORDS, REPLACED, models_of
 
 SMALLEST = """
 [model]
@@ -178,7 +178,7 @@ def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
     [
         ("run.steps=0", "run.steps = 0: input should be greater than or equal to 1"),
         ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
-        ("run.name=a b", "run.name = 'a b': string should match pattern"),
+        ("run.name=a b", "run.name = 'a b': must begin with a letter or digit and have up to 63 letters, digits"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: input should be a finite number"),
         ("loss.policy=ppo", "loss.policy = 'ppo': must be one of grpo, dapo"),
         ("verifiers=[]", 'no verifier scores the prompt source "main"'),
@@ -194,6 +194,23 @@ def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
 )
 def test_an_invalid_value_names_key_value_and_expectation(file: Path, override: str, message: str) -> None:
     assert message in fault(file, override)
+
+
+def test_every_pattern_is_described_in_words() -> None:
+    sections, left = set[type[Section]](), [Section]
+    while left:
+        sections |= {*left}
+        left = [kind for each in left for kind in each.__subclasses__()]
+    limits = [limit for section in sections for field in section.model_fields.values() for limit in field.metadata]
+    patterns = {limit.pattern for limit in limits if getattr(limit, "pattern", None)}
+    assert patterns == IN_WORDS.keys()
+
+
+def test_a_fault_of_a_section_does_not_print_all_of_it(file: Path) -> None:
+    assert fault(file, "evaluation.ks=[2]").endswith("evaluation.ks = [2]: pass@2 needs that many completions per prompt, but "
+        "evaluation.samples = 1; raise evaluation.samples or lower evaluation.ks")  # fmt: skip
+    told = fault(file, 'environments=[{name = "a", kind = "agent"}]')
+    assert "environments.0: needs either function or command: set one of them" in told
 
 
 def test_all_problems_are_named_at_once(file: Path) -> None:
@@ -264,9 +281,9 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
         (["verifiers.0.kind=regex", "verifiers.0.pattern=("], "is not a valid regular expression"),
         (["data.sources.0.answer_pattern=####.+"], "has no group"),
         (["data.sources=[]"], "data.sources = []: list should have at least 1 item"),
-        (["data.sources.0.name=a b"], "data.sources.0.name = 'a b': string should match pattern"),
+        (["data.sources.0.name=a b"], "data.sources.0.name = 'a b': may have only letters, digits"),
         (["data.sources.0.weight=0"], "data.sources.0.weight = 0: input should be greater than 0"),
-        (["data.curriculum=easy_first"], "data.curriculum = 'easy_first': string should match pattern"),
+        (["data.curriculum=easy_first"], "data.curriculum = 'easy_first': must be module:function"),
         ([f"data.sources=[{ROWS}, {ROWS}]"], 'two prompt sources have name = "main": give each source its own name'),
         (['verifiers.0.sources=["other"]'], 'verifiers.0.sources names "other", which is not a prompt source; choose from: main'),
         (

@@ -34,7 +34,7 @@ MISTAKES = [
     Mistake("no_path", "model.path", "model.path", "missing required key", [sub('path = "model"\n', "")]),
     Mistake("no_kind_of_source", "data.sources.0", "'csv'", "'jsonl', 'parquet', 'reasoning_gym'", [sub('"jsonl"', '"csv"')]),
     Mistake("no_kind_of_verifier", "verifiers.0", "'gsm8k'", "'math', 'exact', 'regex'", [sub('"python"', '"gsm8k"')]),
-    Mistake("bad_run_name", "run.name", "'my run!'", "should match pattern", [sub('"mine"', '"my run!"')]),
+    Mistake("bad_run_name", "run.name", "'my run!'", "letters, digits", [sub('"mine"', '"my run!"')]),
     Mistake(
         "two_of_a_name",
         "verifiers.1.name",

@@ -85,7 +85,7 @@ MISTAKES = [
         "not_an_address",
         "verifiers.0.url",
         "'localhost:8000'",
-        "should match pattern",
+        "must begin with http:// or https://",
         [sub(PYTHON, 'kind = "http"\nurl = "localhost:8000"')],
     ),
 ]

@@ -70,6 +70,20 @@ ELSEWHERE = {
 }
 """Names that TRL, verl and others give to a key -> our key."""
 
+IN_WORDS = {
+    r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$": 'must begin with a letter or digit and have up to 63 letters, digits, "_", "." and "-"',
+    r"^[A-Za-z0-9_.-]+$": 'may have only letters, digits, "_", "." and "-"',
+    r"^[A-Za-z0-9_.-]{0,128}$": 'may have up to 128 letters, digits, "_", "." and "-"',
+    r"^[A-Za-z0-9_-]{1,40}$": 'must have 1 to 40 letters, digits, "_" and "-"',
+    r"^[A-Za-z0-9_-]{0,40}$": 'may have up to 40 letters, digits, "_" and "-"',
+    r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$": "must be module:function, such as my_module:my_function",
+    r"^([A-Za-z0-9_.-]+/)?[A-Za-z0-9_.-]*(@[A-Za-z0-9_.-]+)?$": "must be NAME, OWNER/NAME or OWNER/NAME@VERSION",
+    r"^(https?://.+)?$": "must begin with http:// or https://",
+    r"^https?://[^\s]+$": "must begin with http:// or https://, and have no spaces",
+    r"^[A-Za-z_]*\w*$": "must be the name of an environment variable",
+}
+"""The pattern of a text -> what it demands."""
+
 
 def explained(fault: Any) -> str:
     """Return one of pydantic's errors as a line."""
@@ -93,8 +107,12 @@ def explained(fault: Any) -> str:
     if fault["type"] == "missing":
         return _missing(key)
     message = fault["msg"].removeprefix("Value error, ")
-    if not location:
+    if fault["type"] == "string_pattern_mismatch":
+        message = IN_WORDS[fault["ctx"]["pattern"]]
+    if not location or message.startswith(f"{key}."):
         return message
+    if isinstance(fault["input"], dict) and fault["type"] == "value_error":
+        return f"{key}: {message}"
     return f"{key} = {shown(key, fault['input'])}: {message[0].lower()}{message[1:]}"
 
 

@@ -7,7 +7,7 @@ import time
 from services.console.display.layout import Grid, cell, show
 from services.console.errors import EXIT_FAILED, EXIT_OK
 from services.console.paths import existing
-from services.console.printable import print_json
+from services.console.printable import print_json, printable
 from services.operations.inspection.checkpoints import CheckpointEntry, CheckpointList, inspect_checkpoints
 
 MEBIBYTE = 2**20
@@ -20,8 +20,10 @@ def checkpoints(run: str, as_json: bool, verify: bool) -> int:
     found = inspect_checkpoints(folder.checkpoints, steps, every_steps, keep, verify)
     if as_json:
         print_json(found)
-    else:
+    elif found.checkpoints:
         show(_table(found, verify))
+    else:
+        print(f"no checkpoints in {printable(found.folder)}; the trainer writes one every {every_steps} steps")
     return EXIT_FAILED if any(one.complete and one.problem for one in found.checkpoints) else EXIT_OK
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,12 @@ def test_checkpoints_are_listed_with_their_state(run: Path, capsys: pytest.Captu
     table = " ".join(capsys.readouterr().out.split())
     assert "(checkpoint.keep = 2)" in table
     assert "latest, complete" in table
+
+
+def test_a_run_without_checkpoints_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert main(["checkpoints", str(run)]) == 0
+    assert capsys.readouterr().out == f"no checkpoints in {run}/checkpoints; the trainer writes one every 4 steps\n"
 
 
 def test_files_may_be_deleted_while_they_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
