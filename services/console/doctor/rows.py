@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from services.config import ConfigError, RunConfig
 from services.config.data import FileSource, Source
-from services.console.doctor import Finding, fault, ok, told
+from services.console.doctor import Finding, fault, note, ok, told
 from services.console.doctor.model import with_model_path
 
 if TYPE_CHECKING:
+    from services.dataprep.prompts.catalogue import PromptSource
     from services.dataprep.prompts.rows import Needs, PromptRow
 
 SHOWN = 3  # faulty rows of a source that are named
@@ -28,22 +29,40 @@ FIELDS = ("prompt_field", "answer_field")
 
 
 def data(config: RunConfig) -> Iterator[Finding]:
-    """Read and tokenise every row of every prompt source."""
-    yield from _sources("data", config.data.sources, config)
-    yield from evaluation_data(config)
+    """Read and tokenise every row of every prompt source, and count prompts that are both trained on and evaluated."""
+    trained: list[PromptSource] = []
+    yield from _sources("data", config.data.sources, config, trained)
+    yield from evaluation_data(config, trained)
 
 
-def evaluation_data(config: RunConfig) -> Iterator[Finding]:
+def evaluation_data(config: RunConfig, trained: Sequence[PromptSource] = ()) -> Iterator[Finding]:
     """Read and tokenise every row of the prompt sources of evaluation."""
-    yield from _sources("evaluation", config.evaluation.sources, config)
+    found: list[PromptSource] = []
+    yield from _sources("evaluation", config.evaluation.sources, config, found)
+    if not found or not trained:
+        return
+    known = {digest for source in trained for digest in _digests(source, len(source))}
+    for read in found:
+        count = min(len(read), config.evaluation.prompts or len(read))
+        if both := sum(digest in known for digest in _digests(read, count)):
+            detail, remedy = (
+                f"{both} of its {count} prompts are trained on, too",
+                "remove them from either, unless it is intended",
+            )
+            yield note(f"evaluation source {read.spans[0].name}", detail, remedy)
 
 
-def _sources(section: str, sources: Sequence[Source], config: RunConfig) -> Iterator[Finding]:
+def _digests(source: PromptSource, count: int) -> Iterator[int]:
+    return (hash(tuple(source.prompt(row).tokens)) for row in range(count))
+
+
+def _sources(section: str, sources: Sequence[Source], config: RunConfig, found: list[PromptSource]) -> Iterator[Finding]:
+    """Check sources, and add those that can be read to `found`."""
     for index, source in enumerate(sources):
-        yield from _source(f"{section} source {source.name}", f"{section}.sources.{index}", source, config)
+        yield from _source(f"{section} source {source.name}", f"{section}.sources.{index}", source, config, found)
 
 
-def _source(what: str, key: str, source: Source, config: RunConfig) -> Iterator[Finding]:
+def _source(what: str, key: str, source: Source, config: RunConfig, found: list[PromptSource]) -> Iterator[Finding]:
     for package in ("reasoning_gym",) if source.kind == "reasoning_gym" else ("pyarrow",) if source.kind == "parquet" else ():
         if importlib.util.find_spec(package) is None:
             detail = f"{key}.kind = {source.kind!r} needs the package {package}"
@@ -62,6 +81,7 @@ def _source(what: str, key: str, source: Source, config: RunConfig) -> Iterator[
         path = f"{key}.{'path' if isinstance(source, FileSource) else 'task'}"
         yield fault(what, f"{path} = {getattr(source, path.rpartition('.')[2])!r}: {error}", "fix the data")
     else:
+        found.append(read)
         yield ok(what, f"{len(read)} rows, the longest prompt has {read.longest} tokens")
 
 

@@ -26,7 +26,7 @@ from services.runtime.process_tools import CONFIG_ENV
 from services.store import Store
 from services.store.acl import GRANTS
 from tests.newcomer.world import make_model
-from tests.support.harness import small_config, wait_until
+from tests.support.harness import save_tokenizer_folder, small_config, wait_until
 from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
 
 
@@ -185,6 +185,18 @@ def test_a_package_is_required_only_by_runs_that_use_it(
     monkeypatch.setattr(packages, "there", lambda name: name not in ("obstore", "pyarrow"))
     without = small_config(tmp_path, None, "samples.keep=0", "sync.backend=store")
     assert only(packages.packages(without), "packages").state == "ok"
+
+
+@pytest.mark.parametrize(("prompts", "note"), [(0, "1 of its 2 prompts are trained on, too"), (1, "")])
+def test_prompts_that_are_trained_on_and_evaluated_are_counted(tmp_path: Path, prompts: int, note: str) -> None:
+    save_tokenizer_folder(tmp_path / "model")
+    source = f'{{ name = "test", kind = "jsonl", path = "{tmp_path / "test.jsonl"}" }}'
+    given = f"evaluation.sources=[{source}]", "evaluation.every_steps=1", "evaluation.min_training_generators=0"
+    config = small_config(tmp_path, None, *given, f"evaluation.prompts={prompts}")
+    first = (tmp_path / "data.jsonl").read_text().splitlines()[0]
+    (tmp_path / "test.jsonl").write_text('{"prompt": "say 7 twice", "answer": "77"}\n' + first + "\n")
+    notes = [one.detail for one in data(config) if one.state == "note"]
+    assert notes == [note] * bool(note)
 
 
 def test_an_unavailable_model_does_not_hide_problems_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
