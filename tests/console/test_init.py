@@ -51,6 +51,27 @@ def test_the_file_describes_model_data_and_reward(here: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
+    ("code", "kind", "reward"),
+    [
+        ("class Own:\n    def score(self):\n        return 1\n", "python", ""),
+        ("class Own:\n    def turn(self, message):\n        return None\n", "python", "exact"),
+        ("async def Own(client, row):\n    await client.models.list()\n    return 1\n", "agent", ""),
+    ],
+)
+def test_an_environment_gives_the_reward_unless_one_is_named(here: Path, code: str, kind: str, reward: str) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1", "answer": "1"})
+    (here / "own.py").write_text(code)
+    assert main(["init", "--model", "model", "--data", data, "--environment", "own.py", "--reward", reward]) == 0
+    config = load("run.toml", environ={})
+    [environment] = config.environments
+    assert (environment.kind, environment.name) == (kind, config.data.sources[0].environment)
+    assert [each.kind for each in config.verifiers] == [reward] * bool(reward)
+    faults = [one.detail for one in preflight(config, [], {}, own=True) if one.state == "fault"]
+    assert all("exited without calling the policy" in one for one in faults), "otherwise the file passes `grpo doctor`"
+    assert len(faults) == (kind == "agent")
+
+
+@pytest.mark.parametrize(
     ("answers", "kind", "pattern"),
     [
         (["it is 3\n#### 3", "#### 1,000"], "math", r"####\s*(.+)"),

@@ -9,7 +9,16 @@ from services.config import ConfigError, RunConfig, load
 from services.console.doctor.packages import there
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.initial.form import write
-from services.console.initial.look import SeenModel, SeenReward, SeenRows, look_at_data, look_at_model, look_at_reward
+from services.console.initial.look import (
+    SeenEnvironment,
+    SeenModel,
+    SeenReward,
+    SeenRows,
+    look_at_data,
+    look_at_environment,
+    look_at_model,
+    look_at_reward,
+)
 from services.console.printable import print_json
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -17,23 +26,26 @@ MOST_TOKENS = 2**31 - 1
 SMALL_BYTES = 200 * 2**20  # of weights: a model of tens of millions of parameters
 
 
-def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
+def init(file: Path, model: str, data: str, reward: str, environment: str, as_json: bool) -> int:
     """Write `file`. On a terminal, missing arguments are asked for; elsewhere the model is the smallest Qwen3 and a made-up
     task."""
     if file.exists():
         raise ConsoleError(f"{file} already exists: give another path, or remove the file", EXIT_CONFIG)
-    if sys.stdin.isatty() and not as_json and not (model and data and reward):
-        model, data, reward = _asked(model, data, reward)
+    if sys.stdin.isatty() and not as_json and not (model and data and (reward or environment)):
+        model, data, reward = _asked(model, data, reward, bool(environment))
     seen = look_at_model(model or MODEL)
     rows = look_at_data(data) if data else None
     chosen = look_at_reward(reward, file.absolute().parent) if reward else None
-    if rows and not rows.answer and (chosen is None or not chosen.function):
+    world = look_at_environment(environment, file.absolute().parent) if environment else None
+    if world and not rows:
+        raise ConsoleError("--environment needs prompts: give --data FILE", EXIT_CONFIG)
+    if rows and not rows.answer and not (world and not chosen) and (chosen is None or not chosen.function):
         raise ConsoleError(
             f"--data {data}: no field of its rows looks like an answer, which the verifiers need: add a field called answer, "
             "or give your own reward with --reward FILE.py:FUNCTION",
             EXIT_CONFIG,
         )
-    write(file, seen, rows, chosen, _small(seen))
+    write(file, seen, rows, chosen, world, _small(seen))
     try:
         config = load(file, environ={})
         if (longest := _longest(config)) > config.data.max_prompt_tokens:
@@ -44,7 +56,7 @@ def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
                     f"ends at {seen.context}, which leaves no room for a completion: remove such rows, or choose another model",
                     EXIT_CONFIG,
                 )
-            write(file, seen, rows, chosen, _small(seen), longest)
+            write(file, seen, rows, chosen, world, _small(seen), longest)
             config = load(file, environ={})
     except ConfigError as error:
         file.unlink(missing_ok=True)
@@ -52,13 +64,13 @@ def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
     if as_json:
         print_json({"file": str(file), "model": vars(seen), "data": vars(rows) if rows else None, "run": config.run.name})
         return EXIT_OK
-    for line in _told(seen, rows, chosen):
+    for line in _told(seen, rows, chosen, world):
         print(line)
     print(f"wrote {file}: check it with `grpo doctor {file}`, start it with `grpo run {file}`")
     return EXIT_OK
 
 
-def _asked(model: str, data: str, reward: str) -> tuple[str, str, str]:
+def _asked(model: str, data: str, reward: str, rewarded: bool) -> tuple[str, str, str]:
     import typer
 
     model = model or typer.prompt("Model: a folder, or a name on the Hugging Face Hub", default=MODEL)
@@ -68,7 +80,7 @@ def _asked(model: str, data: str, reward: str) -> tuple[str, str, str]:
             default="",
             show_default=False,
         )
-    if not reward and data:
+    if not reward and data and not rewarded:
         what = "Reward: FILE.py:FUNCTION, math or exact; empty to choose by the data"
         reward = typer.prompt(what, default="", show_default=False)
     return model, data, reward
@@ -94,7 +106,7 @@ def _small(model: SeenModel) -> bool:
     return bool(files) and sum(file.stat().st_size for file in files) < SMALL_BYTES
 
 
-def _told(model: SeenModel, rows: SeenRows | None, reward: SeenReward | None) -> list[str]:
+def _told(model: SeenModel, rows: SeenRows | None, reward: SeenReward | None, environment: SeenEnvironment | None) -> list[str]:
     """Return the findings, one per line."""
     context = f"context of {model.context} tokens, {model.dtype}" if model.context else "read when the run starts"
     lines = [f"model  {model.path}: {context}"]
@@ -103,4 +115,6 @@ def _told(model: SeenModel, rows: SeenRows | None, reward: SeenReward | None) ->
         lines.append(f"data   {rows.path}: prompt {rows.prompt!r}, {answer}{f' by {rows.pattern}' * bool(rows.pattern)}")
     if reward:
         lines.append(f"reward {reward.function or reward.kind}")
+    if environment:
+        lines.append(f"environment {environment.function}")
     return lines

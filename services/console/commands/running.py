@@ -24,16 +24,19 @@ def init(
     reward: Annotated[
         str, typer.Option(metavar="FILE.py:NAME", help="Your reward function, or math or exact; default: depends on the data.")
     ] = "",
+    environment: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="Your environment, a class, or your agent, a function; default: none.")
+    ] = "",
     as_json: Json = False,
 ) -> int:
-    """Write a configuration file for a model, data and a reward.
+    """Write a configuration file for a model, data and a reward or an environment.
 
     It inspects them and, on a terminal, asks for what is not given. The file is short and commented, and passes `grpo doctor`.
     An existing file is never overwritten.
     """
     from services.console.commands import init as initial
 
-    return initial.init(file, model, data, reward, as_json)
+    return initial.init(file, model, data, reward, environment, as_json)
 
 
 def run(

@@ -12,7 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from services.console.errors import EXIT_CONFIG, ConsoleError
-from services.console.initial.look import SeenModel, SeenReward, SeenRows
+from services.console.initial.look import SeenEnvironment, SeenModel, SeenReward, SeenRows
 
 TASK = """\
 [[data.sources]]                # prompts from a task that generates them, so that this file runs as it is; `--data` takes a file
@@ -43,7 +43,7 @@ dir = "runs"                    # the run's folder is runs/{name}
 dtype = "{dtype}"{pad}  # bfloat16 on a GPU, float32 on a CPU or for a very small model
 
 {data}
-{verifier}
+{judges}
 [sampling]
 group_size = 8                  # completions per prompt; they are compared with each other
 
@@ -80,7 +80,20 @@ kind = "{kind}"
 """
 
 
-def write(file: Path, model: SeenModel, rows: SeenRows | None, reward: SeenReward | None, small: bool, longest: int = 0) -> None:
+ENVIRONMENT = """\
+[[environments]]                # what replies to the policy, or calls it, and gives the reward (docs/environments.md)
+name = "own"
+kind = "{kind}"{pad}# python: a class; agent: a function that calls the policy
+{function}
+max_turns = 16                  # a rollout that needs more is truncated
+# solved_at = 1.0               # score from which a rollout counts as solved
+"""
+
+
+def write(
+    file: Path, model: SeenModel, rows: SeenRows | None, reward: SeenReward | None, environment: SeenEnvironment | None,
+    small: bool, longest: int = 0,
+) -> None:  # fmt: skip
     """Write the configuration; without `rows` prompts come from a reasoning-gym task. `small`: a model of millions of weights.
 
     `longest`: tokens of the longest prompt, if it is beyond what the model's context leaves by default.
@@ -88,10 +101,14 @@ def write(file: Path, model: SeenModel, rows: SeenRows | None, reward: SeenRewar
     name = file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", file.stem) else "run"
     table = ("" if model.chat else PLAIN) + (LONG.format(tokens=longest) if longest else "")
     data = f"[data]\n{table}\n" * bool(table) + (_source(rows) if rows else TASK)
+    judges = "" if environment and not reward else _verifier(file, rows, reward)
+    if environment:
+        data += 'environment = "own"             # its rollouts run in this environment\n'
+        judges = _environment(environment) + "\n" * bool(judges) + judges
     rate = "1e-4" if small else "1e-6"
     text = FORM.format(
         file=file, name=name, model=_line("path", model.path), dtype=model.dtype, pad=" " * (20 - len(model.dtype)), data=data,
-        verifier=_verifier(file, rows, reward), rate=rate,
+        judges=judges, rate=rate,
     )  # fmt: skip
     try:
         with file.open("x", encoding="utf-8") as out:
@@ -118,6 +135,10 @@ def _verifier(file: Path, rows: SeenRows | None, reward: SeenReward | None) -> s
         return GYM
     kind = reward.kind if reward else "math" if rows and rows.numbers else "exact"
     return BUILT_IN.format(kind=kind)
+
+
+def _environment(seen: SeenEnvironment) -> str:
+    return ENVIRONMENT.format(kind=seen.kind, pad=" " * (23 - len(seen.kind)), function=_line("function", seen.function))
 
 
 def _line(key: str, value: str) -> str:

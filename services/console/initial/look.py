@@ -65,6 +65,14 @@ class SeenReward:
     function: str = ""
 
 
+@dataclass(frozen=True)
+class SeenEnvironment:
+    """A class or an agent, as `file.py:name`."""
+
+    kind: str
+    function: str
+
+
 def look_at_model(path: str) -> SeenModel:
     """Return the known facts about a model. Raise `ConsoleError` for a path that is neither a folder of one nor a hub name."""
     folder = Path(path).expanduser()
@@ -118,24 +126,39 @@ def look_at_reward(text: str, folder: Path) -> SeenReward:
     """Return the verifier that `--reward` names: a built-in kind, or a function of a file, relative to `folder`."""
     if text in BUILT_IN:
         return SeenReward(text)
-    place, _, name = text.partition(":") if ".py:" in text else (text, "", "")
-    file = Path(place).expanduser()
-    if file.suffix != ".py":
+    if not text.partition(":")[0].endswith(".py"):
         raise ConsoleError(f"--reward {text}: give FILE.py:FUNCTION, or one of {', '.join(BUILT_IN)}", EXIT_CONFIG)
+    function, _ = _defined("--reward", text, folder, ("score", "reward"))
+    return SeenReward("python", function)
+
+
+def look_at_environment(text: str, folder: Path) -> SeenEnvironment:
+    """Return the environment that `--environment` names: a class, or a function that is an agent, relative to `folder`."""
+    if not text.partition(":")[0].endswith(".py"):
+        raise ConsoleError(f"--environment {text}: give FILE.py:CLASS, or FILE.py:FUNCTION of an agent", EXIT_CONFIG)
+    function, node = _defined("--environment", text, folder, ())
+    return SeenEnvironment("python" if isinstance(node, ast.ClassDef) else "agent", function)
+
+
+def _defined(option: str, text: str, folder: Path, usual: Sequence[str]) -> tuple[str, ast.stmt]:
+    """Return a function or class that an option names, as `file.py:name` relative to `folder`, and its definition."""
+    place, _, name = text.partition(":")
+    file = Path(place).expanduser()
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConsoleError(f"--reward {text}: {file} cannot be read ({error.strerror}): correct the path", EXIT_CONFIG) from None
+        raise ConsoleError(f"{option} {text}: {file} cannot be read ({error.strerror}): correct the path", EXIT_CONFIG) from None
     except (SyntaxError, ValueError) as error:
-        raise ConsoleError(f"--reward {text}: {file} is not valid Python ({error}): correct it", EXIT_CONFIG) from None
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+        raise ConsoleError(f"{option} {text}: {file} is not valid Python ({error}): correct it", EXIT_CONFIG) from None
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
     public = [each for each in defined if not each.startswith("_")]
-    name = name or _first(("score", "reward"), public) or (public[0] if len(public) == 1 else "")
+    name = name or _first(usual, public) or (public[0] if len(public) == 1 else "")
     if name not in defined:
         names = ", ".join(public) or "none"
-        raise ConsoleError(f"--reward {text}: name one of the functions of {file} after a colon: {names}", EXIT_CONFIG)
+        raise ConsoleError(f"{option} {text}: name one of the functions of {file} after a colon: {names}", EXIT_CONFIG)
     there = file.absolute()
-    return SeenReward("python", f"{there.relative_to(folder) if there.is_relative_to(folder) else there}:{name}")
+    return f"{there.relative_to(folder) if there.is_relative_to(folder) else there}:{name}", defined[name]
 
 
 def _jsonl(file: SourceFile) -> list[dict[str, Any]]:
