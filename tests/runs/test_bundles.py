@@ -95,6 +95,15 @@ def test_every_stage_is_reproduced(name: str, stage: str, recorded: Recorded, ca
     assert found["compared"] > 20
 
 
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [("99", "the run has finished, and its last step is 5"), ("1", "the plan of step 0 or its groups are gone from Redis")],
+)
+def test_a_step_of_the_past_is_refused(step: str, why: str, recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", step, str(recorded.folder / "seen"), "--wait", "60"]) == 2
+    assert f"step {step} cannot be recorded: {why}" in capsys.readouterr().err
+
+
 def test_a_bundle_describes_its_starting_point(recorded: Recorded) -> None:
     first, last = (bundles.read(recorded.folder / name).bundle for name in (FIRST, LAST))
     assert (first.origin.step, len(first.steps), last.origin.step, len(last.steps)) == (-1, 2, 2, 3)

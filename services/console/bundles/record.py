@@ -105,7 +105,9 @@ async def _reached(attached: Attached, step: int, how: Literal["prepared", "trai
         last = state.prepared_step if how == "prepared" else state.committed_step
         if last >= step and (how == "prepared" or await attached.store.inspection.step_record(step)):
             return state
-        if time.monotonic() >= until or state.finished:
+        if state.finished:
+            raise ConsoleError(f"step {step} cannot be recorded: the run has finished, and its last step is {last}", EXIT_CONFIG)
+        if time.monotonic() >= until:
             raise ConsoleError(f"step {step} is not {how} yet, the last one is step {last}: wait for it with --wait", EXIT_CONFIG)
         await asyncio.sleep(POLL_S)
 

@@ -34,26 +34,26 @@ async def gather(
     for number in range(first, last + 1):
         kept = await store.inspection.kept_step(number)
         if kept is None:
-            raise NotFound(_gone(number))
+            raise NotFound(_gone(last, number))
         names = sorted({sample.payload for rank in kept.ranks for row in rank.rows for sample in row} - groups.keys())
         try:
             payloads = await store.steps.payloads(names)
         except Damaged:
-            raise NotFound(_gone(number)) from None
+            raise NotFound(_gone(last, number)) from None
         records = await store.inspection.group_records(kept.plan.groups)
         headers = {record.payload: record.header for record in records.values() if record.header is not None}
         for name, payload in payloads.items():
             header = headers.get(name)
             if header is None:
-                raise NotFound(_gone(number))
+                raise NotFound(_gone(last, number))
             answer, row = judged(header, payload)
             groups[name] = RecordedGroup(codec.encode(header), codec.encode(payload), answer, row)
         steps.append(RecordedStep(codec.encode(kept.plan), [codec.encode(rank) for rank in kept.ranks], None))
     return steps, groups
 
 
-def _gone(step: int) -> str:
+def _gone(step: int, missing: int) -> str:
     return (
-        f"the plan of step {step} or its groups are gone from Redis, because a checkpoint covers them: record a step that no "
-        "checkpoint covers yet, or a future step with --wait"
+        f"step {step} cannot be recorded: the plan of step {missing} or its groups are gone from Redis, because a checkpoint "
+        "covers them; record a step that no checkpoint covers yet, or a future step with --wait"
     )
