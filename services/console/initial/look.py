@@ -150,8 +150,7 @@ def _defined(option: str, text: str, folder: Path, usual: Sequence[str]) -> tupl
         raise ConsoleError(f"{option} {text}: {file} cannot be read ({error.strerror}): correct the path", EXIT_CONFIG) from None
     except (SyntaxError, ValueError) as error:
         raise ConsoleError(f"{option} {text}: {file} is not valid Python ({error}): correct it", EXIT_CONFIG) from None
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     public = [each for each in defined if not each.startswith("_")]
     name = name or _first(usual, public) or (public[0] if len(public) == 1 else "")
     if name not in defined:
