@@ -39,7 +39,7 @@ STARTERS = (
     "tests.sync_faults",
 )
 """Modules that start processes themselves."""
-SPAWN = "from multiprocessing.spawn import spawn_main"  # started by multiprocessing for vLLM
+SPAWN = "from multiprocessing.spawn import spawn_main"  # started by multiprocessing for vLLM, whose engine starts its workers
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_CONFIG_PATH": str(ROOT / "services/generator/engines/vllm_logging.json"),
@@ -97,7 +97,9 @@ def adopt(serve: Callable[[socket.socket], None]) -> int:
 
 def starts_others(argv: Sequence[str]) -> bool:
     """Whether a program starts processes itself."""
-    return (argv[1] == "-m" and argv[2].startswith(STARTERS)) or WORKER in [word.strip() for word in argv]
+    if argv[1] == "-m":
+        return argv[2].startswith(STARTERS)
+    return argv[1].endswith(".py") or any(word.strip() == WORKER or word.startswith(SPAWN) for word in argv)
 
 
 def _install(connection: socket.socket, zygote: int) -> None:
