@@ -96,6 +96,8 @@ def _small(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "cpmant": {"dim_ff": 64},
+    "roc_bert": {"shape_vocab_size": VOCABULARY, "pronunciation_vocab_size": VOCABULARY},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
@@ -106,6 +108,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "gemma3n_text": {
         "num_hidden_layers": 6,
+        "intermediate_size": [64] * 6,
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
