@@ -61,7 +61,7 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
     except TimeoutError:
         return note(what, f"a rollout with the first row took longer than {TRIAL_LIMIT_S:g} s: not tried to its end")
     except (ProgramUnusable, ProgramFailed) as error:
-        return fault(what, f"{named}: {error}", f"fix this error{OWN_FOLDER if tried.kind == 'agent' and tried.command else ''}")
+        return fault(what, f"{named}: {error}", _remedy(tried))
     except ConfigError as error:
         return note(what, f"not started, since a row cannot be read: {error}", "fix the data first")
     finally:
@@ -97,6 +97,13 @@ async def _rollout(config: RunConfig, tried: EnvironmentConfig, process: Program
     names = ", ".join(tool["function"]["name"] for tool in began.value["tools"]) or "none"
     then = "ended with" if replied.value["messages"] is None else "replied to"
     return Tried(f"started with the first row, tools: {names}; {then} its answer", scored.value)
+
+
+def _remedy(environment: EnvironmentConfig) -> str:
+    remedy = "fix this error"
+    if drives_itself(environment):
+        remedy += " or, if it is about the reply, which was the row's answer, return a low reward instead"
+    return remedy + OWN_FOLDER * (environment.kind == "agent" and bool(environment.command))
 
 
 def _named(environment: EnvironmentConfig) -> str:
