@@ -19,12 +19,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
 from services.config import ConfigError, RunConfig, load_resolved
-from services.http.api import serve
 from services.http.credentials import api_tokens, redis_login
 from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, RedisUnreachable, StoreError
 from services.protocol.messages import PodStatus
@@ -33,8 +32,10 @@ from services.runtime.loops import FATAL, Broken
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.processes.causes import ERROR_PREFIX, one_line
 from services.runtime.processes.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_UNLOADED
-from services.runtime.service import Service
 from services.store import Store
+
+if TYPE_CHECKING:
+    from services.runtime.service import Service
 
 log = structlog.get_logger()
 
@@ -123,6 +124,9 @@ def start_limit_s() -> float:
 @contextlib.asynccontextmanager
 async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator[Service]:
     """Open a service with its store connected, its REST endpoints up and SIGTERM handled."""
+    from services.http.api import serve  # these import FastAPI, which a cluster's hooks and trainer nodes do without
+    from services.runtime.service import Service
+
     tokens = api_tokens(config)
     store = await connect(kind, config)
     status = PodStatus(
