@@ -13,9 +13,7 @@ from tests.environment.programs.test_verifiers_library import made
 from tests.support.whole_runs import check_whole, finish, start, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-STEPS = 3
-
-
+STEPS = 2
 NAMES = {"classic_tools": "0.3.1", "v1_single": "0.4.0"}
 """Environments, and the library version that each is written for."""
 
