@@ -51,6 +51,7 @@ from services.console.start.checked import (
     redis_of,
     resumed_step,
 )
+from services.console.start.interrupts import Interrupts
 from services.console.start.resumption import again, next_step
 from services.http.credentials import api_tokens, redis_password
 from services.operations.condition import Condition
@@ -77,6 +78,16 @@ def run(options: Options, planner: Planner = plan_units, check: Check | None = N
 
 
 def _run(options: Options, planner: Planner, check: Check | None) -> int:
+    try:
+        with Interrupts() as interrupts:
+            return _start(options, planner, check, interrupts)
+    except InUse as error:
+        raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+
+
+def _start(options: Options, planner: Planner, check: Check | None, interrupts: Interrupts) -> int:
     gpus = visible_gpus(os.environ)
     config, places = checked(
         options,
@@ -86,35 +97,31 @@ def _run(options: Options, planner: Planner, check: Check | None) -> int:
     url, password = redis_of(options, config)
     folder = RunFolder.of(config)
     backend = forced_backend(config, gpus)
-    try:
-        with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
-            web_port = config.web.port or (free_port() if options.web else 0)
-            config = resolve(config, folder, backend=backend, web_port=web_port, memory_share=memory_share(config, gpus))
-            options = fresh_or_asked(options, config, folder, lambda: asyncio.run(_trained(folder, config, url, password)))
-            if not options.fresh:
-                config = judged_as_before(config, folder)
-            held = not options.fresh and folder.check(config)
-            before = folder.held() if held else None
-            step = resumed_step(options, folder, held)
-            if options.fresh:
-                folder.check_clearable()  # before anything of the run is deleted
-            if url:
-                try:
-                    asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
-                except StoreError as error:
-                    raise placed_error(error, options, url, places) from None
-            if options.fresh:
-                folder.clear()
-            with _redis(config, folder, url, password) as (config, server):
-                config = _written(config, folder, before, step)
-                for sentence in loss_in_words(config):
-                    print(f"loss: {sentence}", flush=True)
-                environ = common_environment(os.environ, config, gpus)
-                return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step).run())
-    except InUse as error:
-        raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
-    except KeyboardInterrupt:
-        return EXIT_STOPPED
+    with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
+        web_port = config.web.port or (free_port() if options.web else 0)
+        config = resolve(config, folder, backend=backend, web_port=web_port, memory_share=memory_share(config, gpus))
+        options = fresh_or_asked(options, config, folder, lambda: asyncio.run(_trained(folder, config, url, password)))
+        if not options.fresh:
+            config = judged_as_before(config, folder)
+        held = not options.fresh and folder.check(config)
+        before = folder.held() if held else None
+        step = resumed_step(options, folder, held)
+        if options.fresh:
+            folder.check_clearable()  # before anything of the run is deleted
+        if url:
+            try:
+                asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
+            except StoreError as error:
+                raise placed_error(error, options, url, places) from None
+        if options.fresh:
+            folder.clear()
+        with _redis(config, folder, url, password) as (config, server):
+            config = _written(config, folder, before, step)
+            for sentence in loss_in_words(config):
+                print(f"loss: {sentence}", flush=True)
+            environ = common_environment(os.environ, config, gpus)
+            interrupts.check()
+            return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step).run())
 
 
 def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None) -> RunConfig:
@@ -210,8 +217,13 @@ class _Job:
     lock_fd: int
     environ: dict[str, str]
     restore: int | None  # step of the checkpoint to go back to
+    signals: int = 0  # to stop, received so far
+    launcher: Launcher | None = None
 
     async def run(self) -> int:
+        # First of all: asyncio's own handler cancels what runs, and a client may swallow that.
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(sig, self._interrupt)
         config = self.config
         store = await Store.connect(config.redis.url, config.run.name, _administrator(config))
         mirror, evaluations = Mirror(self.folder.metrics), Mirror(self.folder.evaluations, EVALUATED)
@@ -277,18 +289,25 @@ class _Job:
                 display.event(f"web console: {link or f'{page}, with the token in {config.api.token_file}'}")
             limit = max_generators(config, self.gpus, len(os.sched_getaffinity(0)))
             await observer.store.run.bound_generators(limit)
-            launcher = Launcher(
+            self.launcher = Launcher(
                 self._plan, config.generator.count, limit, observer, mirror, evaluations, display, logs=self.folder.logs,
                 environ=self.environ, lock_fd=self.lock_fd, server=self.server, note=partial(conditions.note, self.folder),
             )  # fmt: skip
-            loop = asyncio.get_running_loop()
-            for sig in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(sig, launcher.interrupt)
+            for _ in range(self.signals):
+                self.launcher.interrupt()
             try:
-                return await launcher.run(), launcher.restarts
+                return await self.launcher.run(), self.launcher.restarts
             finally:
                 for sig in (signal.SIGINT, signal.SIGTERM):
-                    loop.remove_signal_handler(sig)
+                    asyncio.get_running_loop().remove_signal_handler(sig)
+
+    def _interrupt(self) -> None:
+        """Stop once there is something to stop, and on the second signal immediately."""
+        self.signals += 1
+        if self.launcher is not None:
+            self.launcher.interrupt()
+        elif self.signals > 1:
+            raise KeyboardInterrupt
 
     def _plan(self, generators: int) -> Sequence[ServicePlan]:
         counted = self.config.generator.model_copy(update={"count": generators})

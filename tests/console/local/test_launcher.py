@@ -12,6 +12,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,23 @@ def test_killed_services_and_redis_are_restarted(tmp_path: Path) -> None:
     assert steps(run) == list(range(60))
     restarts = json.loads((run / "summary.json").read_text())["restarts"]
     assert restarts == {"dataprep-0": 0, "trainer": 1, "generator-0": 1, "redis": 1}
+
+
+IN_A_HOOK = """
+import os, runpy, signal
+presses = iter([signal.SIGINT])
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), next(presses, 0)))  # of the first fork
+runpy.run_module("tests.console.local.launch", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_ctrl_c_is_not_lost_while_a_run_starts(tmp_path: Path) -> None:
+    """Python ignores the exception of one that comes in a hook of a fork."""
+    file, run = config_file(tmp_path), tmp_path / "small"
+    argv = [sys.executable, "-c", IN_A_HOOK, "run", str(file), "--no-screen", "run.steps=30"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, env=environment(), check=False, cwd=ROOT)
+    assert "Exception ignored in" in done.stderr
+    assert (done.returncode, processes_of(run), steps(run)) == (130, {}, [])
 
 
 def test_ctrl_c_stops_and_the_same_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
