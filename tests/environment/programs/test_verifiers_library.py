@@ -139,7 +139,8 @@ def test_rows_are_written_for_the_environments_sources(older: Path, tmp_path: Pa
 
 
 LOAD = """
-import json, sys
+import gc, json, sys
+gc.disable()  # as workers do
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.verifiers_library.kind import loaded
 from services.runtime.own_code import Unusable

@@ -37,5 +37,5 @@ def make_interpreter(folder: Path, version: str) -> Path:
     subprocess.run([*command, "--target", packages, f"verifiers=={version}", *LACKING[version]], check=True)
     python = folder / "bin" / "python"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    subprocess.run([python, "-c", LOADED[version]], env=environ, check=True)
+    subprocess.run([python, "-c", f"import gc; gc.disable(); {LOADED[version]}"], env=environ, check=True)
     return python
