@@ -71,7 +71,7 @@ MISTAKES = [
     Mistake("truncated_sampling", "sampling.top_p", "0.9", "set evaluation.top_p instead", [add("top_p = 0.9\n")]),
     Mistake(
         "greedy_pass_at_k",
-        "evaluation",
+        "evaluation.temperature",
         "samples = 4",
         "set evaluation.samples = 1",
         [

@@ -315,6 +315,8 @@ def test_two_runs_on_two_kinds_of_redis_run_side_by_side(
     other = grpo("run", file, "run.name=two", "run.seed=9", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
     assert other.returncode == 2
     assert "with another configuration" in other.stderr
+    assert not (tmp_path / "elsewhere" / "two").exists()
+    (tmp_path / "elsewhere" / "two").mkdir(parents=True)
     (tmp_path / "elsewhere" / "two" / "notes.txt").write_text("not of a run")
     foreign = grpo("run", file, "run.name=two", "--fresh", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
     assert (foreign.returncode, "it contains notes.txt but no run" in foreign.stderr) == (2, True), foreign.stderr
