@@ -24,7 +24,7 @@ from services.protocol import codec
 from services.protocol.messages import Header, RankPlan
 from tests.support.harness import save_model_folder
 from tests.support.once import once
-from tests.support.whole_runs import SLOW, finish, start, write_run
+from tests.support.whole_runs import finish, start, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FIRST, LAST = "first.bundle", "last.bundle"
@@ -49,13 +49,16 @@ class Recorded:
         return out
 
 
+SLOWER = "generator.engine_options.token_s=0.3"  # so that both recorders are attached before a checkpoint covers what they want
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     with once(tmp_path_factory, "bundles") as (folder, new):
         if new:
             save_model_folder(folder / "model")
             config = write_run(
-                folder, "seen", SLOW, "run.steps=6", "checkpoint.every_steps=3", "trainer.ranks=2", "trainer.zero_stage=1",
+                folder, "seen", SLOWER, "run.steps=6", "checkpoint.every_steps=3", "trainer.ranks=2", "trainer.zero_stage=1",
                 "trainer.deterministic=false", 'verifiers=[{kind="regex", pattern="[0-4]"}, {kind="length", soft_tokens=8}]',
             )  # fmt: skip
             process = start(config)
