@@ -315,7 +315,7 @@ SUITE = (
         ),
         ("--sequences", "8"),
         gap="A late joiner decodes and compares while it reads, so the ratio depends on how fast a core is: 1.17 and 1.38 "
-        "were measured on an AMD EPYC on the same day, 1.6 to 2.0 on an Intel Xeon with the same code.",
+        "were measured on an AMD EPYC, 1.5 to 1.8 on an Intel Xeon.",
     ),
     Benchmark(
         "sync_1gb",
