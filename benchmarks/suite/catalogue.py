@@ -315,7 +315,7 @@ SUITE = (
         ),
         ("--sequences", "8"),
         gap="A late joiner decodes and compares while it reads, so the ratio depends on how fast a core is: 1.17 and 1.38 "
-        "were measured on an AMD EPYC, 1.5 to 1.8 on an Intel Xeon.",
+        "were measured on an AMD EPYC, 1.4 to 1.9 on an Intel Xeon.",
     ),
     Benchmark(
         "sync_1gb",
