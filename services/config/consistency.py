@@ -17,7 +17,7 @@ def broken(config: RunConfig) -> Iterator[str]:
     """Return the broken rules, naming the keys, their values and the remedy."""
     for rule in (_room, _replay, _training, _sync, _tls, _rewards):
         yield from rule(config)
-    sources, evaluation = [*config.data.sources, *config.evaluation.sources], config.evaluation
+    sources, evaluation = config.all_sources, config.evaluation
     room, generators = (config.data.max_prompt_tokens, config.model.max_tokens), config.generator.count
     for check in (
         lambda: check_loss(config.loss, config.advantage.kind),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from services.config.base import Section
-from services.config.data import Data
+from services.config.data import Data, Source
 from services.config.environments import EnvironmentConfig
 from services.config.evaluation import Evaluation
 from services.config.generation import Fleet, Generator, Sampling, Sync
@@ -201,20 +201,24 @@ class RunConfig(Section):
         return self.data.max_prompt_tokens + self.sampling.max_tokens
 
     @property
+    def all_sources(self) -> list[Source]:
+        """The prompt sources that are trained on, and those of evaluation."""
+        return [*self.data.sources, *self.evaluation.sources]
+
+    @property
     def source_names(self) -> list[str]:
         """Names of the prompt sources that are trained on."""
         return [source.name for source in self.data.sources]
 
     def environment_of(self, source: str) -> EnvironmentConfig | None:
         """Return the environment of the prompt source of that name, or None if its rollouts are single completions."""
-        names = [each.environment for each in (*self.data.sources, *self.evaluation.sources) if each.name == source]
+        names = [each.environment for each in self.all_sources if each.name == source]
         return next((each for each in self.environments if each.name in names), None)
 
     @property
     def sources_with_environment(self) -> frozenset[str]:
         """Names of the prompt sources, trained on or evaluated, whose rollouts run in an environment."""
-        sources = (*self.data.sources, *self.evaluation.sources)
-        return frozenset(source.name for source in sources if source.environment)
+        return frozenset(source.name for source in self.all_sources if source.environment)
 
     def verified(self, source: str) -> bool:
         """Return whether a verifier scores the completions of a source."""

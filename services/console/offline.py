@@ -31,7 +31,7 @@ class Offline:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self.sources = {source.name: source for source in (*config.data.sources, *config.evaluation.sources)}
+        self.sources = {source.name: source for source in config.all_sources}
         self._rows: dict[str, list[PromptRow]] = {}
         self._tokenizer: PromptTokenizer | None = None
 

@@ -41,7 +41,7 @@ class EnvironmentPod:
     def __init__(self, service: Service) -> None:
         config = service.config
         self.service, self.fleet = service, GeneratorFleet(service)
-        self.verifiers = Scoring(config, [*config.data.sources, *config.evaluation.sources])
+        self.verifiers = Scoring(config, config.all_sources)
         self.pools = {each.name: ProgramPool(each, sandbox_access(config)) for each in config.environments}
         chat = ChatFormat(tokenizer_folder(config.model.path), config.data)
         metrics = EnvironmentMetrics(service.registry)

@@ -37,8 +37,7 @@ class GeneratorPod:
         metrics = GeneratorMetrics(service.registry)
         service.registry.register(VllmMetrics())
         self.service, self.engine = service, make_engine(config)
-        sources = [*config.data.sources, *config.evaluation.sources]
-        self.verifiers = Scoring(config, sources)
+        self.verifiers = Scoring(config, config.all_sources)
         tokenizer = load_tokenizer(config)
         self.evaluation = EvaluationWorker(service, self.engine, tokenizer, self.verifiers, metrics)
         self.rollouts = RolloutLoop(service, self.engine, tokenizer, self.verifiers, metrics, self.evaluation)

@@ -50,8 +50,7 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
     what = f"environment {given.name}"
     named = f"environments.{index}.{_named(given)}"
     pool, began = ProgramPool(tried.model_copy(update={"processes": 1})), time.monotonic()
-    sources = (*config.data.sources, *config.evaluation.sources)
-    source = next(source for source in sources if source.environment == given.name)
+    source = next(source for source in config.all_sources if source.environment == given.name)
     try:
         await pool.start()
         job = Offline(config).first_answer(source)
