@@ -20,7 +20,7 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from services.config import RunConfig, digest, load
+from services.config import RunConfig, load
 from services.config.reading.loss_in_words import loss_in_words
 from services.console.display.plain import PlainDisplay
 from services.console.doctor.preflight import Check, check_again, preflight
@@ -52,6 +52,7 @@ from services.console.start.checked import (
     resumed_step,
 )
 from services.console.start.interrupts import Interrupts
+from services.console.start.names import claim_name
 from services.console.start.resumption import again, next_step
 from services.http.credentials import api_tokens, redis_password
 from services.operations.condition import Condition
@@ -110,7 +111,7 @@ def _start(options: Options, planner: Planner, check: Check | None, interrupts: 
             folder.check_clearable()  # before anything of the run is deleted
         if url:
             try:
-                asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
+                asyncio.run(claim_name(config, url, _administrator(config, password), options.fresh))
             except StoreError as error:
                 raise placed_error(error, options, url, places) from None
         if options.fresh:
@@ -161,33 +162,6 @@ async def _trained(folder: RunFolder, config: RunConfig, url: str, password: str
         if server is not None:
             server.stop()
     return state.committed_step + 1 if state else 0
-
-
-async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) -> None:
-    """Check that the run's name in a shared Redis is this run's or free; with --fresh, free it. Raise `ConsoleError`."""
-    name = config.run.name
-    store = await Store.connect(url, name, login)
-    try:
-        if fresh:
-            alive = ", ".join(sorted(status.name for status in await store.fleet.members(config.fleet.ttl_s)))
-            if alive:
-                raise ConsoleError(
-                    f"run {name!r} in Redis at {url} was not deleted: {alive} sent a heartbeat in the last "
-                    f"{config.fleet.ttl_s:g} s; stop them first",
-                    EXIT_CONFIG,
-                )
-            await store.restores.delete_run(config.redis.payload_shards)
-        if config.redis.payload_shards:
-            await store.payloads.check_shards(config.redis.payload_shards)
-        state = await store.run.state()
-        if state is not None and state.config != digest(config):
-            raise ConsoleError(
-                f"Redis at {url} contains a run {name!r} with another configuration; choose another run.name, or delete it "
-                "with --fresh",
-                EXIT_CONFIG,
-            )
-    finally:
-        await store.close()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from services.console.local import lock as locks
 from services.console.local.folder import RunFolder, check_redis, resolve
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.redis_server import RedisServer
-from services.console.local.run import _claim_name
+from services.console.start.names import claim_name
 from services.protocol.errors import StoreError
 from services.store.connection.login import Login, split_password
 from tests.support.console import ROOT
@@ -160,4 +160,4 @@ def test_no_process_is_killed_after_the_lock_changes_hands(tmp_path: Path, monke
 def test_shards_on_a_single_server_are_rejected_before_the_run(tmp_path: Path, server: RedisServer) -> None:
     config = small_config(tmp_path, server, "redis.payload_shards=3")
     with pytest.raises(StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster"):
-        asyncio.run(_claim_name(config, server.url, Login(server.password), fresh=False))
+        asyncio.run(claim_name(config, server.url, Login(server.password), fresh=False))
