@@ -63,7 +63,8 @@ class Loss(Section):
     the generators' logprobs, which `dppo` always uses. `auto`: `behaviour` in an asynchronous run with one mini-batch and no
     correction keys, otherwise `recompute`."""
     kl_beta: float = Field(default=0.05, ge=0)
-    """Weight of the KL divergence from the reference policy. With 0 no reference is loaded."""
+    """Weight of the KL divergence from the reference policy. With 0 no reference is loaded, and groups of equal rewards, which
+    then have no gradient, are trained without a backward pass."""
     kl_estimator: Literal["k1", "k2", "k3", "k1_weighted"] = "k3"
     """Estimator of that KL (docs/semantics.md)."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
@@ -94,6 +95,11 @@ class Loss(Section):
     def from_behaviour(self) -> bool:
         """Whether the ratio starts from the generators' logprobs, so that no correction is needed."""
         return self.old == "behaviour" or self.policy == "dppo"
+
+    @property
+    def learns_from_advantages_alone(self) -> bool:
+        """Whether a token whose advantage is 0 has no gradient. A custom loss may give it one, as do KL and entropy bonus."""
+        return self.policy in POLICIES and self.kl_beta == 0 and self.entropy_coefficient == 0
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,8 @@ whole groups; denominators follow the documented formula for any number of ranks
 Method: groups are dealt to mini-batches. A mini-batch's segments, in the order of groups and of contexts within them, are cut
 into one stretch of equal cost per rank, so that a group's payload is fetched by one rank, rarely two. Swaps even out what the
 cut leaves uneven (balance.py). Each rank packs its stretch into rows, keeping segments with one context together where it can
-(packing.py), since a row holds a context once. With `same_rows`, rows are packed first and dealt to the ranks.
+(packing.py), since a row holds a context once. With `same_rows`, rows are packed first and dealt to the ranks. With
+`scored_apart`, groups without a gradient get rows of their own, before the others: the trainer runs no backward pass for these.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from services.protocol.messages import RankPlan, Sample, StepPlan
 CROSSOVER_TOKENS = 24_576
 """Length at which attention costs as much as everything else: 12 x width for a dense transformer (24 d^2 against 2 d L operations
 per token and layer), here for a width of 2,048. Only the balance between ranks depends on it."""
+
+WORTH_A_ROW = 0.1
+"""Share of a mini-batch's tokens that groups without a gradient must have to get rows of their own: a row costs a pass through
+the model, however short it is."""
 
 ALONE = 4
 """A segment that, with its context, is at least this many times as long as the context may go to a different rank than its group;
@@ -69,6 +74,18 @@ class PlanGroup:
         size = len(self.lengths)
         return self.segments or Segments(np.arange(size), np.zeros(size, np.int64), np.full(size, self.prompt_tokens))
 
+    @property
+    def tokens(self) -> int:
+        """Return its tokens, with every context counted once."""
+        columns = self.columns()
+        contexts = dict(zip(columns.context.tolist(), columns.context_tokens.tolist(), strict=True))
+        return sum(contexts.values()) + int(self.lengths.sum())
+
+    @property
+    def teaches(self) -> bool:
+        """Return whether a rollout in the loss has an advantage other than 0, and the group a weight."""
+        return self.weight != 0 and bool((self.advantages[self.trained.astype(bool)] != 0).any())
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -84,6 +101,8 @@ class Layout:
     its group's weight."""
     same_rows: bool = False
     """Pack rows first and deal whole rows to the ranks, so that rows do not depend on the number of ranks."""
+    scored_apart: bool = False
+    """Give groups whose advantages are all 0 rows of their own."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +130,16 @@ def plan_step(
     rows: list[list[list[Sample]]] = [[] for _ in range(layout.ranks)]
     mini_batch_rows, denominators = list[int](), list[float]()
     response_tokens = total_tokens = 0
-    for members in deal([_group_tokens(group) for group in groups], min(layout.mini_batches, len(groups))):
+    for members in deal([group.tokens for group in groups], min(layout.mini_batches, len(groups))):
+        before = len(rows[0])
+        for part in _parts(groups, members) if layout.scored_apart else [members]:
+            samples = _columns(groups, part)
+            for rank, packed in enumerate(_pack_ranks(samples, layout)):
+                rows[rank].extend(_row(groups, samples, row) for row in packed)
+        mini_batch_rows.append(len(rows[0]) - before)
         samples = _columns(groups, members)
-        packed = _pack_ranks(samples, layout)
-        for rank, rank_rows in enumerate(packed):
-            rows[rank].extend(_row(groups, samples, row) for row in rank_rows)
-        mini_batch_rows.append(len(packed[0]))
-        in_loss = int(samples.trained_tokens.sum())
         denominators.append(_denominator(samples, layout))
-        response_tokens += in_loss
+        response_tokens += int(samples.trained_tokens.sum())
         total_tokens += int(samples.tokens.sum())
     plan = StepPlan(
         step=step,
@@ -160,10 +180,15 @@ def _check_lengths(groups: Sequence[PlanGroup], row_tokens: int) -> None:
             )
 
 
-def _group_tokens(group: PlanGroup) -> int:
-    columns = group.columns()
-    contexts = dict(zip(columns.context.tolist(), columns.context_tokens.tolist(), strict=True))
-    return sum(contexts.values()) + int(group.lengths.sum())
+def _parts(groups: Sequence[PlanGroup], members: Sequence[int]) -> list[list[int]]:
+    """Return the groups of a mini-batch that are only scored, if they are worth rows of their own, and the others."""
+    parts: dict[bool, list[int]] = {False: [], True: []}
+    for member in members:
+        parts[groups[member].teaches].append(member)
+    scored, every = (sum(groups[member].tokens for member in some) for some in (parts[False], members))
+    if scored < WORTH_A_ROW * every:
+        return [list(members)]
+    return [part for part in parts.values() if part]
 
 
 def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:

@@ -22,7 +22,7 @@ def layout_of(config: RunConfig) -> Layout:
     trainer, loss = config.trainer, config.loss
     return Layout(
         config.data_parallel, trainer.row_tokens, trainer.mini_batches, loss.denominator_tokens, loss.denominator,
-        trainer.deterministic,
+        trainer.deterministic, loss.learns_from_advantages_alone,
     )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ nothing.
 from services.trainer.losses.correction import correct, counted
 from services.trainer.losses.custom import check, find
 from services.trainer.losses.kl import reference_kl
-from services.trainer.losses.objective import LossOutput, compute
+from services.trainer.losses.objective import LossOutput, compute, has_gradient
 from services.trainer.losses.tokens import PolicyTerm, Tokens
 
-__all__ = ["LossOutput", "PolicyTerm", "Tokens", "check", "compute", "correct", "counted", "find", "reference_kl"]
+__all__ = [
+    "LossOutput", "PolicyTerm", "Tokens", "check", "compute", "correct", "counted", "find", "has_gradient", "reference_kl",
+]  # fmt: skip

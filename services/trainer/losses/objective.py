@@ -52,6 +52,11 @@ def compute(tokens: Tokens, config: Loss, denominator: float) -> LossOutput:
     return LossOutput(total, sums, maxima, learning)
 
 
+def has_gradient(advantages: Tensor, weights: Tensor, config: Loss) -> bool:
+    """Return whether a row whose tokens have these advantages and importance weights, [R] each, changes the policy."""
+    return not config.learns_from_advantages_alone or bool(((advantages != 0) & (weights != 0)).any())
+
+
 @torch.no_grad()
 def _learnt(tokens: Tokens, config: Loss) -> Tensor:
     """Return where the policy loss clips when it starts from mu, [R] bool.

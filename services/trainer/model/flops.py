@@ -52,8 +52,8 @@ class ModelFlops:
         saved = self.frozen * tokens + (0.0 if self.output_trained else self.output * predicted)
         return 3.0 * self.forward(tokens, predicted, pairs) - 2.0 * saved
 
-    def of_row(self, packing: Packing, predicted: int) -> float:
-        """Return the FLOPs of training on a packed row, where a shared prompt counts once."""
+    def of_row(self, packing: Packing, predicted: int, trained: bool = True) -> float:
+        """Return the FLOPs of training on a packed row, or of its forward pass alone; a shared prompt counts once."""
         whole, own = packing.whole.diff().tolist(), packing.own.diff().tolist()
 
         def pairs(window: int) -> int:
@@ -61,7 +61,7 @@ class ModelFlops:
                 causal_pairs(all_, window) - causal_pairs(all_ - mine, window) for all_, mine in zip(whole, own, strict=True)
             )
 
-        return self.training(sum(own), predicted, pairs)
+        return (self.training if trained else self.forward)(sum(own), predicted, pairs)
 
     def _scores(self, pairs: Callable[[int], int]) -> int:
         return sum(width * pairs(window) for window, width in self.attention.items())

@@ -37,7 +37,7 @@ from services.trainer.ranks import World
 from services.trainer.state import archive, partitions
 from services.trainer.state.archive import Archive
 from services.trainer.state.files import StateError, read_state, write_state
-from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, priorities
+from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, plan_check, priorities
 from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.fixed_point import FixedPointSum
 from services.trainer.step.metrics import Clock, StepMetrics
@@ -122,12 +122,12 @@ class Policy:
         `given` are this rank's rows, in the plan's order. Raises `PlanMismatch` before anything is trained, and `NonFinite`
         during training.
         """
-        ranks.agree(self._fault(given, plan), PlanMismatch)
+        ranks.agree(plan_check.fault(plan, len(given), self.config), PlanMismatch)
         started, clock = time.perf_counter(), Clock(self.device)
         rows = [row.to(self.device) for row in given]
         batches = _split(list(range(len(rows))), plan.mini_batch_rows)
         kind = self.config.loss.denominator
-        token_counts = self._token_counts(given, batches)
+        token_counts, learns = self._survey(given, batches)
         shares: list[Tensor] = []  # of each row
         for of, batch in zip(token_counts, batches, strict=True):
             shares += denominators.shares([given[i] for i in batch], of, kind)
@@ -136,7 +136,6 @@ class Policy:
             with clock.phase("old"):
                 self.engine.eval()
                 old = [_score_frozen(self.engine, row) for row in rows]
-        self.engine.train()
         rate = self._set_learning_rate(plan.step)
         acts = clips(self.config, len(batches)), not self.config.loss.from_behaviour
         metrics, norms = StepMetrics(self.device, self.reference is not None, *acts), []
@@ -144,12 +143,13 @@ class Policy:
         done: list[_Row] = []
         for batch, planned, counts in zip(batches, plan.denominators, token_counts, strict=True):
             divisor = denominators.divisor(planned, counts, kind)
-            done += [self._micro_batch(rows[i], old[i], shares[i], divisor, i == batch[-1], metrics, clock) for i in batch]
+            for i in batch:
+                done += [self._micro_batch(rows[i], old[i], shares[i], divisor, learns[i], i == batch[-1], metrics, clock)]
             with clock.phase("step"):
                 if self._exact is not None:
                     self._exact.reduce(len(batch) * self.world.size)
                 norms.append(self._optimizer_step(plan.step))
-        report = metrics.report(self._flops_of(given))
+        report = metrics.report(self._flops_of(given, learns))
         _refuse("the loss", report["loss/train/sum"], plan.step)
         if self.reference is not None:
             self.reference.after(plan.step)
@@ -233,28 +233,16 @@ class Policy:
             self.device,
         )
 
-    def _fault(self, rows: Sequence[PackedRow], plan: StepPlan) -> str:
-        """Return what is wrong with a plan, or with the rows this rank got for it; or an empty string."""
-        if plan.ranks != self.config.data_parallel:
-            return (
-                f"step {plan.step} was planned for {plan.ranks} data-parallel ranks, but "
-                f"trainer.ranks / trainer.sequence_parallel is {self.config.data_parallel}"
-            )
-        if len(rows) != plan.rows_per_rank or sum(plan.mini_batch_rows) != plan.rows_per_rank:
-            return (
-                f"step {plan.step} has {plan.rows_per_rank} rows per rank in mini-batches of {plan.mini_batch_rows}, "
-                f"but there are {len(rows)} rows"
-            )
-        if len(plan.denominators) != len(plan.mini_batch_rows) or min(plan.mini_batch_rows, default=0) < 1:
-            return f"step {plan.step}: mini-batches of {plan.mini_batch_rows} rows do not match denominators {plan.denominators}"
-        if not all(math.isfinite(value) and value >= 0 for value in plan.denominators):
-            return f"step {plan.step}: denominators {plan.denominators} must be finite and not negative"
-        return ""
-
-    def _token_counts(self, rows: Sequence[PackedRow], batches: list[list[int]]) -> list[denominators.Counts]:
-        """Return what the loss counts per response, for each mini-batch, over all ranks."""
+    def _survey(self, rows: Sequence[PackedRow], batches: list[list[int]]) -> tuple[list[denominators.Counts], list[bool]]:
+        """Return what the loss counts per response, for each mini-batch, over all ranks; and for each row, whether any rank's
+        row of that place has a gradient, or it is the last of a mini-batch, whose backward pass ends it. Collective.
+        """
         mine = [denominators.count_tokens(rows[i] for i in batch) if self._leads else {} for batch in batches]
-        return [denominators.join(parts) for parts in zip(*ranks.gather(mine), strict=True)]
+        moving = [losses.has_gradient(row.advantages, row.weights, self.config.loss) for row in rows]
+        counts, moves = zip(*ranks.gather((mine, moving)), strict=True)
+        last = {batch[-1] for batch in batches}
+        learns = [any(of_ranks) or i in last for i, of_ranks in enumerate(zip(*moves, strict=True))]
+        return [denominators.join(parts) for parts in zip(*counts, strict=True)], learns
 
     def _micro_batch(
         self,
@@ -262,16 +250,19 @@ class Policy:
         old: Tensor | None,
         shares: Tensor,
         divisor: float,
+        learns: bool,
         last: bool,
         metrics: StepMetrics,
         clock: Clock,
     ) -> _Row:
-        """Run forward and backward of a row."""
+        """Run the forward pass of a row, and the backward pass if it `learns`."""
         reference = None
         if self.reference is not None:
             with clock.phase("reference"):
                 reference = _score_frozen(self.reference.module, row)
-        with clock.phase("forward"):
+        with clock.phase("forward"), torch.set_grad_enabled(learns):
+            if self.engine.training != learns:
+                self.engine.train(learns)
             self.engine.set_gradient_accumulation_boundary(last and self._exact is None)
             logprobs, entropy = _score(self.engine, row)
             tokens = losses.Tokens(
@@ -288,20 +279,25 @@ class Policy:
             output = losses.compute(tokens, self.config.loss, divisor)
         if self._leads:
             metrics.add(output.sums, output.maxima)
-        with clock.phase("backward"):
-            if self._exact is not None:
-                self.engine.backward(output.loss)
-                self._exact.add()
-            else:
-                self.engine.backward(output.loss * self.world.size)  # DeepSpeed averages over ranks; the formula sums
+        if learns:
+            with clock.phase("backward"):
+                self._backward(output.loss)
         start = tokens.logprobs.detach() if self.config.loss.from_behaviour else tokens.old
         return _Row(output.learning, start - row.behaviour)
 
-    def _flops_of(self, rows: Sequence[PackedRow]) -> float:
-        """Return the FLOPs that training on this rank's rows needs, 0 if the model's are unknown or another rank counts them."""
+    def _backward(self, loss: Tensor) -> None:
+        if self._exact is not None:
+            self.engine.backward(loss)
+            self._exact.add()
+        else:
+            self.engine.backward(loss * self.world.size)  # DeepSpeed averages over ranks; the formula sums
+
+    def _flops_of(self, rows: Sequence[PackedRow], learns: Sequence[bool]) -> float:
+        """Return the FLOPs that this rank's rows need, 0 if the model's are unknown or another rank counts them."""
         if self._flops is None or not self._leads:
             return 0.0
-        return sum(self._flops.of_row(row.packing, len(row.targets)) for row in rows if row.samples)
+        of_rows = zip(rows, learns, strict=True)
+        return sum(self._flops.of_row(row.packing, len(row.targets), trained) for row, trained in of_rows if row.samples)
 
     def _optimizer_step(self, step: int) -> float:
         """Clip and update. Returns the gradient's norm before clipping."""

@@ -17,12 +17,13 @@ from services.protocol.messages import RankPlan, Sample, StepPlan
 
 def _group(
     name: str, prompt: int, lengths: list[int], trained: list[bool] | None = None, fresh: bool = True,
-    tools: list[int] | None = None, weight: float = 1.0,
+    tools: list[int] | None = None, weight: float = 1.0, equal: bool = False,
 ) -> PlanGroup:  # fmt: skip
     size = len(lengths)
+    advantages = np.zeros(size) if equal else np.linspace(-1, 1, size)
     mask = np.ones(size, bool) if trained is None else np.array(trained)
     tool_tokens = np.zeros(size, int) if tools is None else np.array(tools)
-    return PlanGroup(name, f"{name}.1", prompt, np.array(lengths), np.linspace(-1, 1, size), mask, tool_tokens, fresh, weight)
+    return PlanGroup(name, f"{name}.1", prompt, np.array(lengths), advantages, mask, tool_tokens, fresh, weight)
 
 
 def _log_normal(groups: int, size: int, mean: int, seed: int) -> list[PlanGroup]:
@@ -77,21 +78,25 @@ def _check(groups: list[PlanGroup], layout: Layout, plan: StepPlan, ranks: list[
 
 completions = st.tuples(st.integers(0, 70), st.booleans(), st.floats(0, 1))  # length, trained, share of tool tokens
 group_lists = st.lists(
-    st.tuples(st.integers(1, 30), st.lists(completions, min_size=1, max_size=6), st.floats(0.01, 1)), min_size=1, max_size=12
+    st.tuples(st.integers(1, 30), st.lists(completions, min_size=1, max_size=6), st.floats(0.01, 1), st.booleans()),
+    min_size=1, max_size=12,
 ).map(
     lambda rows: [
-        _group(f"0-{i}", p, [n for n, _, _ in s], [t for _, t, _ in s], tools=[round(n * x) for n, _, x in s], weight=w)
-        for i, (p, s, w) in enumerate(rows)
+        _group(f"0-{i}", p, [n for n, _, _ in s], [t for _, t, _ in s], tools=[round(n * x) for n, _, x in s], weight=w, equal=e)
+        for i, (p, s, w, e) in enumerate(rows)
     ]
-)
+)  # fmt: skip
 
 
-@given(group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from([0, 1000]), st.booleans())
+@given(
+    group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from([0, 1000]), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
 @settings(max_examples=300)
 def test_every_plan_satisfies_its_guarantees(
-    groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, constant: int, same_rows: bool
+    groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, constant: int, same_rows: bool, apart: bool
 ):
-    layout = Layout(ranks, row_tokens, mini, constant, same_rows=same_rows)
+    layout = Layout(ranks, row_tokens, mini, constant, same_rows=same_rows, scored_apart=apart)
     plan, rank_plans = plan_step(3, groups, layout)
     _check(groups, layout, plan, rank_plans)
     assert (plan, rank_plans) == plan_step(3, groups, layout)
@@ -101,7 +106,7 @@ def test_every_plan_satisfies_its_guarantees(
 def test_same_rows_do_not_depend_on_the_number_of_ranks(groups: list[PlanGroup], row_tokens: int, mini: int):
     def rows(ranks: int) -> list[list[list[Sample]]]:
         """Non-empty rows of each mini-batch, in any order."""
-        plan, of_ranks = plan_step(0, groups, Layout(ranks, row_tokens, mini, same_rows=True))
+        plan, of_ranks = plan_step(0, groups, Layout(ranks, row_tokens, mini, same_rows=True, scored_apart=True))
         found, start = [], 0
         for size in plan.mini_batch_rows:
             part = [row for rank in of_ranks for row in rank.rows[start : start + size] if row]
@@ -129,6 +134,34 @@ def test_a_plan_matches_a_hand_computed_one():
     assert loads == [100, 100]  # 70 + 30 and 40 + 60: cutting at 110 and swapping 40 for 30
     masked = [sample for rank in ranks for row in rank.rows for sample in row if sample.trained_tokens == 0]
     assert masked == [Sample("0-2.1", 1, 1.0, 0, tokens=30, context_tokens=10, rollout=1)]
+
+
+@given(group_lists, st.integers(1, 4), st.integers(100, 300), st.integers(1, 3), st.booleans())
+def test_groups_without_a_gradient_get_the_first_rows(
+    groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, same_rows: bool
+):
+    """Unless they are a tenth of the mini-batch or less."""
+    plan, of_ranks = plan_step(0, groups, Layout(ranks, row_tokens, mini, same_rows=same_rows, scored_apart=True))
+    teaching = {group.payload for group in groups if group.advantages[group.trained].any()}
+    tokens = {group.payload: group.prompt_tokens + int(group.lengths.sum()) for group in groups}
+    start = 0
+    for rows in plan.mini_batch_rows:
+        kinds = [
+            {sample.payload in teaching for rank in of_ranks for sample in rank.rows[row]} for row in range(start, start + rows)
+        ]
+        members = {sample.payload for rank in of_ranks for row in rank.rows[start : start + rows] for sample in row}
+        start += rows
+        if sum(tokens[payload] for payload in members - teaching) > 0.1 * sum(tokens[payload] for payload in members):
+            assert {False, True} not in kinds
+            assert kinds == sorted(kinds, key=lambda kind: kind == {True})
+
+
+def test_a_few_tokens_without_a_gradient_share_rows_with_the_others():
+    groups = [_group("0-0", 5, [10, 10], equal=True), _group("0-1", 10, [100, 90])]
+    assert plan_step(0, groups, Layout(1, 300, scored_apart=True))[0].rows_per_rank == 2
+    assert plan_step(0, groups, Layout(1, 300))[0].rows_per_rank == 1
+    groups += [_group("0-2", 10, [100, 90])]
+    assert plan_step(0, groups, Layout(1, 500, scored_apart=True))[0].rows_per_rank == 1
 
 
 def test_more_ranks_than_responses_get_empty_rows():

@@ -89,9 +89,14 @@ def _policy(model: Path, sections: dict[str, Any]) -> Any:
     policy_module.LOGPROB_CHUNK_TOKENS = 5  # several chunks per row
 
     class Recording(Policy):
-        """Keeps the whole gradient of every optimizer step, before clipping."""
+        """Keeps the whole gradient of every optimizer step, before clipping, and counts backward passes."""
 
         gradients: list[dict[str, torch.Tensor]]
+        backward_passes: int
+
+        def _backward(self, loss: torch.Tensor) -> None:
+            self.backward_passes += 1
+            super()._backward(loss)
 
         def _optimizer_step(self, step: int) -> float:
             from deepspeed.utils import safe_get_full_grad
@@ -112,7 +117,7 @@ def _policy(model: Path, sections: dict[str, Any]) -> Any:
     world = World.from_environment()
     trainer = {"ranks": world.size} | sections.get("trainer", {})
     policy = Recording(make_config(model, **(sections | {"trainer": trainer})), world)
-    policy.gradients = []
+    policy.gradients, policy.backward_passes = [], 0
     return policy
 
 
@@ -242,8 +247,8 @@ def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any) -> dict[str, Any]:
-    """Train one step per layout; returns gradients, metrics and priorities of each step, the weights at the end, and the logprob
-    gaps of the last step.
+    """Train one step per layout; returns gradients, metrics and priorities of each step, the weights at the end, the logprob gaps
+    of the last step, and the number of backward passes.
     """
     policy = _policy(model, sections)
     trained = [_train(policy, payloads, samples, layout, step) for step, layout in enumerate(layouts)]
@@ -253,6 +258,7 @@ def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any)
         "priorities": [one.priorities for one in trained],
         "weights": whole_weights(policy),
         "gaps": policy.gaps,
+        "backward_passes": policy.backward_passes,
     }
 
 

@@ -68,6 +68,7 @@ def test_a_shared_prompt_counts_once_but_its_keys_per_response() -> None:
     whole = 15 + (3 + 4 + 5 + 6)
     windowed = (1 + 2 + 3 * 3) + 4 * 3
     assert known.of_row(packing, 7) == 6 * (100 * 9 + 10 * 7 + 7 * whole + 5 * windowed)
+    assert known.of_row(packing, 7, trained=False) == 2 * (100 * 9 + 10 * 7 + 7 * whole + 5 * windowed)
 
 
 def test_frozen_weights_cost_no_weight_gradient() -> None:
