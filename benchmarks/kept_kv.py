@@ -70,8 +70,6 @@ verifier_workers = 1
 [admission]
 prompts_per_step = 4
 max_staleness = 4
-[loss]
-kl_beta = 0.0
 [optimizer]
 learning_rate = 3e-4
 warmup_steps = 5

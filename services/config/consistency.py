@@ -95,7 +95,7 @@ def _replay(config: RunConfig) -> Iterator[str]:
 
 def _training(config: RunConfig) -> Iterator[str]:
     """Check that model, reference, optimizer and trainer are compatible."""
-    trainer, optimizer, reference, beta = config.trainer, config.optimizer, config.reference, config.loss.kl_beta
+    trainer, optimizer, reference = config.trainer, config.optimizer, config.reference
     if trainer.offload and trainer.zero_stage == 0:
         yield ("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one of these, or trainer.offload = false")
     for key, wrong in (
@@ -110,11 +110,6 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield (
             f"trainer.ranks = {trainer.ranks} cannot be divided into teams of trainer.sequence_parallel = "
             f"{trainer.sequence_parallel} ranks: set a multiple of it"
-        )
-    if beta > 0 and reference.kind == "none":
-        yield (
-            f'loss.kl_beta = {beta} needs a reference policy, but reference.kind = "none": set "frozen" or "polyak", '
-            "or loss.kl_beta = 0"
         )
     if config.lora.rank and reference.kind == "polyak":
         yield (

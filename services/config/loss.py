@@ -62,9 +62,10 @@ class Loss(Section):
     the regular forward pass, so that the ratio is exactly 1 and nothing is clipped; with more, from an extra pass. `behaviour`:
     the generators' logprobs, which `dppo` always uses. `auto`: `behaviour` in an asynchronous run with one mini-batch and no
     correction keys, otherwise `recompute`."""
-    kl_beta: float = Field(default=0.05, ge=0)
+    kl_beta: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy. With 0 no reference is loaded, and groups of equal rewards, which
-    then have no gradient, are trained without a backward pass."""
+    then have no gradient, are trained without a backward pass. Most of the losses are published without it; GRPO's paper has 0.04
+    (DeepSeekMath, section 4.2)."""
     kl_estimator: Literal["k1", "k2", "k3", "k1_weighted"] = "k3"
     """Estimator of that KL (docs/semantics.md)."""
     entropy_coefficient: float = Field(default=0.0, ge=0)

@@ -75,7 +75,7 @@ class Advantage(Section):
 class Reference(Section):
     """The reference policy of the KL. With `loss.kl_beta = 0` none is loaded."""
 
-    kind: Literal["none", "frozen", "polyak"] = "frozen"
+    kind: Literal["frozen", "polyak"] = "frozen"
     """`frozen`: model.path unchanged; `polyak`: a running average of the policy that starts from it."""
     alpha: float = Field(default=0.01, gt=0, le=1)
     """`polyak`: reference <- (1 - alpha) x reference + alpha x policy."""

@@ -61,7 +61,6 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         [admission]
         prompts_per_step = 8
         [loss]
-        kl_beta = 0.0
         correction_max_gap = 0.0  # scripted logprobs match no model
         [trainer]
         row_tokens = 256

@@ -126,7 +126,7 @@ def _width(config: RunConfig) -> int:
 def _rank_bytes(config: RunConfig, parameters: int) -> float:
     """Return the least memory of a trainer rank."""
     trainer, weights = config.trainer, parameters * _width(config)
-    reference = weights if config.loss.kl_beta and config.reference.kind != "none" else 0
+    reference = weights if config.loss.kl_beta else 0
     if config.lora.rank:
         return weights + reference * (config.reference.kind != "frozen")
     sharded = trainer.ranks // trainer.sequence_parallel * trainer.sequence_parallel
