@@ -158,7 +158,8 @@ ALERTS = (
     Alert(
         "GrpoDeadLetters", "max by (run) (delta(grpo_run_dead_letters[30m])) > 0", "0m", "warning",
         "Tickets of run {{ $labels.run }} became dead letters",
-        "`grpo inspect deadletter` shows the reasons. After fixing the cause, `grpo replay requeue --all` issues them again.",
+        "`grpo inspect deadletter` shows the reasons. After fixing the cause, `grpo replay requeue --all` issues them again. If "
+        "one after another fails, dataprep pauses itself; `grpo resume` resumes it.",
     ),
     Alert(
         "GrpoRolloutsFail", "sum by (run, reason) (increase(grpo_generator_failures_total[15m])) > 5", "0m", "warning",

@@ -18,6 +18,7 @@ from dataclasses import replace
 import structlog
 
 from services.dataprep.evaluation.rounds import EvaluationRounds
+from services.dataprep.failures import Failures
 from services.dataprep.metrics import DataprepMetrics
 from services.dataprep.planning import step
 from services.dataprep.prompts.catalogue import PromptSource
@@ -53,6 +54,7 @@ class DataprepLoop:
         self.rules = admission.rules_of(self.config)
         self.issuer = Issuer(self.store, source, self.config, service.tracing)
         self.memory = MemoryGuard(self.config, self.store)
+        self.failures = Failures(self.store, self.config)
         self.generated = generated_statistics.GeneratedStats(self.config.source_names)
         self._waiting: tuple[str, float] = ("", 0.0)  # why no step can be made, and since when
         self._waits = metrics.wait_clock()
@@ -161,6 +163,7 @@ class DataprepLoop:
                 log.error("header moved to dead letters", ticket=settlement.item.ticket, reason=reason)
             elif settlement.item.header is not None:
                 self.generated.add(settlement.item.header)
+                self.failures.succeeded()
             if kind != "insert":
                 self.generated.drop(settlement.action)
         return len(items)
@@ -218,14 +221,16 @@ class DataprepLoop:
         return wanted
 
     async def _issue(self, fence: int, state: RunState, swept: SweptTable) -> int:
-        """Issue as many tickets as there are free slots and prompts. If no prompt is left and the table cannot fill a step,
-        end the run; that is an outcome, not a fault."""
+        """Issue as many tickets as there are free slots and prompts, unless one after another fails. If no prompt is left and the
+        table cannot fill a step, end the run; that is an outcome, not a fault."""
         progress = self._progress(state)
         wanted = admission.tickets_to_issue(swept, admission.progress_of(state), self.rules)
         if full := await self.memory.full():
             wanted = 0
         if full != (self.service.status.phase == FULL_PHASE):
             self.service.say(phase=FULL_PHASE if full else "leading")
+        if wanted and await self.failures.pause():
+            return 0
         issued = await self.issuer.issue(fence, state.cursor, wanted, swept) if wanted else 0
         ending = progress.next_step < progress.steps and state.restore < 0  # otherwise it ends, or goes back, by itself
         if self.issuer.exhausted and not issued and ending and admission.stuck(swept, progress, self.rules):

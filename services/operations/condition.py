@@ -41,7 +41,8 @@ def condition(state: RunState | None, *, live: bool, left: Condition | None = No
         return Condition("running", f"restoring the checkpoint of step {max(state.restore, state.restoring)}")
     if state.stopping:
         return Condition("running", f"ending after this step: {state.stopping}")
-    return Condition("paused", paused) if (paused := _paused(state)) else Condition("running")
+    remedy = "; after fixing the cause: grpo replay requeue --all, then grpo resume" if state.failing else ""
+    return Condition("paused", paused + remedy) if (paused := _paused(state)) else Condition("running")
 
 
 def _paused(state: RunState | None) -> str:

@@ -150,6 +150,10 @@ and hands their tickets back. Dataprep and trainer pause between two turns or st
 """
 
 
+FAILING = "grpo: prompts keep failing: "
+"""How the reason of a pause begins that dataprep requests itself, because one prompt after another fails."""
+
+
 @dataclass(frozen=True)
 class RunState:
     """The run's hash. Steps and versions start at -1: nothing yet."""
@@ -198,6 +202,12 @@ class RunState:
     def ended(self) -> bool:
         """Return whether no more work should be started."""
         return bool(self.stopping or self.finished)
+
+    @property
+    def failing(self) -> str:
+        """Return why dataprep paused itself, because one prompt after another failed; empty: it did not."""
+        why = self.paused.get("dataprep", "")
+        return why.removeprefix(FAILING) if why.startswith(FAILING) else ""
 
 
 _NUMBERS = (

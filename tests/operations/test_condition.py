@@ -16,6 +16,8 @@ STATE = RunState(4, 16, 3, 40, -1, -1, -1, -1, "dataprep-0", {}, "", "", "data",
 NOW = time.time()
 LUNCH = {"paused": {"trainer": "ada: lunch"}, "paused_since": {"trainer": NOW}}
 DRAIN = {"generator": "drain"}
+FAILING = {"paused": {"dataprep": "grpo: prompts keep failing: 16 in a row"}}
+REMEDY = "; after fixing the cause: grpo replay requeue --all, then grpo resume"
 ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
 
 
@@ -26,6 +28,7 @@ ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
         (LUNCH, True, None, "paused", f"trainer by ada: lunch, since {moment(NOW)}"),
         ({"paused": ALL}, True, None, "paused", "all services by ada: lunch"),
         ({"paused": ALL, "pause_modes": DRAIN}, True, None, "paused", "dataprep, generator (drain), trainer by ada: lunch"),
+        (FAILING, True, None, "paused", f"dataprep by grpo: prompts keep failing: 16 in a row{REMEDY}"),
         ({"stopping": "ada: enough"}, True, None, "running", "ending after this step: ada: enough"),
         ({"restore": 20, **LUNCH}, True, None, "running", "restoring the checkpoint of step 20"),
         ({"finished": "trained 4 of 4 steps"}, False, None, "finished", "trained 4 of 4 steps"),

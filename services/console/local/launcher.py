@@ -35,6 +35,10 @@ TICK_S = 0.1
 OWN_END_S = 25.0  # time for services to exit on their own once the run has finished
 WAIT_TOLD_S = 3.0  # a longer wait for them is reported; most exit sooner
 REDIS_ATTEMPTS = 5
+FAILING_REMEDY = (
+    "fix the cause and rerun the same command, which has them generated again (after the first step, changed code of a reward or "
+    "an environment needs grpo fork)"
+)
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,7 @@ class Launcher:
                 self._keep_redis()
                 for child in list(self.children):
                     self._keep(child)
-                if self._outcome is None and self.observer.last.finished:
-                    self._outcome = LaunchOutcome("finished", self.observer.last.finished, EXIT_OK)
+                self._outcome = self._outcome or self._over()
             await self._end(self._outcome, polling)
         finally:
             for child in self.children:
@@ -102,6 +105,15 @@ class Launcher:
         for poll in await self.observer.poll_to_end():
             self._take_in(poll)
         return self._outcome
+
+    def _over(self) -> LaunchOutcome | None:
+        """Return how the run ends if it has finished, or has paused itself because one prompt after another fails."""
+        if finished := self.observer.last.finished:
+            return LaunchOutcome("finished", finished, EXIT_OK)
+        state = self.observer.last.state
+        if state is not None and state.failing:
+            return LaunchOutcome("failed", f"prompts keep failing: {printable(state.failing)}; {FAILING_REMEDY}", EXIT_FAILED)
+        return None
 
     async def _tick(self, polling: asyncio.Task[None]) -> None:
         await asyncio.wait([polling], timeout=TICK_S)

@@ -53,7 +53,7 @@ from services.console.start.checked import (
 )
 from services.console.start.interrupts import Interrupts
 from services.console.start.names import claim_name
-from services.console.start.resumption import again, next_step
+from services.console.start.resumption import again, next_step, requeue_failed
 from services.http.credentials import api_tokens, redis_password
 from services.operations.condition import Condition
 from services.operations.observe import Observer
@@ -211,6 +211,8 @@ class _Job:
     async def _see_through(self, store: Store, mirror: Mirror, evaluations: Mirror) -> int:
         began = time.monotonic()
         await store.run.resumed("")
+        if failed := await requeue_failed(store, self.restore):
+            print(f"{failed} prompts that failed are generated again", flush=True)
         if self.restore is not None:
             await store.run.request_restore(self.restore)
         observer = Observer(store, self.config.fleet.ttl_s)

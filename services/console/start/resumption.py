@@ -8,6 +8,7 @@ from services.config import RunConfig
 from services.config.reading.secrets import holds_secret
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.folder import RunFolder
+from services.operations.inspection.deadletters import requeue
 from services.runtime.checkpoints import CheckpointFolder
 from services.store import RunState, Store
 from services.store.connection.client import Login
@@ -43,6 +44,20 @@ def _trained(state: RunState | None, folder: RunFolder) -> int:
     if named.isdigit() and int(named) in steps:
         return int(named) + 1
     return max(steps, default=-1) + 1
+
+
+async def requeue_failed(store: Store, restore: int | None) -> int:
+    """Resume a run that paused itself because prompts kept failing, and requeue what failed. Return how many prompts.
+
+    A run that is restored to a checkpoint (`restore`) goes back to before they failed, or issues them again.
+    """
+    state = await store.run.state()
+    if state is None or not state.failing:
+        return 0
+    restored = restore is not None or max(state.restore, state.restoring) >= 0
+    count = 0 if restored or state.ended else len((await requeue(store)).requeued)
+    await store.run.resume("dataprep")
+    return count
 
 
 def again(argv: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from msgspec.structs import astuple
 
 from services.protocol.messages import PROTOCOL_VERSION
 from services.store.calls.facet import Facet, token
-from services.store.records import PauseMode, RunState, TableRules, read_state
+from services.store.records import FAILING, PauseMode, RunState, TableRules, read_state
 
 
 class Runs(Facet):
@@ -58,6 +58,15 @@ class Runs(Facet):
     async def resume(self, role: str) -> None:
         """Request that pods of the role resume."""
         await self._desire(f"paused:{role}", "")
+
+    async def pause_failing(self, why: str) -> None:
+        """Request that dataprep pauses until resumed, because one prompt after another fails (`RunState.failing`)."""
+        await self.pause("dataprep", FAILING + why)
+
+    async def failed(self) -> int:
+        """Return how many tickets have failed for good and are not requeued, of the whole run."""
+        (count,) = await self._redis.send(("HGET", self._keys.ledger, "failed"))
+        return int(count or 0)
 
     async def request_restore(self, step: int | None) -> None:
         """Request that the run, ended or not, is restored to the checkpoint of `step`: its trainer restarts and does it.

@@ -1,0 +1,45 @@
+"""Pauses dataprep when one prompt after another fails, so that a broken reward or environment does not use up the prompts.
+
+Guarantees: a prompt that is generated and scored starts the count again, whatever becomes of its group; so does a new leader.
+The pause is requested once, and names the last failure. The prompts stay in the dead letters, from which they can be requeued.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from services.config import RunConfig
+from services.runtime.processes.causes import one_line
+from services.store import Store
+
+log = structlog.get_logger()
+
+LEAST = 16  # in a run with few slots: with one prompt in four that fails by itself, this takes four thousand million prompts
+
+
+class Failures:
+    """Counts the prompts that failed since the last one that did not."""
+
+    def __init__(self, store: Store, config: RunConfig) -> None:
+        """With as many in a row as the run has slots, none of the prompts in progress was generated."""
+        self._store = store
+        self._limit = max(LEAST, config.slots)
+        self._before: int | None = None  # how many had failed at the last success; None: as many as there are now
+
+    def succeeded(self) -> None:
+        """Note that a group was generated and scored."""
+        self._before = None
+
+    async def pause(self) -> bool:
+        """Pause dataprep if too many failed in a row, and return whether it was."""
+        failed = await self._store.run.failed()
+        self._before = failed if self._before is None else min(self._before, failed)  # they can be requeued
+        in_a_row = failed - self._before
+        if in_a_row < self._limit:
+            return False
+        newest = await self._store.dead_letters.page(1)
+        reason = one_line(newest[0].reason) if newest else ""
+        log.error("pausing, because one prompt after another fails", failed=in_a_row, reason=reason)
+        self._before = None
+        await self._store.run.pause_failing(f"{in_a_row} in a row, the last one with: {reason}")
+        return True
