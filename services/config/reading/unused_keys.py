@@ -21,14 +21,26 @@ Rules = Iterator[tuple[str, str, str]]
 
 
 def unused_keys(config: RunConfig) -> Iterator[str]:
-    """Describe every key that is set without effect: key, value and remedy. The command line cannot remove a key of the file but
-    can set it to its default, so the remedy names both."""
+    """Describe every key that is set without effect: key, value and remedy; those of one reason together. The command line cannot
+    remove a key of the file but can set it to its default, so the remedy names both."""
+    found: dict[tuple[str, str], list[tuple[str, Any, Any]]] = {}
     for rules in (_prompts, _admission, _filters, _replay, _loss, _training, _sync, _evaluation, _surroundings):
         for key, why, cure in rules(config):
             value, default = _value_and_default(config, key)
             if value != default:
-                remedy = f"remove it, or set it to its default, {_shown(default)}"
-                yield f"{key} = {_shown(value)} has no effect {why}: {f'{cure}, or ' * bool(cure)}{remedy}"
+                found.setdefault((why, cure), []).append((key, value, default))
+    for (why, cure), keys in found.items():
+        named = _joined([f"{key} = {_shown(value)}" for key, value, _ in keys])
+        defaults = _joined([_shown(default) for _, _, default in keys])
+        if len(keys) == 1:
+            has, remedy = "has", f"remove it, or set it to its default, {defaults}"
+        else:
+            has, remedy = "have", f"remove them, or set them to their defaults, {defaults}"
+        yield f"{named} {has} no effect {why}: {f'{cure}, or ' * bool(cure)}{remedy}"
+
+
+def _joined(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
 
 
 def _value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
