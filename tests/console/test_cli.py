@@ -191,6 +191,40 @@ def test_help_states_one_default_wait(capsys: pytest.CaptureFixture[str], comman
 LONG_NAME = "z-release-with-a-name-of-forty-characters-dataprep-7f9c5d8b6d-x2x4z"
 
 
+def test_commands_on_a_finished_or_stopped_run_say_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    monkeypatch.setenv(PLAIN, "1")
+    config = small_config(tmp_path, None, "fleet.ttl_s=600")
+    folder = RunFolder.of(config)
+    folder.write(config)
+    server = start_server(folder.redis, "everysec", folder.path.name)
+    asyncio.run(begin(folder, server))
+    server.stop()
+    refusal = "error: run small is stopped: it has no generators\n"
+    assert grpo(capsys, "drain", "generator-0", folder.path) == (2, "", refusal)
+    server.start()
+    asyncio.run(finish(folder, server))
+    server.stop()
+    finished = "run small: it has already finished: trained 4 of 4 steps"
+    for words in (["pause"], ["resume"]):
+        code, text, errors = grpo(capsys, *words, folder.path)
+        assert (code, text, errors) == (2, "", f"error: {finished}; to continue it, raise run.steps and start it again\n")
+    assert grpo(capsys, "stop", folder.path, "--yes")[2] == f"error: {finished}\n"
+    assert "has already finished" in grpo(capsys, "scale", "2", folder.path)[2]
+    assert "without a checkpoint of step 0: its trainer has exited" in grpo(capsys, "checkpoint", folder.path)[2]
+    assert grpo(capsys, "drain", "generator-0", folder.path)[2] == "error: run small is finished: it has no generators\n"
+
+
+async def finish(folder: RunFolder, server: RedisServer) -> None:
+    """End a run, as its trainer would."""
+    store = await Store.connect(server.url, load_resolved(folder.config).run.name, server.password)
+    await store.run.finish("trained 4 of 4 steps")
+    await store.close()
+
+
 async def begin(folder: RunFolder, server: RedisServer) -> None:
     """Create a run with one pod and one step, as its services would."""
     config = load_resolved(folder.config)

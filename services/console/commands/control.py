@@ -116,6 +116,7 @@ async def pause(target: Target, role: str, mode: PauseMode, why: str, wait_s: fl
     """Pause roles until they are resumed."""
     roles = roles_of(role, mode)
     async with reach(target) as run:
+        refuse_finished(run.state)
         left = await run.control.pause(roles, mode, why or "grpo pause", who(), wait_s)
     return concluded(target, f"{run.prefix}{', '.join(roles)} paused{run.later}", left, wait_s)
 
@@ -124,6 +125,7 @@ async def resume(target: Target, role: str, wait_s: float) -> int:
     """Resume roles."""
     roles = roles_of(role)
     async with reach(target) as run:
+        refuse_finished(run.state)
         left = await run.control.resume(roles, wait_s)
     return concluded(target, f"{run.prefix}{', '.join(roles)} resumed{run.later}", left, wait_s)
 
@@ -131,8 +133,7 @@ async def resume(target: Target, role: str, wait_s: float) -> int:
 async def stop(target: Target, why: str, wait_s: float, ask: Callable[[str], None]) -> int:
     """End a run early. `ask` ends the command if the answer to a question is no."""
     async with reach(target) as run:
-        if run.state is not None and run.state.finished:
-            raise Refused(f"it has already finished: {run.state.finished}")
+        refuse_finished(run.state, "")
         ask(f"End {run.named} permanently? To resume it later, press Ctrl-C in grpo run instead.")
         left = await run.control.stop(why or "grpo stop", who(), wait_s)
     return concluded(
@@ -170,6 +171,9 @@ async def restore(target: Target, step: int, wait_s: float) -> int:
 async def drain(target: Target, pod: str, wait_s: float) -> int:
     """Drain a generator, found by its name in the fleet: it finishes its work, leaves the fleet and exits."""
     async with attach(target.run, target.redis_url) as attached:
+        state = await existing(attached)
+        if not attached.runs:
+            raise ConsoleError(f"run {attached.name} is {attached.condition(state).word}: it has no generators", EXIT_CONFIG)
         members = await attached.store.fleet.members(attached.ttl_s)
     pods = {status.name: status for status in members if status.kind == "generator"}
     if pod not in pods:
@@ -191,6 +195,12 @@ async def requeue(target: Target, ids: Sequence[str], everything: bool, reason: 
         )
     async with reach(target) as run:
         return await run.control.requeue(ids or None, reason), run
+
+
+def refuse_finished(state: RunState | None, remedy: str = "; to continue it, raise run.steps and start it again") -> None:
+    """Raise `Refused` if the run has finished: nothing is left that this could apply to."""
+    if state is not None and state.finished:
+        raise Refused(f"it has already finished: {state.finished}{remedy}")
 
 
 def who() -> str:
