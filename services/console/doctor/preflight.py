@@ -24,6 +24,8 @@ from services.console.local.lock import holder
 Check = Callable[[RunConfig], list[Finding]]
 CheckAgain = Callable[[RunConfig, RunConfig], list[Finding]]
 """Checks a run that has been started: its configuration now, and the one in its folder."""
+LOSS = "loss"
+"""What notes about the effective loss are about."""
 Look = tuple[str, Callable[[], Iterable[Finding]]]
 
 
@@ -36,7 +38,7 @@ def preflight(
         ("packages", lambda: packages(config)),
         *_machine(config, gpus, own),
         ("secrets", lambda: secrets.secrets(config, environ, own)),
-        ("loss", lambda: (note("loss", sentence) for sentence in loss_in_words(config))),
+        (LOSS, lambda: (note(LOSS, sentence) for sentence in loss_in_words(config))),
     ]
     slow: list[Look] = [("functions", lambda: functions.functions(config))]
     if there("tokenizers") and there("jinja2"):

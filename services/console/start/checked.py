@@ -11,11 +11,12 @@ from services.config import ConfigError, RunConfig
 from services.config.load import load_with_places
 from services.config.reading.places import KeyPlaces
 from services.console.doctor import Finding
-from services.console.doctor.preflight import Check, CheckAgain, faults_of
+from services.console.doctor.preflight import LOSS, Check, CheckAgain, faults_of
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.code import with_kept_code
 from services.console.local.folder import RunFolder, check_redis
 from services.console.options import confirm
+from services.console.printable import printable
 from services.operations.inspection.checkpoints import restorable
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointError, CheckpointFolder
@@ -54,7 +55,7 @@ def checked(options: Options, check: Check, again: CheckAgain) -> tuple[RunConfi
     """Load the configuration and check everything that the run needs. Return it, and where its keys are set.
 
     A run that has begun resumes with the data and functions that it began with, which its services compare: `again` checks the
-    rest. Raises `ConfigError` with all faults.
+    rest. Prints what is worth knowing. Raises `ConfigError` with all faults.
     """
 
     def begun(config: RunConfig) -> RunConfig | None:
@@ -69,6 +70,9 @@ def checked(options: Options, check: Check, again: CheckAgain) -> tuple[RunConfi
     faults = [one.line for one in found if one.state == "fault"]
     if faults or loaded is None:
         raise ConfigError(*faults)
+    for one in found:
+        if one.state == "note" and one.what != LOSS:  # which is described once the run is about to start
+            print(f"note: {printable(one.line)}", flush=True)
     return loaded
 
 

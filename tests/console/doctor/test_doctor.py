@@ -167,6 +167,17 @@ def test_missing_model_and_data_are_problems(tmp_path: Path, config: RunConfig, 
     assert only(secrets.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"
 
 
+def test_a_missing_token_stops_pods_but_not_grpo_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPO_API_TOKEN", raising=False)
+    config = small_config(tmp_path, None, "api.token_file=")
+    assert not [one for one in secrets.secrets(config, {}, own=True) if one.what == "API tokens"]
+    found = list(secrets.secrets(config, {}, own=False))
+    assert only(found, "API tokens").state == "note", "redis.url is set, and the run is started on this machine"
+    assert "grpo run creates them" in only(found, "API tokens").detail
+    pod = list(secrets.secrets(config, {"GRPO_CONFIG": "/etc/grpo/config.toml"}, own=False))
+    assert (only(pod, "secrets").state, "no API token" in only(pod, "secrets").detail) == ("fault", True)
+
+
 @pytest.mark.parametrize(
     ("overrides", "package", "key", "extra"),
     [

@@ -11,9 +11,10 @@ import typer
 
 from services.config import RunConfig, digest
 from services.console import options as shared
+from services.console.doctor import note, ok
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import start_server
-from services.console.start.checked import Options, fresh_or_asked
+from services.console.start.checked import Options, checked, fresh_or_asked
 from services.console.start.resumption import again
 from services.store import Store
 from tests.support.console import config_file, grpo, steps
@@ -96,6 +97,14 @@ def test_a_resumed_run_is_neither_replaced_nor_asked_about(tmp_path: Path, termi
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 9})})
     assert fresh_or_asked(Options(FILE), other, run, lambda: 0).fresh
     assert terminal == []
+
+
+def test_notes_are_shown_when_a_run_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        ok("model", "a small one"), note("loss", "said later"), note("evaluation source test", "2 of its 9 prompts", "remove them"),
+    ]  # fmt: skip
+    checked(Options(config_file(tmp_path)), lambda _: found, lambda _, __: [])
+    assert capsys.readouterr().out == "note: evaluation source test: 2 of its 9 prompts: remove them\n"
 
 
 def test_json_goes_to_stdout_and_everything_else_to_stderr(tmp_path: Path) -> None:
