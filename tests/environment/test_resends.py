@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ import httpx2
 import pytest
 
 from services.environment.door import resends
+from services.environment.door.app import make_door
 from tests.environment.support.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.support.templates import FAMILIES
+from tests.support.harness import wait_until
 from tests.support.lazily import Lazily
 
 anthropic = Lazily("anthropic")
@@ -141,3 +144,15 @@ def test_turns_kept_for_resends_are_bounded(url: str, rollout: ScriptedRollout, 
         rollout.broken = True
         assert client.post(f"{url}/v1/chat/completions", json=ASK).status_code == 503
     assert len(rollout.asked._turns) == 3  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_request_under_way_when_its_rollout_ends_is_refused(rollout: ScriptedRollout):
+    """The server would log a cancelled request with a traceback."""
+    rollout.answers.clear()
+    door = httpx.ASGITransport(make_door(ScriptedRollouts({"key": rollout})))
+    async with httpx.AsyncClient(transport=door, base_url="http://door", headers={"authorization": "Bearer key"}) as client:
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=ASK))
+        await wait_until(rollout.begun.is_set)
+        await rollout.asked.close()
+        reply = await asking
+    assert (reply.status_code, reply.json()["error"]["message"]) == (410, "the rollout has ended")

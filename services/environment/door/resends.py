@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.environment.door.turns import TurnReply
+from services.environment.door.turns import RolloutOver, TurnReply
 
 RETRIES = "x-stainless-retry-count"
 """Header in which both SDKs count how often a request was resent."""
@@ -65,9 +65,14 @@ class AskedTurns:
         return asked
 
     async def reply(self, asked: AskedTurn) -> TurnReply:
-        """Return the reply of a turn. Raises what the turn raises."""
+        """Return the reply of a turn. Raises what the turn raises, and `RolloutOver` if the rollout ends first."""
         gone = asked.gone
-        reply = await asyncio.shield(asked.turn)
+        try:
+            reply = await asyncio.shield(asked.turn)
+        except asyncio.CancelledError:
+            if asked.turn.cancelled():  # by `close`; the server would log a cancelled request with a traceback
+                raise RolloutOver("the rollout has ended") from None
+            raise
         if asked.gone is gone:  # nobody has asked for it again
             asked.unread = await gone()
         return reply
