@@ -36,7 +36,7 @@ class Poll:
     members: list[Member] = field(default_factory=list[Member])
     records: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # metrics recorded since the last poll
     evaluations: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # rounds completed since the last poll
-    dead_letters: int = 0
+    failed: int = 0  # prompts that failed for good
     last_failure: str = ""  # reason of the newest dead letter
 
     @property
@@ -68,7 +68,7 @@ class Observer:
                 members = await fleet(self.store, self._ttl_s)
                 entries = await self.store.monitor.metrics(self._after, BATCH)
                 rounds = await self.store.evaluation.records(self._evaluated, BATCH)
-                dead, failure = await self._dead_letters()
+                failed, failure = await self._failures()
         except (StoreError, OSError, TimeoutError) as error:
             self.fault = str(error) or "no response"
             return None
@@ -78,14 +78,14 @@ class Observer:
         if rounds:
             self._evaluated = rounds[-1][0]
         self.last = Poll(
-            begun, state, members, [record for _, record in entries], [record for _, record in rounds], dead, failure
+            begun, state, members, [record for _, record in entries], [record for _, record in rounds], failed, failure
         )  # fmt: skip
         return self.last
 
-    async def _dead_letters(self) -> tuple[int, str]:
-        """Return how many dead letters there are, and why the newest one failed; it is read only when their number changes."""
-        count = await self.store.dead_letters.count()
-        if count == self.last.dead_letters:
+    async def _failures(self) -> tuple[int, str]:
+        """Return how many prompts failed for good, and why the newest one did; it is read only when their number changes."""
+        count = await self.store.run.failed()
+        if count == self.last.failed:
             return count, self.last.last_failure
         newest = await self.store.dead_letters.page(1)
         return count, newest[0].reason if newest else ""

@@ -31,7 +31,7 @@ async def _status(run: str, redis_url: str, as_json: bool) -> int:
         state = await existing(attached)
         members = await fleet(attached.store, attached.ttl_s)
         last = await attached.store.monitor.last_record()
-        dead_letters = await attached.store.dead_letters.count()
+        dead_letters, failed = await attached.store.dead_letters.count(), await attached.store.run.failed()
         evaluation, evaluated = (
             await attached.store.evaluation.state(attached.ttl_s),
             await attached.store.evaluation.last_record(),
@@ -45,12 +45,13 @@ async def _status(run: str, redis_url: str, as_json: bool) -> int:
                 "state": vars(state),
                 "pods": pods,
                 "last_step": last,
-                "dead_letters": dead_letters,
+                "dead_letters": dead_letters,  # as many as are kept
+                "failed": failed,
                 "evaluation": {**msgspec.to_builtins(evaluation), "last": evaluated},
             }
         )
     else:
-        _show(attached, state, members, last, dead_letters)
+        _show(attached, state, members, last, failed)
         _show_evaluation(evaluation, evaluated)
     return EXIT_OK
 
@@ -68,7 +69,7 @@ async def audit(run: str, redis_url: str, as_json: bool) -> int:
 
 
 def _show(
-    attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float], dead_letters: int
+    attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float], failed: int
 ) -> None:  # fmt: skip
     from services.console.display.fleet import COLOURS, fleet_table, waiting_lines
     from services.operations import figures
@@ -85,8 +86,8 @@ def _show(
     lines.append(Styled(_generators(state, members, wanted)))
     if state.checkpoint_failed:
         lines.append(cell(f"checkpoint not written: {state.checkpoint_failed}", "yellow"))
-    if dead_letters:
-        lines.append(Styled(figures.prompts_failed(dead_letters), "yellow"))
+    if failed:
+        lines.append(Styled(figures.prompts_failed(failed), "yellow"))
     if last:
         lines.append(Styled(figures.step_line(last, state.steps, None)))
     show(*lines, fleet_table(members, {}) if members else Styled("no pods"))

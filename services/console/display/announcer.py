@@ -32,7 +32,7 @@ class Announcer:
         self._display, self._note = display, note
         self._condition: Condition | None = None
         self._resumed = last_resumed
-        self._dead_letters = 0  # when they were last reported
+        self._failed = 0  # when they were last reported
         self._begun: dict[str, float] = {}  # pod -> monotonic time of its last start, for those this console started
         self._phases: dict[str, str] = {}  # pod -> its phase while it loads
         self._working: set[str] = set()  # pods that work
@@ -62,14 +62,14 @@ class Announcer:
         if resumed not in ("", self._resumed):
             self._display.event(f"trainer: {resumed}")
         self._resumed = resumed
-        self._count_failed(poll.dead_letters, poll.last_failure)
+        self._count_failed(poll.failed, poll.last_failure)
         self._load(poll)
 
     def _count_failed(self, count: int, reason: str) -> None:
-        """Report the first dead letter, and again whenever their number has doubled."""
-        self._dead_letters = min(self._dead_letters, count)  # they can be requeued
-        if count >= max(1, 2 * self._dead_letters):
-            self._dead_letters = count
+        """Report the first prompt that failed, and again whenever their number has doubled."""
+        self._failed = min(self._failed, count)  # they can be requeued
+        if count >= max(1, 2 * self._failed):
+            self._failed = count
             self._display.event(f"{prompts_failed(count)}: {printable(one_line(reason))}")
 
     def _load(self, poll: Poll) -> None:

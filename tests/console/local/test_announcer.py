@@ -59,7 +59,7 @@ def test_failed_prompts_are_reported_first_at_once_and_then_whenever_their_numbe
     told = Told()
     announcer = Announcer(told, lambda _: None)
     for count in (0, 1, 1, 2, 3, 5, 0, 1):
-        announcer.announce(Poll(1.0, STATE, dead_letters=count, last_failure=f"reason {count}"))
+        announcer.announce(Poll(1.0, STATE, failed=count, last_failure=f"reason {count}"))
     assert [event.split()[0] for event in told.events] == ["1", "2", "5", "1"]
     assert told.events[0] == "1 prompt failed and will not be trained on (see grpo inspect deadletter): reason 1"
 

@@ -14,6 +14,7 @@ from services.console.local.summary import Audited, in_words, summarise
 from services.operations import figures
 from services.operations.observe import BATCH, Observer
 from services.store import RunState, Store
+from tests.support import flow
 from tests.support.harness import small_config
 
 STATE = RunState(4, 16, 3, 40, 3, 3, 2, -1, "dataprep-0", {}, "", "", "data", "config")
@@ -98,14 +99,17 @@ def test_a_restore_removes_evaluations_of_undone_steps(tmp_path: Path) -> None:
     rounds.close()
 
 
-async def test_an_observer_counts_dead_letters_with_the_last_reason(store: Store) -> None:
+async def test_an_observer_counts_failed_prompts_like_the_summary(store: Store) -> None:
     observer = Observer(store, ttl_s=5.0)
     await observer.poll()
-    assert observer.last.dead_letters == 0
-    for reason in ("first", "second"):
-        await store.client.xadd(store.keys.deadletter, {"reason": reason})
+    assert observer.last.failed == 0
+    await store.client.xadd(store.keys.deadletter, {"reason": "a header that belongs to no ticket"})
+    team = await flow.start(store)
+    await flow.issue(store, team, 2)
+    for claim, reason in zip(await flow.claim(store, "generator-0", 2), ("first", "second"), strict=True):
+        assert await store.tickets.fail("generator-0", claim, reason, 1)
     await observer.poll()
-    assert (observer.last.dead_letters, observer.last.last_failure) == (2, "second")
+    assert (observer.last.failed, observer.last.last_failure) == (2, "second")
 
 
 def test_a_summary_says_how_many_prompts_failed(tmp_path: Path) -> None:
