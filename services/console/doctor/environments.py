@@ -101,7 +101,10 @@ async def _rollout(config: RunConfig, tried: EnvironmentConfig, process: Program
 def _remedy(environment: EnvironmentConfig) -> str:
     remedy = "fix this error"
     if drives_itself(environment):
-        remedy += " or, if it is about the reply, which was the row's answer, return a low reward instead"
+        remedy += (
+            "; the policy replied in plain text, with the row's answer and without a tool call, as models do, too: if the error "
+            "is about that, return a low reward instead of raising"
+        )
     return remedy + OWN_FOLDER * (environment.kind == "agent" and bool(environment.command))
 
 

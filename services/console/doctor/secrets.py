@@ -23,7 +23,7 @@ def secrets(config: RunConfig, environ: Mapping[str, str], own: bool) -> Iterato
     def needed() -> None:
         if config.api.certificate_file:
             load_certificate(config.api)
-        if config.api.token_file or not own and (given or CONFIG_ENV in environ):
+        if config.api.token_file or (not own and (given or CONFIG_ENV in environ)):
             api_tokens(config)
 
     faults = list[Finding]()
