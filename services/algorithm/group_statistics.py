@@ -19,6 +19,8 @@ from services.protocol.messages import Header
 
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
 """Bins of a group's solve rate in percent: none, above 0 up to 25, …, above 75 and below 100, all."""
+DAMAGED = "damaged/train/groups"
+"""Metric of a step: number of groups it lost."""
 _UP_TO = (0.0, 0.25, 0.5, 0.75)
 CONSTANT: tuple[str, ...] = ("zero", "solved", "nonzero")
 """Kinds of groups whose completions all have the same reward: all 0, all solved, all equal otherwise."""

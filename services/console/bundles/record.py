@@ -23,6 +23,7 @@ import numpy as np
 from services.config import RunConfig, to_toml
 from services.console.attach import Attached, attach, existing
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
+from services.console.local.changes import earlier
 from services.console.printable import print_json, printable
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
@@ -76,6 +77,7 @@ async def record(run: str, step: int, redis_url: str, out: Path | None, weights:
     bundle = Bundle(
         run=name, step=step, recorded_s=time.time(), dataset=state.dataset, config=to_toml(config), versions=versions,
         origin=_origin(before), steps=steps, groups=groups, model=_model(config),
+        earlier=earlier(attached.folder.changes, "filters."),
         weights=json.loads(_weights("digests", after.folder / TRAINER)) if after else {},
     )  # fmt: skip
     path = out or Path(f"{name}-step-{step:08d}.bundle")

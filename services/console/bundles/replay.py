@@ -87,7 +87,7 @@ async def _collect(
 async def _stage(
     file: BundleFile, config: RunConfig, stage: Stage, run_code: bool, save: Path | None, against: Path | None
 ) -> AsyncIterator[Compared | str]:
-    found: Iterable[Compared]
+    found: Iterable[Compared | str]
     match stage:
         case "score":
             async for one in stages.score(file.bundle, config, run_code):

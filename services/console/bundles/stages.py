@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from services.algorithm import advantages, row_statistics
+from services.algorithm.group_statistics import DAMAGED
 from services.config import RunConfig
 from services.config.verifiers import named
 from services.dataprep.planning.plan import plan_step
@@ -30,6 +31,8 @@ from services.verifiers.scoring import Scoring
 
 CONFINED = ("math", "exact", "regex", "reasoning_gym", "length")
 """Kinds of verifier that run none of the bundle's code and ask no service."""
+ZERO_STD = "filters.zero_std"
+"""The key that may change when a run is resumed and decides whether a group is inserted."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,23 @@ def _job(header: Header, payload: Payload, group: RecordedGroup, tokenizer: Any)
     return Job(header.source, texts, group.answer or "", group.row, finish, tokens)
 
 
-def settled(bundle: Bundle, config: RunConfig) -> Iterator[Compared]:
-    """Settle every group again: it was inserted, and its completions had these advantages."""
-    headers = headers_of(bundle)
+def settled(bundle: Bundle, config: RunConfig) -> Iterator[Compared | str]:
+    """Settle every group again: it was inserted, and its completions had these advantages.
+
+    A group that was settled before filters were changed for a resumed run may have been inserted by the earlier ones.
+    """
+    headers, others = headers_of(bundle), [_filtering(config, value) for value in bundle.earlier.get(ZERO_STD, ())]
     for step in bundle.steps:
         plan, samples = codec.decode(step.plan, StepPlan), dict[str, list[Sample]]()
         for sample in _samples(step.ranks):
             samples.setdefault(sample.payload, []).append(sample)
         for header in (headers[name] for name in samples):
-            again = settle(HeaderEntry("0-0", header.ticket, header.payload, b"", header), plan.step, config)
-            yield Compared(f"outcome of group {header.ticket} at step {plan.step}", "insert", again.action)
+            item = HeaderEntry("0-0", header.ticket, header.payload, b"", header)
+            again = settle(item, plan.step, config)
+            if again.action != "insert" and any(settle(item, plan.step, other).action == "insert" for other in others):
+                yield f"outcome of group {header.ticket}: left out, {ZERO_STD} had another value before the run was resumed"
+            else:
+                yield Compared(f"outcome of group {header.ticket} at step {plan.step}", "insert", again.action)
             given = advantages.advantages(header.rewards, config.advantage.kind)
             for sample in samples[header.payload]:
                 rollout = sample.response[1]
@@ -124,11 +134,22 @@ def settled(bundle: Bundle, config: RunConfig) -> Iterator[Compared]:
                 yield Compared(f"advantage of group {header.ticket}, completion {rollout}", sample.advantage, now)
 
 
-def packed(bundle: Bundle, config: RunConfig) -> Iterator[Compared]:
-    """Plan every step again from its groups and their importance weights, for rows of the length that it was planned for."""
+def _filtering(config: RunConfig, zero_std: bool) -> RunConfig:
+    return config.model_copy(update={"filters": config.filters.model_copy(update={"zero_std": zero_std})})
+
+
+def packed(bundle: Bundle, config: RunConfig) -> Iterator[Compared | str]:
+    """Plan every step again from its groups and their importance weights, for rows of the length that it was planned for.
+
+    A step that lost damaged groups keeps the places of the others, which depend on those that are lost.
+    """
     headers, layout = headers_of(bundle), layout_of(config)
     for step in bundle.steps:
         plan, ranks = codec.decode(step.plan, StepPlan), [codec.decode(rank, RankPlan) for rank in step.ranks]
+        if lost := int(plan.stats.get(DAMAGED, 0)):
+            groups_lost = f"{lost} damaged group{'s' * (lost > 1)} after it was planned"
+            yield f"step {plan.step}: left out, it lost {groups_lost}, without which it cannot be planned again"
+            continue
         weights = {sample.payload: sample.weight for sample in _samples(step.ranks)}
         by_group = {header.ticket: header for name, header in headers.items() if name in weights}
         chosen = [by_group[name] for name in plan.groups]

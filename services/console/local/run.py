@@ -224,7 +224,10 @@ class _Job:
         if await store.run.set_steps(self.config.run.steps):
             await observer.poll_to_end()
         if how := observer.last.finished:
-            print(f"run {self.config.run.name} has already finished ({how}); raise run.steps to continue it, or use --fresh to start over", flush=True)
+            print(
+                f"run {self.config.run.name} has already finished ({how}); raise run.steps to continue it, or give --fresh",
+                flush=True,
+            )
             if before.get("status") == "finished":
                 return EXIT_OK
             outcome, restarts = LaunchOutcome("finished", how, EXIT_OK), {}

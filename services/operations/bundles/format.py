@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -88,6 +88,8 @@ class Bundle(msgspec.Struct, frozen=True):
     """Files of the model's folder."""
     files: dict[str, FileRecord] = {}
     """Files in the bundle by name, in order."""
+    earlier: dict[str, list[Any]] = {}
+    """Key of `[filters]` -> the values that it had before it was changed for a resumed run."""
 
 
 @dataclass(frozen=True)

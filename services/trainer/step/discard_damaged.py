@@ -17,6 +17,7 @@ import structlog
 from msgspec.structs import replace
 
 from services.algorithm import group_statistics, row_statistics
+from services.algorithm.group_statistics import DAMAGED
 from services.config import RunConfig
 from services.config.loss import Loss
 from services.protocol.errors import Damaged, OutOfOrder, StoreError
@@ -25,9 +26,6 @@ from services.store import BufferedGroup, Store
 from services.trainer.step.priorities import group_of
 
 log = structlog.get_logger()
-
-DAMAGED = "damaged/train/groups"
-"""Metric of a step: number of groups it lost."""
 
 
 async def discard_damaged(store: Store, fence: int, first: int, damaged: Damaged, config: RunConfig) -> int:

@@ -100,9 +100,8 @@ def test_a_resumed_run_is_neither_replaced_nor_asked_about(tmp_path: Path, termi
 
 
 def test_notes_are_shown_when_a_run_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [
-        ok("model", "a small one"), note("loss", "said later"), note("evaluation source test", "2 of its 9 prompts", "remove them"),
-    ]  # fmt: skip
+    known = note("evaluation source test", "2 of its 9 prompts", "remove them")
+    found = [ok("model", "a small one"), note("loss", "said later"), known]
     checked(Options(config_file(tmp_path)), lambda _: found, lambda _, __: [])
     assert capsys.readouterr().out == "note: evaluation source test: 2 of its 9 prompts: remove them\n"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from services.algorithm.group_statistics import DAMAGED
 from services.config.loss import Loss
 from services.console.local.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
@@ -17,7 +18,7 @@ from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
 from services.store import Store
 from services.store.records import TableRules
-from services.trainer.step.discard_damaged import DAMAGED, discard_damaged, without
+from services.trainer.step.discard_damaged import discard_damaged, without
 from tests.repeats.repeater import Journal, Repeater
 from tests.support import flow
 from tests.support.models.tiny_model import make_config
