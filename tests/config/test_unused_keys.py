@@ -77,7 +77,9 @@ def test_a_missing_interval_of_evaluation_is_one_fault_that_names_all_its_keys(t
     for key, value in (values | {"sources": "[{'", "temperature": "7.0"}).items():
         assert f"evaluation.{key} = {value}" in str(caught.value)
     assert len(caught.value.faults) == 1
-    assert "have no effect with evaluation.every_steps = 0: set evaluation.every_steps, or remove them, or set" in str(caught.value)
+    assert "have no effect with evaluation.every_steps = 0: set evaluation.every_steps, or remove them, or set" in str(
+        caught.value
+    )
 
 
 def test_a_default_without_effect_is_not_an_error(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ STATE_BYTES = 12  # a parameter's float32 master copy and two moments, which che
 ACCUMULATED_BYTES = 4  # a parameter's gradient, in float32
 LEAST_FREE_BYTES = 2 * GIBIBYTE  # for logs, Redis' append-only file and metrics
 PROCESS_BYTES = 0.4 * GIBIBYTE  # of a Python process with torch
+GENERATOR_BYTES = 0.9 * GIBIBYTE  # of a generator and its vLLM engine on a CPU without weights and KV cache, as measured
 GENERATOR_COPIES = 3  # of the weights, on a CPU: as received, the loaded ones before they replace others, and those others
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 MEMORY = Path("/proc/meminfo")
@@ -56,7 +57,8 @@ def disk(config: RunConfig) -> Iterator[Finding]:
 def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
     """Check that the model fits into the memory of the machine or, where there are GPUs, of each GPU.
 
-    Only what is certain counts: weights, gradients, optimizer state and the KV cache that is configured; activations come on top.
+    Only what is certain counts, which the finding says: weights, gradients, optimizer state, processes and the KV cache that is
+    configured. The trainer's activations come on top: with long rows they are most of its memory.
     """
     weights = _weights(config)
     if not weights.parameters:
@@ -68,14 +70,14 @@ def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
         where, remedy = "a GPU", "use more trainer.ranks with trainer.zero_stage = 3, trainer.offload = true or lora.rank"
     else:
         free, cache = _free_bytes(), config.generator.cpu_kv_cache_mib << 20
-        generator = GENERATOR_COPIES * copies + cache + PROCESS_BYTES
+        generator = GENERATOR_COPIES * copies + cache + GENERATOR_BYTES
         needed = config.trainer.ranks * (rank + PROCESS_BYTES) + config.generator.count * generator
         where, remedy = "this machine", "use a smaller model, lora.rank, fewer trainer.ranks or a lower generator.count"
     if free is None:
         return
     detail = (
-        f"{given} with {weights.parameters:,} parameters needs at least {needed / GIBIBYTE:.1f} GiB of memory; {where} has "
-        f"{free / GIBIBYTE:.1f} GiB"
+        f"{given} with {weights.parameters:,} parameters needs at least {needed / GIBIBYTE:.1f} GiB of memory, and more for "
+        f"activations, which grow with trainer.row_tokens = {config.trainer.row_tokens}; {where} has {free / GIBIBYTE:.1f} GiB"
     )
     yield fault("memory", detail, remedy) if needed > free else ok("memory", detail)
 

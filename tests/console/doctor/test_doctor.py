@@ -26,7 +26,7 @@ from services.runtime.process_tools import CONFIG_ENV
 from services.store import Store
 from services.store.acl import GRANTS
 from tests.newcomer.world import make_model
-from tests.support.harness import save_tokenizer_folder, small_config, wait_until
+from tests.support.harness import save_model_folder, save_tokenizer_folder, small_config, wait_until
 from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
 
 
@@ -258,6 +258,17 @@ def test_existing_checkpoints_count_towards_the_required_space(
     written.mkdir(parents=True)
     (written / "state-0.pt").write_bytes(bytes(10**6))
     assert only(resources.disk(many), "disk").state == "ok"
+
+
+def test_the_memory_of_processes_is_counted_and_that_of_activations_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example's trainer took 0.3 GiB without activations, a generator with vLLM's engine 1.07 GiB with 80 MiB of KV cache."""
+    save_model_folder(tmp_path / "model")
+    monkeypatch.setattr(resources, "_free_bytes", lambda: 30 * 2**30)
+    given = 'generator.engine="vllm"', "generator.count=2", "generator.cpu_kv_cache_mib=80"
+    found = only(resources.memory(small_config(tmp_path, None, *given), []), "memory")
+    assert "needs at least 2.4 GiB of memory, and more for activations, which grow with trainer.row_tokens = 256" in found.detail
 
 
 def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
