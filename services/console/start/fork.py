@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -48,7 +48,9 @@ FIXED = {
 }
 """Keys and sections that a fork keeps -> why."""
 
-KEPT = {"api": {"host"}, "web": {"host"}, "redis": {"appendfsync", "max_memory_mib"}}
+ELSEWHERE = {"max_memory_mib", "payload_shards"}
+"""Keys of `[redis]` that a fork keeps on another server than the old run's, which is not sent the old one's password."""
+KEPT: dict[str, Collection[str]] = {"api": {"host"}, "web": {"host"}, "redis": {"appendfsync", "max_memory_mib"}}
 """Sections whose other keys are of the old run alone: its addresses, secrets and server."""
 
 
@@ -118,10 +120,37 @@ def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[
         for asks in (needs_answer, needs_row)
         if asks(held.verifiers, source.name) != asks(config.verifiers, source.name)
     ]
+    if not faults:  # the code of environments is asked last
+        faults += _of_tools(held, config)
     if faults:
         raise ConfigError(*faults)
-    kept = KEPT if (old.redis / "password").exists() else {**KEPT, "redis": Redis.model_fields}
+    kept = KEPT
+    if not (old.redis / "password").exists():
+        kept = {**KEPT, "redis": Redis.model_fields if config.redis.url == held.redis.url else ELSEWHERE}
     return config.model_copy(update={name: _own(name, getattr(config, name), keys, places) for name, keys in kept.items()})
+
+
+def _of_tools(held: RunConfig, config: RunConfig) -> Iterator[str]:
+    """Find sources whose environment offers other tools than before: prompts show them."""
+    from services.dataprep.prompts.errors import DataError
+    from services.dataprep.prompts.tools import tools_of
+
+    for source in config.data.sources:
+        before, now = held.environment_of(source.name), config.environment_of(source.name)
+        if before == now:
+            continue
+        try:
+            offered = [tools_of(each) for each in (before, now)]
+        except DataError as error:
+            yield f"{COMMAND_LINE}: environments: {error}"
+            continue
+        if offered[0] != offered[1]:
+            names = [", ".join(tool["function"]["name"] for tool in tools) or "none" for tools in offered]
+            differ = f"{names[1]} instead of {names[0]}" if names[0] != names[1] else f"{names[0]}, described differently"
+            yield (
+                f"{COMMAND_LINE}: environments: the tools of source {source.name!r} would be {differ}; they are part of the "
+                "prompts, whose order the checkpoint continues: keep them, or start a new run from the export"
+            )
 
 
 def _own(name: str, section: Section, kept: Collection[str], places: KeyPlaces) -> Section:

@@ -146,6 +146,56 @@ def test_the_new_run_has_an_address_of_its_own_unless_it_is_given_one(
     assert (own.redis.url, own.redis.password_file) == ("redis://here:1/0", "")
 
 
+def test_another_server_does_not_get_the_password_of_the_old_one(
+    tmp_path: Path, old: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = "redis.url=redis://there:1/0", "redis.password_file=secret", "redis.max_memory_mib=512", "redis.payload_shards=2"
+    config = small_config(tmp_path, None, *given)
+    old.write(config)
+    checkpoint(config, 3)
+    same = load(forked(capsys)["file"], environ={}).redis
+    assert (same.url, same.password_file, same.payload_shards) == ("redis://there:1/0", config.redis.password_file, 2)
+    other = load(forked(capsys, "run.name=other", "redis.url=redis://here:1/0")["file"], environ={}).redis
+    assert (other.url, other.password_file, other.max_memory_mib, other.payload_shards) == ("redis://here:1/0", "", 512, 2)
+    asked = "redis.url=redis://here:1/0", "redis.password_file=here"
+    assert load(forked(capsys, "run.name=more", *asked)["file"], environ={}).redis.password_file.endswith("here")
+
+
+TOOLS = """
+class One:
+    tools = ["add"]
+
+    def add(self, a: int) -> int:
+        "Add."
+        return a
+
+class Same(One):
+    pass
+
+class Other:
+    tools = ["subtract"]
+
+    def subtract(self, a: int) -> int:
+        "Subtract."
+        return a
+"""
+
+
+def test_an_environment_with_other_tools_is_rejected(tmp_path: Path, old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+
+    def environment(name: str) -> str:
+        return f'environments=[{{name="adder", kind="python", function="{tmp_path / "tools.py"}:{name}"}}]'
+
+    source = f'data.sources=[{{kind="jsonl", path="{tmp_path / "data.jsonl"}", environment="adder"}}]'
+    config = small_config(tmp_path, None, source, environment("One"))
+    config = old.write(config)
+    checkpoint(config, 3)
+    assert main(["fork", "small", environment("Other")]) == 2
+    assert "the tools of source 'main' would be subtract instead of add; they are part of the prompts" in capsys.readouterr().err
+    assert load(forked(capsys, environment("Same"))["file"], environ={}).environments[0].function.endswith(":Same")
+
+
 def test_the_latest_checkpoint_is_the_default(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     told = forked(capsys)
     assert (told["run"], told["step"], told["file"]) == ("small-at-3", 3, "small-at-3.toml")
