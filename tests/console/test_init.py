@@ -95,6 +95,16 @@ def test_the_longest_prompt_fits(here: Path) -> None:
     config = load("run.toml", environ={})
     assert config.data.max_prompt_tokens > CONTEXT // 2
     assert config.sampling.max_tokens == CONTEXT - config.data.max_prompt_tokens
+    assert 'a smaller one needs long_prompts = "drop"' in Path("run.toml").read_text()
+
+
+def test_prompts_beyond_the_context_are_left_out_and_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(here / "prompts.jsonl", *({"prompt": "say 1 " * times, "answer": "1"} for times in (1, 200, 2)))
+    assert main(["init", "--model", "model", "--data", data]) == 0
+    assert '1 of 3 prompts are left out (data.long_prompts = "drop"): they have more than' in capsys.readouterr().out
+    config = load("run.toml", environ={})
+    assert config.data.long_prompts == "drop"
+    assert [one.detail for one in preflight(config, [], {}, own=True) if one.state == "fault"] == []
 
 
 def test_a_prompt_that_leaves_no_room_is_reported_by_its_length(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

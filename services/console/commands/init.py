@@ -46,17 +46,15 @@ def init(file: Path, model: str, data: str, reward: str, environment: str, as_js
             EXIT_CONFIG,
         )
     write(file, seen, rows, chosen, world, _small(seen))
+    dropped = ""
     try:
         config = load(file, environ={})
-        if (longest := _longest(config)) > config.data.max_prompt_tokens:
+        count, longest = _read(config, MOST_TOKENS)
+        if longest > config.data.max_prompt_tokens:
             file.unlink()
-            if seen.context and longest >= seen.context:
-                raise ConsoleError(
-                    f"{file} was not written: the longest prompt of {data} has {longest} tokens, and the context of {seen.path} "
-                    f"ends at {seen.context}, which leaves no room for a completion: remove such rows, or choose another model",
-                    EXIT_CONFIG,
-                )
-            write(file, seen, rows, chosen, world, _small(seen), longest)
+            if drop := bool(seen.context and longest >= seen.context):
+                dropped = _dropped(config, count, longest, f"{file} was not written: the longest prompt of {data}", seen)
+            write(file, seen, rows, chosen, world, _small(seen), longest, drop)
             config = load(file, environ={})
     except ConfigError as error:
         file.unlink(missing_ok=True)
@@ -66,6 +64,8 @@ def init(file: Path, model: str, data: str, reward: str, environment: str, as_js
         return EXIT_OK
     for line in _told(seen, rows, chosen, world):
         print(line)
+    if dropped:
+        print(dropped)
     print(f"wrote {file}: check it with `grpo doctor {file}`, start it with `grpo run {file}`")
     return EXIT_OK
 
@@ -86,19 +86,35 @@ def _asked(model: str, data: str, reward: str, rewarded: bool) -> tuple[str, str
     return model, data, reward
 
 
-def _longest(config: RunConfig) -> int:
-    """Return the tokens of the longest prompt; 0 where no tokenizer is here yet, and for tasks, whose prompts are made up.
-
-    Raises `ConfigError` for a row that cannot be read.
+def _read(config: RunConfig, most_tokens: int) -> tuple[int, int]:
+    """Return how many prompts of at most `most_tokens` there are, and the tokens of the longest; zeros where no tokenizer is here
+    yet, and for tasks, whose prompts are made up. Raises `ConfigError` for a row that cannot be read, and if none is left.
     """
     if not Path(config.model.path).is_dir() or any(source.kind == "reasoning_gym" for source in config.data.sources):
-        return 0
+        return 0, 0
     if not (there("tokenizers") and there("jinja2")):
-        return 0
+        return 0, 0
     from services.dataprep.prompts.catalogue import PromptSource
 
-    data = config.data.model_copy(update={"max_prompt_tokens": MOST_TOKENS})
-    return PromptSource(config.model_copy(update={"data": data})).longest
+    data = config.data.model_copy(update={"max_prompt_tokens": most_tokens, "long_prompts": "drop"})
+    read = PromptSource(config.model_copy(update={"data": data}))
+    return len(read), read.longest
+
+
+def _dropped(config: RunConfig, count: int, longest: int, what: str, model: SeenModel) -> str:
+    """Return a line on the rows that the model's context has no room for. Raise `ConsoleError` if it has room for none."""
+    try:
+        kept, _ = _read(config, config.data.max_prompt_tokens)
+    except ConfigError:
+        raise ConsoleError(
+            f"{what} has {longest} tokens, and the context of {model.path} ends at {model.context}, which leaves no room for "
+            "a completion of any prompt: shorten them, or choose another model",
+            EXIT_CONFIG,
+        ) from None
+    return (
+        f'data   {count - kept:,} of {count:,} prompts are left out (data.long_prompts = "drop"): they have more than '
+        f"{config.data.max_prompt_tokens} tokens, the longest {longest}, and the model's context ends at {model.context}"
+    )
 
 
 def _small(model: SeenModel) -> bool:

@@ -62,7 +62,8 @@ every_steps = 20
 """
 
 PLAIN = "chat_template = false           # the model's tokenizer has none: prompts are tokenised as they are\n"
-LONG = "max_prompt_tokens = {tokens:<11} # the longest prompt of the data\n"
+LONG = 'max_prompt_tokens = {tokens:<11} # the longest prompt of the data; a smaller one needs long_prompts = "drop"\n'
+DROP = 'long_prompts = "drop"           # leaves out prompts that are longer than max_prompt_tokens\n'
 GYM = """\
 [[verifiers]]                   # how completions are scored: by the task's own scorer
 kind = "reasoning_gym"
@@ -92,14 +93,14 @@ max_turns = 16                  # a rollout that needs more is truncated
 
 def write(
     file: Path, model: SeenModel, rows: SeenRows | None, reward: SeenReward | None, environment: SeenEnvironment | None,
-    small: bool, longest: int = 0,
+    small: bool, longest: int = 0, drop: bool = False,
 ) -> None:  # fmt: skip
     """Write the configuration; without `rows` prompts come from a reasoning-gym task. `small`: a model of millions of weights.
 
-    `longest`: tokens of the longest prompt, if it is beyond what the model's context leaves by default.
+    `longest`: tokens of the longest prompt, if it is beyond what the model's context leaves by default. `drop`: leave such out.
     """
     name = file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", file.stem) else "run"
-    table = ("" if model.chat else PLAIN) + (LONG.format(tokens=longest) if longest else "")
+    table = ("" if model.chat else PLAIN) + (DROP if drop else LONG.format(tokens=longest) if longest else "")
     data = f"[data]\n{table}\n" * bool(table) + (_source(rows) if rows else TASK)
     judges = "" if environment and not reward else _verifier(file, rows, reward)
     if environment:
