@@ -30,4 +30,5 @@ def import_factory() -> Any:
         deferred = _Deferred(_DEFERRED)
         deferred.__spec__ = importlib.util.find_spec(_DEFERRED)
         sys.modules[_DEFERRED] = deferred
+    importlib.import_module("reasoning_gym")  # adds the tasks: while another thread imports it, this waits
     return importlib.import_module("reasoning_gym.factory")

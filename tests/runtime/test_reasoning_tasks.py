@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 LOADED = """
 import json, sys
@@ -28,3 +29,34 @@ def printed(code: str) -> object:
 
 def test_plotting_is_imported_once_a_task_computes_with_it() -> None:
     assert printed(LOADED) == [False, True, printed(PLAIN)]
+
+
+SLOW = """
+import time
+from . import factory
+factory.begun.set()
+time.sleep(0.3)
+factory.DATASETS["last"] = 1
+"""
+TWO = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from services.runtime.reasoning_tasks import import_factory
+first = threading.Thread(target=import_factory)
+first.start()
+while "reasoning_gym.factory" not in sys.modules or not hasattr(sys.modules["reasoning_gym.factory"], "begun"):
+    pass
+sys.modules["reasoning_gym.factory"].begun.wait()
+print(sorted(import_factory().DATASETS))
+first.join()
+"""
+
+
+def test_a_thread_waits_until_all_tasks_are_imported(tmp_path: Path) -> None:
+    """grpo run reads the data and tries the verifiers in threads, which both import it."""
+    package = tmp_path / "reasoning_gym"
+    package.mkdir()
+    (package / "__init__.py").write_text(SLOW)
+    (package / "factory.py").write_text("import threading\nDATASETS = {}\nbegun = threading.Event()\n")
+    done = subprocess.run([sys.executable, "-c", TWO, tmp_path], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("['last']\n", "")
