@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -191,31 +192,47 @@ def test_help_states_one_default_wait(capsys: pytest.CaptureFixture[str], comman
 LONG_NAME = "z-release-with-a-name-of-forty-characters-dataprep-7f9c5d8b6d-x2x4z"
 
 
-def test_commands_on_a_finished_or_stopped_run_say_so(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool = False) -> RunFolder:
+    """Return the folder of a run whose own server is down."""
     import asyncio
 
     monkeypatch.setenv(PLAIN, "1")
-    config = small_config(tmp_path, None, "fleet.ttl_s=600")
-    folder = RunFolder.of(config)
-    folder.write(config)
+    folder = RunFolder.of(small_config(tmp_path, None, "fleet.ttl_s=600"))
+    folder.write(small_config(tmp_path, None, "fleet.ttl_s=600"))
     server = start_server(folder.redis, "everysec", folder.path.name)
     asyncio.run(begin(folder, server))
+    if finished:
+        asyncio.run(finish(folder, server))
     server.stop()
-    refusal = "error: run small is stopped: it has no generators\n"
-    assert grpo(capsys, "drain", "generator-0", folder.path) == (2, "", refusal)
-    server.start()
-    asyncio.run(finish(folder, server))
-    server.stop()
-    finished = "run small: it has already finished: trained 4 of 4 steps"
-    for words in (["pause"], ["resume"]):
-        code, text, errors = grpo(capsys, *words, folder.path)
-        assert (code, text, errors) == (2, "", f"error: {finished}; to continue it, raise run.steps and start it again\n")
-    assert grpo(capsys, "stop", folder.path, "--yes")[2] == f"error: {finished}\n"
+    return folder
+
+
+def test_commands_do_not_wait_for_a_stopped_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, began = stopped_run(tmp_path, monkeypatch), time.monotonic()
+    for words in (["scale", "2", folder.path], ["checkpoint", folder.path], ["pause", folder.path]):
+        code, text, _ = grpo(capsys, *words, "--wait")
+        assert text.endswith("the run is stopped and applies this when it resumes\n"), "nothing timed out"
+        assert code == 1, "it has not complied"
+    refusal = "error: run small is stopped: "
+    assert grpo(capsys, "smoke", folder.path)[2].endswith(f"{refusal}start it with grpo run\n")
+    assert grpo(capsys, "drain", "generator-0", folder.path)[2].endswith(f"{refusal}it has no generators\n")
+    assert time.monotonic() - began < 200, "the default wait is 300 s"
+
+
+def test_a_finished_run_is_neither_paused_nor_resumed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, finished = stopped_run(tmp_path, monkeypatch, finished=True), "it has already finished: trained 4 of 4 steps"
+    for command in ("pause", "resume"):
+        code, text, errors = grpo(capsys, command, folder.path)
+        assert (code, text) == (2, "")
+        assert f"error: run small: {finished}; to continue it, raise run.steps and start it again\n" in errors
+    assert f"error: run small: {finished}\n" in grpo(capsys, "stop", folder.path, "--yes")[2]
     assert "has already finished" in grpo(capsys, "scale", "2", folder.path)[2]
     assert "without a checkpoint of step 0: its trainer has exited" in grpo(capsys, "checkpoint", folder.path)[2]
-    assert grpo(capsys, "drain", "generator-0", folder.path)[2] == "error: run small is finished: it has no generators\n"
+    assert "error: run small is finished: it has no generators\n" in grpo(capsys, "drain", "generator-0", folder.path)[2]
 
 
 async def finish(folder: RunFolder, server: RedisServer) -> None:

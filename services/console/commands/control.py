@@ -57,6 +57,10 @@ class Reached:
     named: str = ""
     """Its name in questions."""
 
+    def wait(self, wait_s: float) -> float:
+        """Return how long to wait for the run to comply: a stopped one does not."""
+        return wait_s if self.live else 0.0
+
 
 @contextlib.asynccontextmanager
 async def reach(target: Target) -> AsyncIterator[Reached]:
@@ -117,8 +121,8 @@ async def pause(target: Target, role: str, mode: PauseMode, why: str, wait_s: fl
     roles = roles_of(role, mode)
     async with reach(target) as run:
         refuse_finished(run.state)
-        left = await run.control.pause(roles, mode, why or "grpo pause", who(), wait_s)
-    return concluded(target, f"{run.prefix}{', '.join(roles)} paused{run.later}", left, wait_s)
+        left = await run.control.pause(roles, mode, why or "grpo pause", who(), run.wait(wait_s))
+    return concluded(target, f"{run.prefix}{', '.join(roles)} paused{run.later}", left, wait_s, run.live)
 
 
 async def resume(target: Target, role: str, wait_s: float) -> int:
@@ -126,8 +130,8 @@ async def resume(target: Target, role: str, wait_s: float) -> int:
     roles = roles_of(role)
     async with reach(target) as run:
         refuse_finished(run.state)
-        left = await run.control.resume(roles, wait_s)
-    return concluded(target, f"{run.prefix}{', '.join(roles)} resumed{run.later}", left, wait_s)
+        left = await run.control.resume(roles, run.wait(wait_s))
+    return concluded(target, f"{run.prefix}{', '.join(roles)} resumed{run.later}", left, wait_s, run.live)
 
 
 async def stop(target: Target, why: str, wait_s: float, ask: Callable[[str], None]) -> int:
@@ -135,37 +139,38 @@ async def stop(target: Target, why: str, wait_s: float, ask: Callable[[str], Non
     async with reach(target) as run:
         refuse_finished(run.state, "")
         ask(f"End {run.named} permanently? To resume it later, press Ctrl-C in grpo run instead.")
-        left = await run.control.stop(why or "grpo stop", who(), wait_s)
+        left = await run.control.stop(why or "grpo stop", who(), run.wait(wait_s))
     return concluded(
-        target, f"{run.prefix}stop requested: the trainer finishes its step, saves and ends the run{run.later}", left, wait_s
-    )
+        target, f"{run.prefix}stop requested: the trainer finishes its step, saves and ends the run{run.later}", left, wait_s,
+        run.live,
+    )  # fmt: skip
 
 
 async def scale(target: Target, generators: int, why: str, wait_s: float) -> int:
     """Set the desired number of generators, which is part of the run's state and outlives the console and the pods."""
     async with reach(target) as run:
-        left = await run.control.scale(generators, why or "grpo scale", who(), wait_s)
+        left = await run.control.scale(generators, why or "grpo scale", who(), run.wait(wait_s))
     waits = "; the run waits until there is one" if generators == 0 else ""
-    return concluded(target, f"{run.prefix}desired generators set to {generators}{waits}{run.later}", left, wait_s)
+    return concluded(target, f"{run.prefix}desired generators set to {generators}{waits}{run.later}", left, wait_s, run.live)
 
 
 async def checkpoint(target: Target, why: str, wait_s: float) -> int:
     """Request a checkpoint. Return exit code 1 when it could not be written, or was not in time."""
     async with reach(target) as run:
-        asked = await run.control.checkpoint(why or "grpo checkpoint", who(), wait_s if run.live else 0.0)
+        asked = await run.control.checkpoint(why or "grpo checkpoint", who(), run.wait(wait_s))
     if asked.saved:
         return concluded(target, f"{run.prefix}checkpoint of step {asked.step} written")
     if asked.failure:
         raise ConsoleError(f"{run.prefix}{asked.failure}", EXIT_FAILED)
     what = f"{run.prefix}checkpoint requested, of step {asked.step} or the step in training{run.later}"
-    return concluded(target, what, ["trainer"], wait_s)
+    return concluded(target, what, ["trainer"], wait_s, run.live)
 
 
 async def restore(target: Target, step: int, wait_s: float) -> int:
     """Restore a run to a checkpoint; a stopped run does this when it resumes."""
     async with reach(target) as run:
-        left = (await run.control.restore(step, wait_s if run.live else 0.0)).waiting_for
-    return concluded(target, f"{run.prefix}restore to step {step} requested{run.later}", left, wait_s)
+        left = (await run.control.restore(step, run.wait(wait_s))).waiting_for
+    return concluded(target, f"{run.prefix}restore to step {step} requested{run.later}", left, wait_s, run.live)
 
 
 async def drain(target: Target, pod: str, wait_s: float) -> int:
@@ -223,11 +228,11 @@ def roles_of(role: str, mode: PauseMode = "keep") -> tuple[Role, ...]:
     return chosen
 
 
-def concluded(target: Target, what: str, left: Sequence[str] = (), wait_s: float = 0.0) -> int:
-    """Print the result of a request and return the exit code."""
+def concluded(target: Target, what: str, left: Sequence[str] = (), wait_s: float = 0.0, live: bool = True) -> int:
+    """Print the result of a request and return the exit code. `live`: the run's services may comply, so that it was waited."""
     late = bool(wait_s and left)
     if target.as_json:
-        print_json({"done": what, "waiting_for": list(left), "timed_out": late})
+        print_json({"done": what, "waiting_for": list(left), "timed_out": late and live})
     else:
-        print(f"{what}; timed out after {wait_s:g} s waiting for {', '.join(left)}" if late else what)
+        print(f"{what}; timed out after {wait_s:g} s waiting for {', '.join(left)}" if late and live else what)
     return EXIT_FAILED if late else EXIT_OK

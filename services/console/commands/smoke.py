@@ -41,6 +41,8 @@ async def _watch(attached: Attached, steps: int, deadline: float) -> str:
             first = state.committed_step if first is None else first
             if state.finished or state.committed_step - first >= steps:
                 return printable(state.finished)
+            if not attached.live:
+                raise ConsoleError(f"run {attached.name} is stopped: start it with grpo run", EXIT_FAILED)
         if time.monotonic() > deadline:
             trained = 0 if state is None or first is None else state.committed_step - first
             raise ConsoleError(f"run {attached.name}: trained {trained} of {steps} steps; {await _why(attached)}", EXIT_FAILED)

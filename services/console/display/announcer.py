@@ -53,7 +53,7 @@ class Announcer:
         found = condition(poll.state, live=True)
         if found != self._condition:
             self._note(found)
-            if found.detail and poll.state is not None and not poll.finished:
+            if found.detail and poll.state is not None and not (poll.finished or poll.state.failing):  # which ends the run
                 self._display.event(str(found))
             elif self._condition is not None and self._condition.word == "paused" and found.word == "running":
                 self._display.event("running again")

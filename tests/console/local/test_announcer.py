@@ -75,6 +75,13 @@ def test_a_pause_and_its_end_are_reported_with_who_and_why() -> None:
     assert [found.word for found in noted] == ["running", "paused", "running"]
 
 
+def test_a_pause_that_ends_the_run_is_not_reported_before_its_end() -> None:
+    told, noted = Told(), list[Condition]()
+    announcer = Announcer(told, noted.append)
+    announcer.announce(poll(1.0, {}, paused={"dataprep": "grpo: prompts keep failing: 16 in a row"}))
+    assert (told.events, [found.word for found in noted]) == ([], ["paused"])
+
+
 def test_how_the_trainer_resumed_is_reported_once() -> None:
     told = Told()
     announcer = Announcer(told, lambda _: None)
