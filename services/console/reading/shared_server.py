@@ -68,7 +68,7 @@ def _find(folder: RunPaths, say: Callable[[str], None], keepers: list[subprocess
         found = holder(folder.path)
         if found is None:
             _keep(folder, keepers)
-        elif found.port:
+        elif found.port and found.lives:  # otherwise the port is of a keeper that has ended, and the next has not written its own
             return Reading(f"redis://127.0.0.1:{found.port}/0", found)
         elif found.lives and not found.readers and _answers(url := folder.keys("redis.url")[0]):
             return Reading(url, found)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,6 +70,18 @@ def test_readers_share_a_server_until_the_last_one_exits(stopped: RunFolder) -> 
         assert found.url == url.strip()
         second.communicate("")
     wait_until(lambda: holder(stopped.path) is None, "the end of the server")
+
+
+def test_the_port_of_an_earlier_server_is_not_taken_for_that_of_the_next(stopped: RunFolder) -> None:
+    """Whoever takes the lock writes into it only a moment later; until then it has the line of its last holder."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (stopped.path / "lock").write_text(f"{ended.pid} readers 1\n")
+    with (stopped.path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.5, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
+        with reading(stopped, print) as found:
+            assert found.url != "redis://127.0.0.1:1/0"
 
 
 def test_concurrent_commands_see_the_run(stopped: RunFolder) -> None:
