@@ -14,7 +14,7 @@ from services.store import Store
 
 log = structlog.get_logger()
 
-LEAST = 16  # in a run with few slots: with one prompt in four that fails by itself, this takes four thousand million prompts
+LEAST = 16  # in a run with few slots: with one prompt in four that fails by itself, this takes four billion prompts
 
 
 class Failures:
