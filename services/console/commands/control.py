@@ -229,7 +229,7 @@ def roles_of(role: str, mode: PauseMode = "keep") -> tuple[Role, ...]:
 
 
 def concluded(target: Target, what: str, left: Sequence[str] = (), wait_s: float = 0.0, live: bool = True) -> int:
-    """Print the result of a request and return the exit code. `live`: the run's services may comply, so that it was waited."""
+    """Print the result of a request and return the exit code. `live`: whether there are services to wait for."""
     late = bool(wait_s and left)
     if target.as_json:
         print_json({"done": what, "waiting_for": list(left), "timed_out": late and live})
