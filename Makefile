@@ -11,7 +11,8 @@ CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nu
 # Tests want Debian's Redis beside the Valkey that comes as a Python wheel, Prometheus' promtool, and Chromium for the web console;
 # without root they do without.
 DEBIAN := $(if $(shell command -v redis-server),,redis-server) $(if $(shell command -v promtool),,prometheus) \
-	$(if $(shell command -v chromium),,chromium) $(if $(wildcard /usr/lib/*/faketime/libfaketime.so.1),,libfaketime)
+	$(if $(shell command -v chromium-headless-shell),,chromium-headless-shell) \
+	$(if $(wildcard /usr/lib/*/faketime/libfaketime.so.1),,libfaketime)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo demo-tools test test-fast check docs bench bench-check clean install debian
