@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ PAGES = {
 }  # fmt: skip
 """Path of every page by name, with placeholders for a step, a group, a dead letter and a completion."""
 KEPT = "grpo-token"  # where the page keeps the token (static/api.js)
+Visit = Callable[[Callable[[Any], None]], asyncio.Future[None]]
+"""Calls a function with the browser, on its thread."""
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser")
 LIMIT_MS = 60_000  # for any wait for the page, on a busy machine
 # Rules of axe-core that every page must satisfy: WCAG 2.2 A and AA, and best practices.
@@ -59,6 +63,17 @@ def chromium() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+@contextlib.contextmanager
+def on_a_thread() -> Iterator[Visit]:
+    """Open a browser for tests with an event loop, on a thread that has none: playwright runs one where it is used."""
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
+        browser = thread.submit(stack.enter_context, chromium()).result()
+        try:
+            yield lambda look: asyncio.wrap_future(thread.submit(look, browser))
+        finally:
+            thread.submit(stack.close).result()
 
 
 @contextlib.contextmanager

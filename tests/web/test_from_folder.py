@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -114,9 +114,9 @@ async def test_the_pages_endpoints_read_from_files(served: str) -> None:
 
 
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
-async def test_the_page_shows_charts_samples_and_ledger(served: str) -> None:
-    def look() -> None:
-        with browser.chromium() as chromium, browser.opened(chromium, served) as page:
+async def test_the_page_shows_charts_samples_and_ledger(visit: browser.Visit, served: str) -> None:
+    def look(chromium: Any) -> None:
+        with browser.opened(chromium, served) as page:
             page.wait_for_selector("text=4 of 4 steps", timeout=browser.LIMIT_MS)
             assert "finished" in page.inner_text("header")
             page.wait_for_selector("figure.chart >> text=Groups without signal", timeout=browser.LIMIT_MS)
@@ -133,7 +133,7 @@ async def test_the_page_shows_charts_samples_and_ledger(served: str) -> None:
             assert "histogram" not in page.inner_text("main")
             assert page.complaints == []
 
-    await asyncio.to_thread(look)
+    await visit(look)
 
 
 async def test_account_configuration_and_nearby_runs_come_from_files(served: str, folder: Path) -> None:
@@ -167,11 +167,11 @@ def test_a_password_in_an_address_is_not_shown() -> None:
 
 
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
-async def test_charts_can_be_enlarged_smoothed_and_overlaid(served: str, folder: Path) -> None:
+async def test_charts_can_be_enlarged_smoothed_and_overlaid(visit: browser.Visit, served: str, folder: Path) -> None:
     beside(folder)
 
-    def look() -> None:
-        with browser.chromium() as chromium, browser.opened(chromium, served) as page:
+    def look(chromium: Any) -> None:
+        with browser.opened(chromium, served) as page:
             browser.settle(page)
             legend = "figure.chart:has-text('Reward') .legend"
             exact = page.inner_text(legend)
@@ -190,15 +190,15 @@ async def test_charts_can_be_enlarged_smoothed_and_overlaid(served: str, folder:
             page.wait_for_selector("dialog.enlarged", state="detached")
             assert page.complaints == []
 
-    await asyncio.to_thread(look)
+    await visit(look)
 
 
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
-async def test_account_configuration_and_comparison_are_pages(served: str, folder: Path) -> None:
+async def test_account_configuration_and_comparison_are_pages(visit: browser.Visit, served: str, folder: Path) -> None:
     write_account(folder)
 
-    def look() -> None:
-        with browser.chromium() as chromium, browser.opened(chromium, f"{served}/#/account") as page:
+    def look(chromium: Any) -> None:
+        with browser.opened(chromium, f"{served}/#/account") as page:
             browser.settle(page)
             page.wait_for_selector("main td:has-text('trained')")
             page.fill("#price", "3")
@@ -220,7 +220,7 @@ async def test_account_configuration_and_comparison_are_pages(served: str, folde
             page.wait_for_selector("pre[aria-label='Differences between the two completions']", state="detached")
             assert page.complaints == []
 
-    await asyncio.to_thread(look)
+    await visit(look)
 
 
 def beside(folder: Path) -> None:

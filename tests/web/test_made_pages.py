@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tests.operations.samples.made import made_row, write_log
 from tests.support.flow import start, trainer_fence
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.web import browser as browsers
-from tests.web.browser import NARROW, WIDE, chromium, opened, settle, violations
+from tests.web.browser import NARROW, WIDE, Visit, opened, settle, violations
 from tests.web.served import served
 
 pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
@@ -54,24 +53,24 @@ async def url(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterato
         yield url
 
 
-async def visit(url: str, look: Callable[[Any], None], size: dict[str, int] = WIDE) -> None:
-    """Open a page in a browser on another thread and inspect it. It must have no errors and be accessible."""
+def at(url: str, look: Callable[[Any], None], size: dict[str, int] = WIDE) -> Callable[[Any], None]:
+    """Open a page in a browser and inspect it. It must have no errors and be accessible."""
 
-    def opening() -> None:
-        with chromium() as browser, opened(browser, url, size=size) as page:
+    def opening(browser: Any) -> None:
+        with opened(browser, url, size=size) as page:
             settle(page)
             look(page)
             assert violations(page) == []
             assert page.complaints == []
 
-    await asyncio.to_thread(opening)
+    return opening
 
 
 def texts(page: Any, selector: str) -> list[str]:
     return [text.strip() for text in page.eval_on_selector_all(selector, "all => all.map(one => one.innerText)")]
 
 
-async def test_truncation_is_indicated(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_truncation_is_indicated(visit: Visit, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.web.samples.TOKENS", 3)
 
     def look(page: Any) -> None:
@@ -83,10 +82,10 @@ async def test_truncation_is_indicated(url: str, monkeypatch: pytest.MonkeyPatch
         page.click("main button:has-text('Compare') >> nth=5")
         page.wait_for_selector("main p:has-text('differ in too many words')")
 
-    await visit(f"{url}/#/samples/{sample_of(0)}", look)
+    await visit(at(f"{url}/#/samples/{sample_of(0)}", look))
 
 
-async def test_every_completion_of_the_prompt_can_be_reached(url: str) -> None:
+async def test_every_completion_of_the_prompt_can_be_reached(visit: Visit, url: str) -> None:
     table = "table[aria-label='Completions of the same prompt']"
 
     def look(page: Any) -> None:
@@ -104,11 +103,11 @@ async def test_every_completion_of_the_prompt_can_be_reached(url: str) -> None:
         page.wait_for_selector("main h1:has-text('Samples')")
         page.wait_for_selector("main :text('60 of 61')")
 
-    await visit(f"{url}/#/samples/{sample_of(3)}", look)
+    await visit(at(f"{url}/#/samples/{sample_of(3)}", look))
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW])
-async def test_a_token_can_be_chosen_by_pointer_or_keyboard(url: str, size: dict[str, int]) -> None:
+async def test_a_token_can_be_chosen_by_pointer_or_keyboard(visit: Visit, url: str, size: dict[str, int]) -> None:
     def look(page: Any) -> None:
         chosen = "main .chosen[aria-live=polite]"
         page.wait_for_selector(f"{chosen}:has-text('arrow keys')")
@@ -134,14 +133,14 @@ async def test_a_token_can_be_chosen_by_pointer_or_keyboard(url: str, size: dict
         page.wait_for_selector("main p:has(.span-key):has-text('up to 0.001')")
         assert page.evaluate(CHOSEN) == 3
 
-    await visit(f"{url}/#/samples/{sample_of(2)}", look, size)
+    await visit(at(f"{url}/#/samples/{sample_of(2)}", look, size))
 
 
 def generator(name: str, version: int, weights: dict[str, float]) -> PodStatus:
     return PodStatus("generator", name, "b00t", "here", 1, "", "ready", version, 1, {}, weights=weights)
 
 
-async def test_weight_sync_shows_what_was_sent_and_every_generator(store: Store, url: str) -> None:
+async def test_weight_sync_shows_what_was_sent_and_every_generator(visit: Visit, store: Store, url: str) -> None:
     trainer = generator("trainer-0", 5, {"bytes": 2.0**20, "share": 0.05, "changed": 0.01, "delta": 1.0})
     await store.fleet.beat(msgspec.structs.replace(trainer, kind="trainer", world=0), 60.0)
     await store.fleet.beat(generator("generator-0", 5, {"bytes": 2048.0, "pause_s": 0.5, "catch_ups": 3.0}), 60.0)
@@ -163,17 +162,17 @@ async def test_weight_sync_shows_what_was_sent_and_every_generator(store: Store,
         sent = page.inner_text("section[aria-label^=Round] dl div:has(dt:text-is('Sent last')) dd")
         assert " ".join(sent.split()) == "1.0 MiB, 5.00 % of the weights delta"
 
-    await visit(f"{url}/#/sync", look)
+    await visit(at(f"{url}/#/sync", look))
 
 
-async def test_the_overview_has_pass_at_k_once_rounds_exist(store: Store, url: str) -> None:
+async def test_the_overview_has_pass_at_k_once_rounds_exist(visit: Visit, store: Store, url: str) -> None:
     await store.monitor.record({"step": 0.0, "time_s": 1.0, "run/incarnation": 1.0, "reward/train/mean": 0.5})
 
     def without(page: Any) -> None:
         page.wait_for_selector("figure.chart >> text=Groups without signal")
         assert page.query_selector("figure.chart >> text=pass@k") is None
 
-    await visit(url, without)
+    await visit(at(url, without))
     body = {"eval/version": 4, "run/incarnation": 1.0, "eval/math/pass@2": 0.75, "eval/all/pass@2": 0.75}
     await store.client.xadd(store.keys.evaluations, {"m": msgspec.json.encode(body)})
 
@@ -181,10 +180,10 @@ async def test_the_overview_has_pass_at_k_once_rounds_exist(store: Store, url: s
         page.wait_for_selector("figure.chart:has-text('pass@k') .legend >> text=math pass@2")
         assert "0.750" in page.inner_text("figure.chart:has-text('pass@k') .legend")
 
-    await visit(url, look)
+    await visit(at(url, look))
 
 
-async def test_a_group_without_tokens_links_to_the_sample_log(store: Store, url: str) -> None:
+async def test_a_group_without_tokens_links_to_the_sample_log(visit: Visit, store: Store, url: str) -> None:
     await store.client.setbit(store.keys.trained(0), 9, 1)
 
     def look(page: Any) -> None:
@@ -195,4 +194,4 @@ async def test_a_group_without_tokens_links_to_the_sample_log(store: Store, url:
         assert page.input_value("#filter-where") == "group == '0-9'"
         assert texts(page, "table[aria-label=Completions] td[data-label=Completion]") == ["0-9, 0"]
 
-    await visit(f"{url}/#/groups/0-9", look)
+    await visit(at(f"{url}/#/groups/0-9", look))

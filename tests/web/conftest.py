@@ -1,0 +1,16 @@
+"""A browser for tests of the page that have an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.web.browser import Visit, on_a_thread
+
+
+@pytest.fixture(scope="module")
+def visit() -> Iterator[Visit]:
+    """One browser for the tests of a file, each with tabs of its own (`opened`)."""
+    with on_a_thread() as visit:
+        yield visit
