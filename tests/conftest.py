@@ -20,7 +20,7 @@ from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store
-from tests.support.preloading import starter
+from tests.support.preloading import compiling, starter
 from tests.support.preloading.memory import freeze_for_good
 
 # Hundreds of processes read the same modules: they are compiled once.
@@ -60,6 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Of tests shared out by pytest-xdist: its workers, too, are forked with everything imported, and fork what they start."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        compiler = compiling.start(config)
+        config.add_cleanup(lambda: os.waitpid(compiler, 0))
         starter.start("light" if config.getoption("markexpr") == "not slow" else "heavy")
 
 
