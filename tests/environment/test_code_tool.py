@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from services.config.environments import PythonEnvironment
+from services.environment.code_tool import runner
 from services.environment.code_tool.tool import CodeTool
 from services.environment.programs.pool import ProgramPool
+from services.runtime.own_code import Unusable
 from services.verifiers.sandbox import folder
 from services.verifiers.sandbox.scratch import remove
 from tests.environment.programs.test_mcp import say
@@ -50,6 +52,15 @@ async def test_code_keeps_files_but_no_variables(tool: CodeTool, tmp_path: Path)
     await other.close()
     assert os.listdir(tmp_path) == []
     assert await run(tool, "1") == "Error: the rollout has ended"
+
+
+@pytest.mark.parametrize("leave", ["sys.exit", "os._exit"])
+async def test_no_exit_status_of_the_code_is_taken_for_a_fault_of_the_machine(tool: CodeTool, leave: str) -> None:
+    """Otherwise a policy could end a rollout without its reward."""
+    for status in (1, 2, 3, 77):
+        assert await run(tool, f"import os, sys\nprint('before', flush=True)\n{leave}({status})") == "before"
+    assert await run(tool, f"import os, sys\n{leave}(3)") == ""
+    await tool.close()
 
 
 REFUSED = {
@@ -229,3 +240,18 @@ async def test_a_killed_pod_leaves_nothing_behind(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert (swept.strip(), os.listdir(tmp_path)) == ("1", [])
+
+
+@pytest.fixture
+def unconfined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner of a machine that cannot confine code."""
+    refusing = tmp_path / "runner.py"
+    refusing.write_text(Path(runner.__file__).read_text().replace("if not confine_alone(", "if confine_alone("))
+    monkeypatch.setattr(runner, "__file__", str(refusing))
+
+
+@pytest.mark.usefixtures("unconfined")
+async def test_a_machine_that_cannot_confine_code_runs_none(tool: CodeTool) -> None:
+    with pytest.raises(Unusable, match=r"needs a kernel with seccomp and Landlock .*, or on Kubernetes sandbox\.enabled"):
+        await run(tool, "1")
+    await tool.close()

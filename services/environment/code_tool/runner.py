@@ -3,7 +3,8 @@
 Guarantees: the code sees Python's own libraries and the folder that it starts in, and nothing else of the machine; it outlives
 neither the process that started it nor its limits. If the kernel cannot confine it, it is not run.
 
-Run as `python -I -B runner.py ROOT PARENT MEMORY_BYTES CPU_S`, in the folder that it may write to. Exit status 3: not confined.
+Run as `python -I -B runner.py ROOT PARENT MEMORY_BYTES CPU_S`, in the folder that it may write to. It writes `CONFINED` before it
+runs the code, which cannot take that back. Exit status 3 without it: not confined.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sysconfig
 from pathlib import Path
 
 UNCONFINED = 3
+CONFINED = b"\0"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DATA = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
 
@@ -37,6 +39,7 @@ def main() -> None:
     readable = [Path(place) for place in (*libraries, *DATA) if Path(place).exists()]
     if not confine_alone(Path.cwd(), readable, memory_bytes, cpu_s):
         sys.exit(UNCONFINED)
+    os.write(1, CONFINED)
     del sys.argv[1:]
     run(code)
 

@@ -72,13 +72,17 @@ class CodeTool(PythonTool):
         if await asyncio.to_thread(folder.over, self._folder, folder.FOLDER_BYTES, folder.FOLDER_ENTRIES):
             fault = FULL
             await asyncio.to_thread(remove, self._folder)
-        if status == runner.UNCONFINED:
-            raise Unusable('tools = ["python"] needs a kernel with seccomp and Landlock (Linux 5.13, not switched off)')
+        confined = output.startswith(runner.CONFINED)
+        if status == runner.UNCONFINED and not confined:
+            raise Unusable(
+                'tools = ["python"] needs a kernel with seccomp and Landlock (Linux 5.13, not switched off; '
+                "/sys/kernel/security/lsm names landlock), or on Kubernetes sandbox.enabled"
+            )
         if cut and not fault:
             fault = LOUD
         if status < 0 and not fault:
             fault = signal.Signals(-status).name
-        return told(output.decode(errors="replace"), fault, self._limit_s)
+        return told(output[confined:].decode(errors="replace"), fault, self._limit_s)
 
     async def _watch(self) -> None:
         """End when the folder has grown too large."""
