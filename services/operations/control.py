@@ -163,5 +163,5 @@ def modes_of(roles: Sequence[Role], mode: PauseMode) -> dict[Role, PauseMode]:
 
 
 def reason(why: str, who: str) -> str:
-    """Return the line that is recorded with the run."""
-    return ": ".join(part for part in (who, why) if part) or "REST"
+    """Return the line that is recorded with the run: who makes the request, and why."""
+    return f"{who or 'REST'}: {why}" if why else who or "REST"

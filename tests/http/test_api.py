@@ -82,12 +82,12 @@ async def test_a_wait_ends_when_its_client_leaves(http: httpx.AsyncClient, store
 
 async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Store) -> None:
     answer = await http.post("/v1/pause", headers=TOKEN, json={"why": "maintenance"})
-    assert answer.json() == {"role": "generator", "paused": True, "mode": "keep", "why": "maintenance", "waiting_for": []}
+    assert answer.json() == {"role": "generator", "paused": True, "mode": "keep", "why": "REST: maintenance", "waiting_for": []}
     assert (await http.post("/v1/pause", headers=TOKEN, params={"role": "trainer"})).json()["role"] == "trainer"
     state = await store.run.state()
     assert state is not None
-    assert state.paused == {"generator": "maintenance", "trainer": "REST"}
-    assert (await http.get("/v1/state")).json()["state"]["paused"]["generator"] == "maintenance"
+    assert state.paused == {"generator": "REST: maintenance", "trainer": "REST"}
+    assert (await http.get("/v1/state")).json()["state"]["paused"]["generator"] == "REST: maintenance"
     await http.post("/v1/resume", headers=TOKEN)
     state = await store.run.state()
     assert state is not None
@@ -100,7 +100,7 @@ async def test_scaling_generators_is_a_request_stored_in_redis(http: httpx.Async
     assert (answer.status_code, answer.json()) == (200, {"replicas": 3, "why": "REST", "waiting_for": ["3 more generators"]})
     await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 0, "why": "night"})
     assert (await http.get("/v1/state")).json()["state"]["scale"] == {
-        "wanted": 0, "why": "night", "most": None, "followed": None, "object": None,
+        "wanted": 0, "why": "REST: night", "most": None, "followed": None, "object": None,
     }  # fmt: skip
     for wrong in ({"replicas": -1}, {}, {"replicas": "many"}):
         assert is_problem(await http.post("/v1/fleet/generators", headers=TOKEN, json=wrong), 422)

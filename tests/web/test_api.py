@@ -166,7 +166,7 @@ async def test_scopes_are_checked_by_the_server(http: httpx.AsyncClient, store: 
     assert (await http.post("/v1/run/stop", headers=TOKEN, json={"why": "enough"})).status_code == 200
     state = await store.run.state()
     assert state is not None
-    assert state.stopping == "enough"
+    assert state.stopping == "REST: enough"
 
 
 async def test_the_audit_and_the_facts_of_the_run_are_served(http: httpx.AsyncClient, store: Store) -> None:

@@ -147,7 +147,7 @@ def test_buttons_pause_and_resume_the_run(run: Shown, browser: Any) -> None:
         page.click("dialog button:has-text('Pause')")
         try:
             page.wait_for_selector("header .badge:has-text('paused')")
-            everyone = dict.fromkeys(("generator", "dataprep", "trainer"), "looking at a <b>spike</b>")
+            everyone = dict.fromkeys(("generator", "dataprep", "trainer"), "web console: looking at a <b>spike</b>")
             run.wait_for(lambda: run.state().paused == everyone, "a pause of all roles")
             page.wait_for_selector("main :text('looking at a <b>spike</b>')")
         finally:

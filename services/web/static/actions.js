@@ -7,7 +7,7 @@ import { useStore } from "./state.js";
 const ROLES = ["generator", "dataprep", "trainer"];
 const MODES = [["keep", "keep: freeze them"], ["drain", "drain: finish them"], ["abort", "abort: hand them back"]];
 const WHY = { name: "why", label: "Reason", help: "Recorded with the run and visible to others.", most: 200 };
-const because = (why) => why || "web console";
+const because = (why) => ({ who: "web console", why });
 
 const named = (roles) => (roles.length === ROLES.length ? "all roles" : roles.join(", "));
 
@@ -23,7 +23,7 @@ export const pause = () =>
     submit: "Pause",
     run: async ({ role, mode, why }) => {
       const roles = role === "all" ? ROLES : [role];
-      for (const each of roles) await act(`v1/pause?role=${each}`, { why: because(why), mode: each === "generator" ? mode : "keep" });
+      for (const each of roles) await act(`v1/pause?role=${each}`, { ...because(why), mode: each === "generator" ? mode : "keep" });
       return `Paused: ${named(roles)}.`;
     },
   });
@@ -48,14 +48,14 @@ export const scale = (there, most) =>
     ],
     submit: "Scale",
     run: async ({ replicas, why }) => {
-      const set = await act("v1/fleet/generators", { replicas: Number(replicas), why: because(why) });
+      const set = await act("v1/fleet/generators", { replicas: Number(replicas), ...because(why) });
       return `Desired generators set to ${set.replicas}.`;
     },
   });
 
 export const checkpoint = () =>
   perform(async () => {
-    const asked = await act("v1/checkpoint", { why: "web console" });
+    const asked = await act("v1/checkpoint", because(""));
     return asked.saved ? `The checkpoint of step ${asked.step} has already been written.` : `Checkpoint requested for step ${asked.step}, or for the step in training.`;
   });
 
@@ -79,7 +79,7 @@ export const stop = () =>
     submit: "End the run",
     danger: true,
     run: async ({ why }) => {
-      await act("v1/run/stop", { why: because(why) });
+      await act("v1/run/stop", because(why));
       return "The run ends after the current step.";
     },
   });
