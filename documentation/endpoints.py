@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from documentation.configuration import cell
 from services.config.load import validate
@@ -17,10 +17,13 @@ from services.web.serving import add_console
 
 INTRODUCTION = """# REST
 
-Every service serves these endpoints on its own address, which `grpo status` prints. Send `Authorization: Bearer TOKEN`: endpoints
-marked *operate* need the token in `runs/NAME/api-token`, those marked *read* the one in `runs/NAME/api-read-token` or the other.
-Every call is idempotent and may be repeated. An error is a JSON object with `status`, `title` and `detail` (RFC 9457).
-`/openapi.json` has all types, and `/docs` renders them. [Controlling a run](../control.md) explains what the requests do.
+Every service serves these endpoints on its own address, the `url` of its pod in `grpo status --json`. Send the header
+`Authorization: Bearer TOKEN`: endpoints marked *operate* need the token in `runs/NAME/api-token`, those marked *read* the one in
+`runs/NAME/api-read-token` or the other. Every call is idempotent and may be repeated. An error is a JSON object with `status`,
+`title` and `detail` (RFC 9457). Parameters are those of the query; the body is JSON, with the header
+`content-type: application/json`. Those in bold are required; unknown ones are refused by endpoints marked *operate*.
+`/openapi.json` has all types, and `/docs` renders them in a browser that can reach the internet.
+[Controlling a run](../control.md) explains what the requests do.
 """
 COMMON = "tracker"
 ADD = {
@@ -40,19 +43,48 @@ def page() -> str:
     for kind in ADD:
         operations = [each for each in of(kind) if each[:2] not in known]
         known |= {each[:2] for each in operations}
-        rows = [f"| `{method} {path}` | {scope} | {cell(what)} |" for method, path, scope, what in operations]
-        parts.append("\n".join([f"## {TITLES[kind]}\n", "| endpoint | scope | meaning |", "|---|---|---|", *rows, ""]))
+        rows = [f"| `{one.method} {one.path}` | {one.scope} | {one.takes} | {cell(one.what)} |" for one in operations]
+        head = ["| endpoint | scope | parameters; body | meaning |", "|---|---|---|---|"]
+        parts.append("\n".join([f"## {TITLES[kind]}\n", *head, *rows, ""]))
     return "\n".join(parts)
 
 
-def of(kind: str) -> list[tuple[str, str, str, str]]:
-    """Return method, path, scope and description of each endpoint of a kind of service."""
-    found = []
-    for path, methods in openapi(kind)["paths"].items():
+class Endpoint(NamedTuple):
+    """A row of the page."""
+
+    method: str
+    path: str
+    scope: str
+    takes: str
+    what: str
+
+
+def of(kind: str) -> list[Endpoint]:
+    """Return the endpoints of a kind of service, by path."""
+    found, document = list[Endpoint](), openapi(kind)
+    for path, methods in document["paths"].items():
         for method, operation in methods.items():
             scope = "" if "security" not in operation else "read" if method == "get" else "operate"
-            found.append((method.upper(), path, scope, operation.get("description", "").split("\n\n")[0]))
-    return sorted(found, key=lambda each: (each[1], each[0]))
+            what = operation.get("description", "").split("\n\n")[0]
+            found.append(Endpoint(method.upper(), path, scope, _takes(operation, document), what))
+    return sorted(found, key=lambda each: (each.path, each.method))
+
+
+def _takes(operation: dict[str, Any], document: dict[str, Any]) -> str:
+    """Return the parameters and the fields of the body of an endpoint, required ones in bold."""
+    given = {each["name"]: each["required"] for each in operation.get("parameters", []) if each["in"] == "query"}
+    parts = [", ".join(_marked(name, needed) for name, needed in given.items())]
+    if body := operation.get("requestBody"):
+        schema = body["content"]["application/json"]["schema"]
+        name = next(each["$ref"] for each in [schema, *schema.get("anyOf", [])] if "$ref" in each).rpartition("/")[2]
+        fields = document["components"]["schemas"][name]
+        needed = fields.get("required", [])
+        parts.append("body: " + ", ".join(_marked(field, field in needed) for field in fields["properties"]))
+    return "; ".join(part for part in parts if part)
+
+
+def _marked(name: str, needed: bool) -> str:
+    return f"**`{name}`**" if needed else f"`{name}`"
 
 
 def openapi(kind: str) -> dict[str, Any]:

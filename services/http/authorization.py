@@ -1,8 +1,9 @@
-"""Authorizes requests by bearer tokens with the scopes `read` and `operate`, and limits their size.
+"""Authorizes requests by bearer tokens with the scopes `read` and `operate`, and limits their size and parameters.
 
-Guarantees: a token that may operate may also read. All tokens are compared, each in constant time, and none is logged. A body is
-never read beyond `BODY_LIMIT_BYTES`, or what the app allows for its path (`state.body_limits`). Health and
-metrics need no token, because probes and scrapers have none.
+Guarantees: a token that may operate may also read. A request that changes something is refused if it has a parameter that its
+endpoint does not have. All tokens are compared, each in constant time, and none is logged. A body is never read beyond
+`BODY_LIMIT_BYTES`, or what the app allows for its path (`state.body_limits`). Health and metrics need no token, because probes
+and scrapers have none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hmac
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, HTTPException, Request, Response
+from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from services.http.credentials import ApiTokens
@@ -21,6 +23,11 @@ BEARER = HTTPBearer(auto_error=False, description="A token of the run. Scope `re
 # at module level: FastAPI resolves annotations by the module's names
 
 Scope = Literal["", "read", "operate"]
+FILES = {
+    "operate": "the token in api.token_file (runs/NAME/api-token)",
+    "read": "the token in api.token_file or api.read_token_file (runs/NAME/api-token, runs/NAME/api-read-token)",
+}
+"""Which token a call needs, by its scope."""
 
 
 def scope_of(tokens: ApiTokens, given: str) -> Scope:
@@ -33,21 +40,34 @@ def scope_of(tokens: ApiTokens, given: str) -> Scope:
 def token_guard(tokens: ApiTokens, needed: Literal["read", "operate"]) -> Any:
     """Return a dependency that admits only requests with the needed scope. Without a read token, reading needs none."""
 
-    def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
-        if needed == "read" and not tokens.read:
-            return
-        scope = scope_of(tokens, given.credentials) if given else ""
-        if not scope:
-            raise HTTPException(
-                401, f'this call needs a bearer token of the run with scope "{needed}"', {"WWW-Authenticate": "Bearer"}
-            )
-        if needed == "operate" and scope != "operate":
-            raise HTTPException(
-                403, "this token is read-only: use the one in api.token_file",
-                {"WWW-Authenticate": 'Bearer error="insufficient_scope", scope="operate"'},
-            )  # fmt: skip
+    def check(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
+        if needed == "operate" or tokens.read:
+            _check_token(tokens, needed, given)
+        if needed == "operate":
+            _check_parameters(request)
 
     return Depends(check)
+
+
+def _check_token(tokens: ApiTokens, needed: Scope, given: HTTPAuthorizationCredentials | None) -> None:
+    scope = scope_of(tokens, given.credentials) if given else ""
+    if not scope:
+        why = "the token is unknown" if given else "there is no token"
+        remedy = f'send the header "Authorization: Bearer TOKEN" with {FILES[needed]}'
+        raise HTTPException(401, f"{why}: {remedy}", {"WWW-Authenticate": "Bearer"})
+    if needed == "operate" and scope != "operate":
+        raise HTTPException(
+            403, f"this token is read-only: use {FILES['operate']}",
+            {"WWW-Authenticate": 'Bearer error="insufficient_scope", scope="operate"'},
+        )  # fmt: skip
+
+
+def _check_parameters(request: Request) -> None:
+    """Refuse parameters that the endpoint does not have: a misspelt one would otherwise have no effect."""
+    known = sorted(field.alias for field in get_flat_dependant(request.scope["route"].dependant).query_params)
+    if unknown := sorted({*request.query_params} - {*known}):
+        there = f"those of this call are {', '.join(known)}" if known else "this call has none"
+        raise HTTPException(422, f"query.{unknown[0][:100]}: there is no such parameter; {there}")
 
 
 async def limit_body(request: Request, call_next: Any) -> Response:

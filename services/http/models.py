@@ -15,6 +15,8 @@ WHO = Field(default="", max_length=100, description="Who makes the request, reco
 class Reason(BaseModel):
     """Who makes a request, and why. Both are recorded with the desired state."""
 
+    model_config = ConfigDict(extra="forbid")
+
     why: str = WHY
     who: str = WHO
 
@@ -83,6 +85,8 @@ class State(BaseModel):
 
 class ScaleRequest(BaseModel):
     """Desired number of generators. 0: the run waits until there is one."""
+
+    model_config = ConfigDict(extra="forbid")
 
     replicas: int = Field(ge=0, le=2**31)
     why: str = WHY

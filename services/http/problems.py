@@ -74,9 +74,16 @@ def install(app: FastAPI) -> None:
     app.openapi = lambda: _document(app)
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return problem(error.status_code, error.detail, dict(error.headers or {}))
+    headers, detail = dict(error.headers or {}), error.detail
+    if detail == HTTPStatus(error.status_code).phrase:  # the framework's own, of a path or method that no endpoint has
+        detail = f"{detail}: {request.method} {request.url.path[:200]}; {_remedy(headers.get('Allow', ''))}"
+    return problem(error.status_code, detail, headers)
+
+
+def _remedy(allowed: str) -> str:
+    return f"use {allowed}" if allowed else "/openapi.json lists the endpoints of this service, and docs/reference/rest.md all"
 
 
 async def _on_not_found(_: Request, error: Exception) -> Response:
@@ -91,9 +98,24 @@ async def _on_invalid_request(_: Request, error: Exception) -> Response:
     return problem(422, str(error))
 
 
-async def _on_invalid(_: Request, error: Exception) -> Response:
+async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return problem(422, "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()))
+    if isinstance(error.body, bytes):  # left undecoded, since it was not declared to be JSON
+        sent = request.headers.get("content-type", "")
+        return problem(422, f'content-type: {sent[:100]!r} is not JSON: send the header "content-type: application/json"')
+    return problem(422, "; ".join(_fault(fault) for fault in error.errors()))
+
+
+def _fault(fault: dict[str, Any]) -> str:
+    """Return one line: where the fault is, and what it is."""
+    *there, last = map(str, fault["loc"])
+    match fault["type"]:
+        case "json_invalid":
+            return f"body: not JSON at character {last}: {fault['ctx']['error']}"
+        case "extra_forbidden":
+            return f"{'.'.join([*there, last])}: there is no such field"
+        case _:
+            return f"{'.'.join([*there, last])}: {fault['msg']}"
 
 
 async def _on_store_error(_: Request, error: Exception) -> Response:

@@ -80,7 +80,7 @@ def test_forbidden_calls_and_unreachable_pods_are_errors(served: dict[str, str])
         with pytest.raises(ApiError, match="this token is read-only") as refused:
             reader.pause("trainer")
         assert refused.value.status == 403
-    with Client(served["tracker"]) as nobody, pytest.raises(ApiError, match="needs a bearer token"):
+    with Client(served["tracker"]) as nobody, pytest.raises(ApiError, match="there is no token: send the header"):
         nobody.state()
     with Client(served["tracker"], OPERATE) as client, pytest.raises(ApiError, match="a tracker cannot be paused"):
         client.pause()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -158,6 +159,38 @@ async def test_errors_have_one_shape(http: httpx.AsyncClient) -> None:
     long = await http.post("/v1/pause", headers=TOKEN, json={"why": "x" * 201})
     assert is_problem(long, 422)
     assert "why" in long.json()["detail"]
+
+
+JSON = {"content-type": "application/json"}
+MISTAKES: list[tuple[str, str, dict[str, Any], int, str]] = [
+    ("GET", "/v1/nothing", {}, 404, "Not Found: GET /v1/nothing; /openapi.json lists the endpoints of this service"),
+    ("GET", "/v1/pause", {}, 405, "Method Not Allowed: GET /v1/pause; use POST"),
+    ("POST", "/v1/pause", {"json": {"mood": "drain"}}, 422, "body.mood: there is no such field"),
+    ("POST", "/v1/fleet/generators", {"json": {"replicas": 1, "count": 2}}, 422, "body.count: there is no such field"),
+    ("POST", "/v1/pause", {"params": {"wait": "9"}}, 422, "query.wait: there is no such parameter; those of this call"),
+    ("POST", "/v1/pause", {"content": '{"mode":', "headers": JSON}, 422, "body: not JSON at character 8: Expecting value"),
+    ("POST", "/v1/pause", {"data": {"{}": ""}}, 422, "content-type: 'application/x-www-form-urlencoded' is not JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "sent", "status", "detail"), MISTAKES)
+async def test_a_mistaken_request_changes_nothing_and_says_what_to_correct(
+    http: httpx.AsyncClient, store: Store, method: str, path: str, sent: dict[str, Any], status: int, detail: str
+) -> None:
+    answer = await http.request(method, path, **{**sent, "headers": TOKEN | sent.get("headers", {})})
+    assert is_problem(answer, status)
+    assert answer.json()["detail"].startswith(detail)
+    state = await store.run.state()
+    assert state is not None
+    assert (state.paused, state.scale.wanted) == ({}, None)
+    assert (await http.get("/v1/state", params={"_": "1"})).status_code == 200, "what changes nothing may be asked in any way"
+
+
+async def test_a_missing_and_an_unknown_token_are_told_apart(http: httpx.AsyncClient) -> None:
+    for headers, why in (({}, "there is no token: "), ({"Authorization": "Bearer wrong"}, "the token is unknown: ")):
+        detail = (await http.post("/v1/pause", headers=headers)).json()["detail"]
+        assert detail.startswith(why)
+        assert "runs/NAME/api-token" in detail
 
 
 async def test_request_bodies_are_limited(http: httpx.AsyncClient) -> None:

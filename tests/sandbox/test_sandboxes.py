@@ -175,7 +175,7 @@ async def test_only_a_rollouts_own_sandbox_is_reachable(place: SandboxWorld) -> 
             await place.tool(rollout).call({"code": "1"})
     stranger = place.tool()
     stranger._service._poster._token = "operate-token"  # a token with scope operate
-    with pytest.raises(SandboxLost, match="needs a bearer token"):
+    with pytest.raises(SandboxLost, match="the token is unknown"):
         await stranger.call({"code": "1"})
 
 
