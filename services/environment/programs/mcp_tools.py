@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, cast
 
-from pydantic_core import to_json
+from pydantic_core import ValidationError, to_json
 
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.loaded import BadReply
@@ -41,6 +41,11 @@ class McpSession:
         self._held: HeldSession | None = None
 
     @property
+    def name(self) -> str:
+        """How messages name the server."""
+        return named(self._setup)
+
+    @property
     def used(self) -> bool:
         """Whether the server may have been asked for anything."""
         return self._held is not None
@@ -55,10 +60,12 @@ class McpSession:
             raise ServerLost(f"the connection to the MCP server {named(self._setup)} has ended{held.why}"[:ERROR_CHARACTERS])
         return client
 
-    def lost(self, client: Any) -> None:
-        """Take note that a client's connection has ended."""
-        if self._held is not None and self._held.is_of(client):
-            self._held.closing.set()
+    def lost(self, client: Any) -> str:
+        """Take note that a client's connection has ended. Return what its server wrote to standard error last."""
+        if self._held is None or not self._held.is_of(client):
+            return ""
+        self._held.closing.set()
+        return self._held.errors
 
     async def close(self) -> None:
         """End the connection, and the server if it was started for it."""
@@ -74,6 +81,7 @@ class HeldSession:
         self.closing = asyncio.Event()
         self.why = ""
         """What ended the connection, for a message; empty: `closing`."""
+        self._server: Any = None
         self.opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold())
 
@@ -81,6 +89,11 @@ class HeldSession:
     def over(self) -> bool:
         """Whether the connection has ended, or is about to."""
         return self._task.done() or self.closing.is_set()
+
+    @property
+    def errors(self) -> str:
+        """The last lines that a started server has written to standard error."""
+        return "; ".join(self._server.errors) if self._server else ""
 
     def is_of(self, client: Any) -> bool:
         """Return whether a client is the one of this connection."""
@@ -98,7 +111,7 @@ class HeldSession:
     async def _hold(self) -> None:
         from services.environment.programs.mcp_transport import StdioServer, over_http
 
-        server = StdioServer(self._setup.command, os.getcwd())
+        server = self._server = StdioServer(self._setup.command, os.getcwd())
         try:
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(START_LIMIT_S):
@@ -110,7 +123,9 @@ class HeldSession:
                 await self.closing.wait()
         except BaseException as error:  # of a server, or of the library that reads what it says
             if not self.opened.done():
-                why = "; ".join([_reason(error), *server.errors])[: 3 * ERROR_CHARACTERS]
+                slow = f"it did not answer within {START_LIMIT_S:g} s"
+                first = slow if isinstance(error, TimeoutError) else _reason(error)
+                why = "; ".join([first, *server.errors])[: 3 * ERROR_CHARACTERS]
                 self.opened.set_exception(ServerLost(f"the MCP server {named(self._setup)} cannot be used: {why}"))
                 self.opened.exception()  # it may be that nobody waits
             self.why = f": {_reason(error)}"
@@ -151,10 +166,8 @@ class McpTool:
             return f"Error: the tool took longer than {self._limit_s:g} s"
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                self._session.lost(client)
-                raise ServerLost(
-                    f"the MCP server was lost during a call of {self.name!r}: {error.message}"[:ERROR_CHARACTERS]
-                ) from None
+                why = "; ".join(filter(None, [error.message, self._session.lost(client)]))
+                raise ServerLost(f"the MCP server was lost during a call of {self.name!r}: {why}"[:ERROR_CHARACTERS]) from None
             return f"Error: {error.message}"[:ERROR_CHARACTERS]
         except Exception as error:  # an answer that the library refuses
             return f"Error: {_reason(error)}"
@@ -186,7 +199,7 @@ async def listed(session: McpSession) -> list[dict[str, Any]]:
     client, cursor = await session.client(), None
     found: list[dict[str, Any]] = []
     for _ in range(MOST_TOOLS):
-        page = await client.list_tools(cursor=cursor)
+        page = await _page(session, client, cursor)
         for tool in page.tools:
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             found.append({"type": "function", "function": function})
@@ -200,6 +213,24 @@ async def listed(session: McpSession) -> list[dict[str, Any]]:
     if len(json.dumps(found)) > DESCRIBED_BYTES:
         raise Unusable(f"the descriptions of the MCP server's tools have more than {DESCRIBED_BYTES} bytes")
     return found
+
+
+async def _page(session: McpSession, client: Any, cursor: str | None) -> Any:
+    """Return a page of the server's list of tools. Raises `Unusable`."""
+    from mcp import MCPError
+
+    try:
+        async with asyncio.timeout(START_LIMIT_S):
+            return await client.list_tools(cursor=cursor)
+    except TimeoutError:
+        raise Unusable(f"the MCP server {session.name} did not list its tools within {START_LIMIT_S:g} s") from None
+    except MCPError as error:
+        told = f"{error.message}"[:ERROR_CHARACTERS]
+        raise Unusable(f"the MCP server {session.name} answers the request for its tools with an error: {told}") from None
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in faults[:3])[:ERROR_CHARACTERS]
+        raise Unusable(f"the MCP server {session.name} lists tools against the protocol: {told}") from None
 
 
 def said_by(result: Any) -> str:
