@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import structlog
+
 from services.http.entry import Arguments, end_process, main, open_service
 from services.runtime import garbage_collection
+
+log = structlog.get_logger()
 
 
 async def prepare(given: Arguments) -> None:
@@ -28,6 +32,8 @@ async def prepare(given: Arguments) -> None:
     load_curriculum(config.data.curriculum)  # reports an unusable name before the run exists
     source = PromptSource(config)
     evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
+    for remark in (*source.remarks, *(evaluated.remarks if evaluated else ())):
+        log.warning(remark.what, source=remark.source, remedy=remark.remedy)
     garbage_collection.freeze()
     async with open_service("dataprep", config, given.name) as service:
         service.stays = given.stay

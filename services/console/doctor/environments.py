@@ -6,10 +6,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.config import ConfigError, RunConfig
-from services.config.environments import EnvironmentConfig, code_of, drives_itself, environment_file
+from services.config.environments import (
+    AgentEnvironment,
+    EnvironmentConfig,
+    McpEnvironment,
+    code_of,
+    drives_itself,
+    environment_file,
+)
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.local.code import copied
 
@@ -19,7 +27,7 @@ if TYPE_CHECKING:
 
 NAME = "doctor"  # of the rollout
 TRIAL_LIMIT_S = 60.0
-OWN_FOLDER = " (command starts in an empty folder, so its paths must be absolute)"
+OWN_FOLDER = "command starts in a folder of its own, so its paths must be absolute"
 
 
 def environments(config: RunConfig) -> Iterator[Finding]:
@@ -65,7 +73,8 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
         return note(what, f"not started, since a row cannot be read: {error}", "fix the data first")
     finally:
         await pool.close()
-    scored = f"scored {done.scores['score']:.3g}" if done.scores else "gave no reward"
+    without = "left the reward to verifiers" if config.verified(source.name) else "gave no reward"
+    scored = f"scored {done.scores['score']:.3g}" if done.scores else without
     return ok(what, f"{done.what} and {scored}, in {time.monotonic() - began:.2f} s")
 
 
@@ -105,7 +114,11 @@ def _remedy(environment: EnvironmentConfig) -> str:
             "; the policy replied in plain text, with the row's answer and without a tool call, as models do, too: if the error "
             "is about that, return a low reward instead of raising"
         )
-    return remedy + OWN_FOLDER * (environment.kind == "agent" and bool(environment.command))
+    command = environment.command if isinstance(environment, AgentEnvironment | McpEnvironment) else []
+    meant = [str(path.resolve()) for path in map(Path, command[1:]) if not path.is_absolute() and path.is_file()]
+    if meant:
+        return f"{OWN_FOLDER}: write {', '.join(meant)}"
+    return f"{remedy} ({OWN_FOLDER})" if command else remedy
 
 
 def _named(environment: EnvironmentConfig) -> str:

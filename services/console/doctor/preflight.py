@@ -103,14 +103,18 @@ def faults_of(
 
 
 def without_repeats(found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings without faults whose text another had: the tokenizer's come up again where data is read.
+    """Return the findings without faults that another states: the tokenizer's, and an environment's that cannot be asked for its
+    tools, come up again where data is read.
 
     Notes on a model that cannot be downloaded, or is faulty otherwise, are left out, too.
     """
     seen, kept = set[str](), list[Finding]()
     faulty = any(one.state == "fault" and one.detail.startswith("model.path = ") for one in found)
+    unusable = [f"environment {one.what.removeprefix('environment ')!r} cannot be " for one in found
+                if one.state == "fault" and one.what.startswith("environment ")]  # fmt: skip
     for one in found:
-        if not (one.state == "fault" and one.detail in seen) and not (faulty and one.what == "model" and one.state == "note"):
+        again = one.detail in seen or ("source " in one.what and any(said in one.detail for said in unusable))
+        if not (one.state == "fault" and again) and not (faulty and one.what == "model" and one.state == "note"):
             kept.append(one)
         seen.add(one.detail)
     return kept

@@ -83,6 +83,7 @@ def _source(what: str, key: str, source: Source, config: RunConfig, found: list[
     else:
         found.append(read)
         yield ok(what, f"{len(read)} rows, the longest prompt has {read.longest} tokens")
+        yield from (note(what, remark.what, remark.remedy) for remark in read.remarks)
 
 
 def _of_rows(what: str, key: str, source: FileSource, faults: Sequence[str]) -> Iterator[Finding]:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import structlog
 
 from services.chat.tokenizers import tokenizer_folder
 from services.config import RunConfig
@@ -30,10 +29,10 @@ from services.dataprep.prompts.tokenizer import PromptTokenizer, messages_of
 from services.dataprep.prompts.tools import tools_of
 from services.protocol.messages import Row
 
-log = structlog.get_logger()
-
 ROW_BYTES = 64 * 1024
 """Maximum number of bytes of a row that go along with its ticket: Redis holds the rows of all tickets in progress."""
+UNSHOWN = "the chat template does not show the environment's tools to the model"
+UNSHOWN_REMEDY = "use a model whose chat template renders `tools`, set data.chat_template to one, or describe them in the prompts"
 CHUNK_ROWS = 2048
 """Rows tokenised at a time: enough to occupy the tokenizer's threads, and few enough to hold in memory."""
 
@@ -46,6 +45,14 @@ class Prompt(NamedTuple):
     row: str  # as in `Ticket`
 
 
+class Remark(NamedTuple):
+    """Something about a source that a run does not fail for, but that its owner should know."""
+
+    source: str
+    what: str
+    remedy: str
+
+
 class PromptSource:
     """All prompts of `sources`, or of `data.sources` if that is None, by row. `order.PromptOrder` determines their order."""
 
@@ -53,12 +60,16 @@ class PromptSource:
         tokenizer = PromptTokenizer(tokenizer_folder(config.model.path), config.data)
         columns = _Columns()
         spans: list[SourceSpan] = []
+        self.remarks: list[Remark] = []
         for source in config.data.sources if sources is None else sources:
             first = len(columns.token_ends)
             tools = tools_of(next((each for each in config.environments if each.name == source.environment), None))
             if tools and not tokenizer.shows(tools):
-                log.warning("the chat template does not show tools to the model", source=source.name, tools=len(tools))
-            columns.read(source, tokenizer, config.data, Needs.of(config.verifiers, source), tools)
+                self.remarks.append(Remark(source.name, f"{UNSHOWN}: {_names(tools)}", UNSHOWN_REMEDY))
+            if skipped := columns.read(source, tokenizer, config.data, Needs.of(config.verifiers, source), tools):
+                self.remarks.append(
+                    Remark(source.name, f"prompts skipped: {skipped}", "raise data.max_prompt_tokens to keep them")
+                )
             spans.append(SourceSpan(source.name, source.weight, first, len(columns.token_ends) - first))
         self.spans = tuple(spans)
         """The rows of each source."""
@@ -106,8 +117,8 @@ class _Columns:
 
     def read(
         self, source: Source, tokenizer: PromptTokenizer, data: Data, needs: Needs, tools: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Add all rows of a source, whose prompts show `tools`."""
+    ) -> str:
+        """Add all rows of a source, whose prompts show `tools`. Return which were left out because they are too long."""
         first, too_long = len(self.token_ends), _TooLong(data.max_prompt_tokens)
         rows = read_rows(source, needs)
         while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -125,10 +136,9 @@ class _Columns:
             raise DataError(too_long.fault())
         if too_long.count and len(self.token_ends) == first:
             raise DataError(f'source "{source.name}" has no rows left: {too_long.summary()}: raise data.max_prompt_tokens')
-        if too_long.count:
-            log.warning("prompts skipped", source=source.name, why=too_long.summary())
         if len(self.token_ends) == first:
             raise DataError(f'source "{source.name}" has no rows ({_place(source)}): add prompts')
+        return too_long.summary() if too_long.count else ""
 
 
 class _Texts:
@@ -203,6 +213,10 @@ class _TooLong:
             f"{where}: the prompt has {length} tokens, more than data.max_prompt_tokens = {self._limit}{others}: "
             'raise data.max_prompt_tokens, remove the rows or set data.long_prompts = "drop"'
         )
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(tool["function"]["name"] for tool in tools)
 
 
 def _place(source: Source) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from structlog.testing import capture_logs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from services.config import ConfigError, RunConfig, load, to_toml
@@ -354,12 +353,11 @@ def test_long_prompts_can_be_dropped(model: Path, tmp_path: Path):
     lines = [{"prompt": "x" * (90 if i % 3 == 1 else 3), "answer": f"{i}"} for i in range(7)]
     kept = [line for line in lines if len(line["prompt"]) == 3]
     limits = {"max_prompt_tokens": 50, "long_prompts": "drop"}
-    with capture_logs() as logs:
-        source = PromptSource(_config(model, _write(tmp_path, *lines), **limits))
+    source = PromptSource(_config(model, _write(tmp_path, *lines), **limits))
     assert [source.prompt(row)[1] for row in range(len(source))] == [line["answer"] for line in kept]
-    (line,) = logs
-    assert (line["event"], line["source"]) == ("prompts skipped", "main")
-    assert line["why"].startswith("2 rows have more than data.max_prompt_tokens = 50 tokens, the longest ")
+    (remark,) = source.remarks
+    assert remark.source == "main"
+    assert remark.what.startswith("prompts skipped: 2 rows have more than data.max_prompt_tokens = 50 tokens, the longest ")
     assert source.digest == PromptSource(_config(model, _write(tmp_path, *kept), **limits)).digest
 
 

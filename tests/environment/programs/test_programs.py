@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.config.environments import AgentEnvironment, EnvironmentConfig, PythonEnvironment
-from services.console.doctor import Finding
+from services.console.doctor import Finding, fault
 from services.console.doctor.environments import environments
+from services.console.doctor.preflight import without_repeats
 from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
@@ -196,7 +197,29 @@ def test_doctor_rehearses_an_agent(name: str, keys: str, state: str, said: str, 
 def test_doctor_rehearses_a_command(tmp_path: Path) -> None:
     finding = tried(tmp_path, f'kind = "agent", command = ["{sys.executable}", "agent.py"]')
     assert "agent.py': [Errno 2] No such file or directory" in finding.detail
-    assert "its paths must be absolute" in finding.remedy
+    assert finding.remedy.endswith("(command starts in a folder of its own, so its paths must be absolute)")
+
+
+@pytest.mark.parametrize("kind", ["agent", "mcp"])
+def test_doctor_names_the_file_that_a_command_means(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("")
+    finding = tried(tmp_path, f'kind = "{kind}", command = ["{sys.executable}", "own.py"]', "", 'verifiers=[{kind = "exact"}]')
+    assert "own.py': [Errno 2] No such file or directory" in finding.detail
+    assert finding.remedy == (
+        f"command starts in a folder of its own, so its paths must be absolute: write {tmp_path.resolve() / 'own.py'}"
+    )
+
+
+def test_an_unusable_environment_is_one_fault(tmp_path: Path) -> None:
+    lost = "environment 'world' cannot be used: no server"
+    found = [
+        fault("data source main", f"data.sources.0.path = 'a.jsonl': {lost}", "fix this error"),
+        fault("data source other", "data.sources.1.path = 'b.jsonl' does not exist", "correct the path"),
+        fault("environment world", f"environments.0.command = ['x']: {lost}", "fix this error"),
+    ]
+    assert without_repeats(found) == found[1:]
+    assert without_repeats(found[:2]) == found[:2]
 
 
 def test_an_environment_may_leave_the_reward_to_verifiers(tmp_path: Path) -> None:
@@ -204,4 +227,5 @@ def test_an_environment_may_leave_the_reward_to_verifiers(tmp_path: Path) -> Non
     silent.write_text("class Silent:\n    def turn(self, message):\n        return None\n")
     program = f'kind = "python", function = "{silent}:Silent"'
     assert "no reward: its program gave none" in tried(tmp_path, program).detail
-    assert tried(tmp_path, program, "", 'verifiers=[{kind = "exact"}]').state == "ok"
+    left = tried(tmp_path, program, "", 'verifiers=[{kind = "exact"}]')
+    assert (left.state, "ended with its answer and left the reward to verifiers, in" in left.detail) == ("ok", True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from services.config import RunConfig
 from services.config.load import validate
+from services.console.doctor.rows import data
 from services.console.local.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
@@ -65,9 +65,10 @@ def test_prompts_show_only_tools_common_to_all_rows(tmp_path: Path) -> None:
 
 def test_a_template_without_tools_is_reported(tmp_path: Path) -> None:
     save_family(FAMILIES[0], tmp_path)
-    with capture_logs() as logs:
-        PromptSource(_plain(tmp_path))
-    assert [(each["event"], each["tools"]) for each in logs] == [("the chat template does not show tools to the model", 1)]
+    [remark] = PromptSource(_plain(tmp_path)).remarks
+    assert remark.what == "the chat template does not show the environment's tools to the model: add"
+    found = [each for each in data(_plain(tmp_path)) if each.state == "note"]
+    assert [(each.what, each.detail, each.remedy) for each in found] == [("data source main", remark.what, remark.remedy)]
 
 
 def _plain(folder: Path) -> RunConfig:
