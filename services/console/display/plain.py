@@ -1,21 +1,31 @@
-"""Shows a run as plain lines, one per step and per event, for pipes, logs and `--no-screen`."""
+"""Shows a run as plain lines, one per step, per event and per new kind of warning, for pipes, logs and `--no-screen`.
+
+Guarantees: warnings of one kind, the same event of the same pod, are at most one line in `REPEAT_S`, with the number left out.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
+from services.console.display.warnings_tail import WarningsTail
 from services.operations.figures import left_s, step_line
 from services.operations.observe import Poll
+
+REPEAT_S = 60.0
 
 
 class PlainDisplay:
     """Prints to standard output, flushing each line."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, tail: WarningsTail) -> None:
+        self._steps, self._tail = steps, tail
         self._rows: list[Mapping[str, float]] = []
+        self._shown: dict[str, float] = {}
+        """Kind of warning -> when one was printed last."""
+        self._left_out: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -38,7 +48,16 @@ class PlainDisplay:
             _print(step_line(row, self._steps, left_s(self._rows, self._steps)))
 
     def draw(self, poll: Poll, waiting: Mapping[str, float]) -> None:
-        """Do nothing: plain lines are never redrawn."""
+        """Print new warnings of the pods; lines are never redrawn."""
+        now = time.monotonic()
+        for line in self._tail.poll():
+            kind = ": ".join(line.split(": ")[:2])
+            if now - self._shown.get(kind, -REPEAT_S) < REPEAT_S:
+                self._left_out[kind] = self._left_out.get(kind, 0) + 1
+                continue
+            self._shown[kind] = now
+            more = self._left_out.pop(kind, 0)
+            _print(f"! {line}" + f" ({more} more like this)" * (more > 0))
 
 
 def _print(line: str) -> None:

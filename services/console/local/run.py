@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from services.config import RunConfig, load
 from services.config.reading.loss_in_words import loss_in_words
 from services.console.display.plain import PlainDisplay
+from services.console.display.warnings_tail import WarningsTail
 from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import conditions, summary
@@ -246,15 +247,13 @@ class _Job:
     async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[LaunchOutcome, dict[str, int]]:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
         with contextlib.ExitStack() as stack:
+            tail = WarningsTail(self.folder.logs)
             if self.options.screen and sys.stdout.isatty():
                 from services.console.display.screen import ScreenDisplay
-                from services.console.display.warnings_tail import WarningsTail
 
-                display = stack.enter_context(
-                    ScreenDisplay(config.run.name, config.run.steps, rows, WarningsTail(self.folder.logs))
-                )
+                display = stack.enter_context(ScreenDisplay(config.run.name, config.run.steps, rows, tail))
             else:
-                display = stack.enter_context(PlainDisplay(config.run.steps))
+                display = stack.enter_context(PlainDisplay(config.run.steps, tail))
             where = f"resuming at {observer.last.committed_step + 1} of {config.run.steps} steps"
             if observer.last.state is None:
                 where = "from its checkpoint" if any(self.folder.checkpoints.glob("step-*")) else "new"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import types
 from pathlib import Path
 
 import msgspec
+import pytest
 from rich.console import Console
 
+from services.console.display.plain import PlainDisplay
 from services.console.display.screen import ScreenDisplay
 from services.console.display.warnings_tail import WarningsTail
 from services.operations import figures
@@ -87,3 +91,23 @@ def test_the_tail_reads_only_appended_whole_lines(tmp_path: Path) -> None:
         file.write(line[10:] + "\n")
     assert tail.poll() == ["trainer-0: new"]
     assert tail.poll() == []
+
+
+def test_plain_lines_repeat_no_kind_of_warning_within_a_minute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0.0, 45.0)
+    monkeypatch.setattr("services.console.display.plain.time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    plain = PlainDisplay(100, WarningsTail(tmp_path))
+
+    def warned(*errors: str) -> list[str]:
+        with (tmp_path / "environment-0.log").open("a") as file:
+            file.writelines(
+                json.dumps({"event": "rollout failed", "level": "warning", "error": error}) + "\n" for error in errors
+            )
+        plain.draw(Poll(0.0, STATE, []), {})
+        return capsys.readouterr().out.splitlines()
+
+    assert warned("first", "second", "third") == ["! environment-0: rollout failed: first"]
+    assert warned("fourth") == []
+    assert warned("fifth") == ["! environment-0: rollout failed: fifth (3 more like this)"]
