@@ -33,7 +33,8 @@ def condition(state: RunState | None, *, live: bool, left: Condition | None = No
     if not live:
         if left is not None and left.word == "failed":
             return left
-        told = [left.detail if left else "", f"it starts paused: {paused}" if (paused := _paused(state)) else ""]
+        restored = "" if state is None or state.restore < 0 else f"it resumes from the checkpoint of step {state.restore}"
+        told = [left.detail if left else "", restored, f"it starts paused: {paused}" if (paused := _paused(state)) else ""]
         return Condition("stopped", "; ".join(part for part in told if part))
     if state is None:
         return Condition("running", "dataprep is reading the prompts and will then create the run")

@@ -35,6 +35,10 @@ ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
         ({}, False, None, "stopped", ""),
         (LUNCH, False, Condition("stopped"), "stopped", f"it starts paused: trainer by ada: lunch, since {moment(NOW)}"),
         ({}, False, Condition("stopped", "grpo run was killed"), "stopped", "grpo run was killed"),
+        (
+            {"restore": 2}, False, Condition("finished", "trained 4 of 4 steps"), "stopped",
+            "trained 4 of 4 steps; it resumes from the checkpoint of step 2",
+        ),
         ({}, False, Condition("failed", "trainer cannot run"), "failed", "trainer cannot run"),
         ({}, True, Condition("failed", "trainer cannot run"), "running", ""),
     ],

@@ -82,7 +82,8 @@ def _show(
         lines.append(Styled(f"waiting for {what}", "yellow"))
     versions = f"policy version {state.published_version} published, step {state.prepared_step} prepared"
     slots = f"{state.slots_used}/{state.slots} slots used"
-    lines.append(Styled(f"{versions}, {slots}, checkpoint of step {state.checkpointed_step}"))
+    saved = "no checkpoint yet" if state.checkpointed_step < 0 else f"checkpoint of step {state.checkpointed_step}"
+    lines.append(Styled(f"{versions}, {slots}, {saved}"))
     lines.append(Styled(_generators(state, members, wanted)))
     if state.checkpoint_failed:
         lines.append(cell(f"checkpoint not written: {state.checkpoint_failed}", "yellow"))
