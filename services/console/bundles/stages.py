@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from services.dataprep.planning.plan import plan_step
 from services.dataprep.planning.step import layout_of, plan_group
 from services.dataprep.replay.settling import settle
 from services.generator.engines.tokenizer import load_tokenizer
-from services.operations.bundles.format import Bundle, RecordedGroup
+from services.operations.bundles.format import Bundle, BundleError, RecordedGroup
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, Sample, StepPlan
 from services.protocol.payloads import Payload
@@ -72,6 +73,7 @@ async def score(bundle: Bundle, config: RunConfig, run_code: bool) -> AsyncItera
         return
     allowed = [each.model_copy(update={"name": names[id(each)]}) for each in allowed]
     tried = config.model_copy(update={"verifiers": allowed})
+    _check_model(bundle, config)
     tokenizer = load_tokenizer(config)
     scoring = Scoring(tried, [*config.data.sources], workers=1)
     await scoring.start()
@@ -101,6 +103,15 @@ async def score(bundle: Bundle, config: RunConfig, run_code: bool) -> AsyncItera
                 yield Compared(f"solved completions of group {header.ticket}", header.solved, judged)
     finally:
         await scoring.close()
+
+
+def _check_model(bundle: Bundle, config: RunConfig) -> None:
+    """Raise `BundleError` if the model was a folder that is not here: the hub would be asked for a folder's name."""
+    if bundle.model and not Path(config.model.path).is_dir():
+        raise BundleError(
+            f"model.path = {config.model.path!r} is no folder here, and the stage score needs its tokenizer; the bundle only "
+            "refers to it: replay it where the model is, or record it with --weights"
+        )
 
 
 def _job(header: Header, payload: Payload, group: RecordedGroup, tokenizer: Any) -> Job:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from services.config import RunConfig
 from services.console.bundles import stages
 from services.console.local import changes
 from services.dataprep.planning.step import make_step
 from services.dataprep.replay.generated_statistics import GeneratedStats
-from services.operations.bundles.format import Bundle, Origin, RecordedGroup, RecordedStep
+from services.operations.bundles.format import Bundle, BundleError, Origin, RecordedGroup, RecordedStep
 from services.protocol import codec
 from services.protocol.messages import RankPlan, StepPlan
+from services.runtime.atomic_folders import FileRecord
 from services.store import BufferedGroup, Store
 from services.store.records import SweptTable
 from services.trainer.step.discard_damaged import without
@@ -68,3 +70,12 @@ async def test_a_step_that_lost_a_damaged_group_is_not_packed_again(store: Store
     step = RecordedStep(codec.encode(plan), [codec.encode(rank) for rank in ranks], None)
     (note,) = stages.packed(msgspec.structs.replace(bundle, steps=[step]), config)
     assert note == "step 0: left out, it lost 1 damaged group after it was planned, without which it cannot be planned again"
+
+
+async def test_scores_need_the_model_where_the_bundle_only_refers_to_it(tmp_path: Path) -> None:
+    config = small_config(tmp_path, None, "model.path=build/elsewhere", 'verifiers=[{kind = "exact"}]')
+    record = FileRecord(1, 64 * "0")
+    bundle = Bundle("small", 0, 0.0, "", "", {}, Origin(), [], {}, {}, {"tokenizer.json": record})
+    with pytest.raises(BundleError, match=r"^model\.path = 'build/elsewhere' is no folder here.* or record it with --weights$"):
+        async for _ in stages.score(bundle, config, run_code=False):
+            pass
