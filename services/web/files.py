@@ -152,7 +152,7 @@ def _drawn(file: Path, points: int) -> tuple[list[int], dict[str, list[float | N
 
 
 def _keys(config: RunConfig) -> list[ConfigurationKey]:
-    helps = {key.key: key.help for key in keys()}
+    helps = {key.key: " ".join(key.help.split()) for key in keys()}
     found = list[ConfigurationKey]()
 
     def walk(section: BaseModel, prefix: str) -> None:

@@ -151,6 +151,7 @@ async def test_account_configuration_and_nearby_runs_come_from_files(served: str
         keys = {key["key"]: key for key in (await http.get("/configuration")).json()["keys"]}
         assert keys["run.steps"]["value"] == STEPS
         assert keys["run.steps"]["changed"]
+        assert "its own server" in keys["redis.url"]["help"], "the page shows a line break as an escape"
         assert keys["redis.url"]["value"].startswith("redis://127.0.0.1:1")
         assert not keys["optimizer.warmup_steps"]["changed"]
         assert (await http.get("/runs")).json() == {"runs": ["another"]}
@@ -210,6 +211,7 @@ async def test_account_configuration_and_comparison_are_pages(visit: browser.Vis
             browser.go(page, "configuration")
             page.wait_for_selector("main td:has-text('run.steps')")
             few = page.locator("main tbody tr").count()
+            assert page.locator("main td .name", has_text="run.steps").bounding_box()["height"] < 24, "a key is on one line"
             page.select_option("#every", "yes")
             page.wait_for_function("few => document.querySelectorAll('main tbody tr').length > few", arg=few)
             browser.go(page, "samples")

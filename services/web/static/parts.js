@@ -92,7 +92,7 @@ export function Table({ label, columns, rows, empty, rowKey, current }) {
           html`<tr role="row" key=${rowKey(row)} class=${current?.(row) ? "current" : ""}>
             ${columns.map(
               (column) =>
-                html`<td role="cell" key=${column.head} data-label=${column.head} class=${`${column.num ? "num" : ""} ${column.wide ? "wide" : ""}`}>
+                html`<td role="cell" key=${column.head} data-label=${column.head} class=${`${column.num ? "num" : ""} ${column.wide ? "wide" : ""} ${column.whole ? "whole" : ""}`}>
                   <span class="cell">${column.cell(row)}</span>
                 </td>`,
             )}

@@ -6,7 +6,7 @@ import { choose, route, useStore } from "../state.js";
 import { html } from "../vendor/htm-preact.js";
 
 const COLUMNS = [
-  { head: "Key", cell: (row) => html`<${Name}>${row.key}<//>` },
+  { head: "Key", whole: true, cell: (row) => html`<${Name}>${row.key}<//>` },
   { head: "Value", cell: (row) => html`<${Name}>${JSON.stringify(row.value)}<//>` },
   { head: "Meaning", wide: true, cell: (row) => plain(row.help) },
 ];

@@ -54,7 +54,7 @@ export function FleetPage({ frame, about }) {
       <${Tile} label="Generators" value=${there} unit=${wanted === undefined ? "" : `of ${wanted} desired`} note=${plain(state.scale.why) || `${atWork} working`} />
       <${Tile} label="Weights held" value=${held || "none"} note=${`${version(state.published_version)} published`} />
       <${Tile} label="Generating now" value=${count(fleet.tokens_per_s)} unit="tok/s" note="sum over pods" />
-      <${Tile} label="Max generators" value=${state.scale.most === null ? "any number" : state.scale.most} note=${state.scale.most === null ? "no limit known" : "limited by GPUs"} />
+      <${Tile} label="Max generators" value=${state.scale.most === null ? "any number" : state.scale.most} note=${state.scale.most === null ? "no limit known" : "what the machine allows"} />
     </dl>
     <${Panel} title="Pods" note=${`${count(fleet.total)} with a recent heartbeat`}>
       <${Table} label="Pods" columns=${columns(frame)} rows=${fleet.pods} rowKey=${(pod) => pod.name + pod.boot}

@@ -25,7 +25,7 @@ function Tiles({ frame, about, metrics }) {
   const lag = metrics["staleness/trained/max"];
   const waits = metrics["time/step_s"] - metrics["time/train_s"] - metrics["time/sync_s"];
   return html`<dl class="tiles">
-    <${Tile} label="Reward" value=${fixed(metrics["reward/train/mean"], 3)} note=${`± ${fixed(metrics["reward/train/std"], 2)} in step ${frame.steps.last}`} />
+    <${Tile} label="Reward" value=${fixed(metrics["reward/train/mean"], 3)} note=${frame.steps.last < 0 ? "no step yet" : `± ${fixed(metrics["reward/train/std"], 2)} in step ${frame.steps.last}`} />
     <${Tile} label="Max lag" value=${count(lag)} unit=${bound === undefined ? "" : `of ${bound} allowed`} kind=${lag > bound ? "bad" : ""} note=${`mean ${fixed(metrics["staleness/trained/mean"], 2)} steps`} />
     <${Tile} label="Generated" value=${count(metrics["throughput/generated/tokens_per_s"])} unit="tok/s" note=${`trained ${count(metrics["throughput/trained/tokens_per_s"])} tok/s`} />
     <${Tile} label="Step" value=${duration(metrics["time/step_s"])} note=${`training ${percent(metrics["time/train_s"] / metrics["time/step_s"])}, sync ${percent(metrics["time/sync_s"] / metrics["time/step_s"])}${waits > 0 ? `, waiting ${percent(waits / metrics["time/step_s"])}` : ""}`} />
