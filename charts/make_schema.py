@@ -26,6 +26,8 @@ Schema = dict[str, Any]
 ANY_LIST: Schema = {"type": "array", "items": {"type": "object"}}
 TEXT: Schema = {"type": "string"}
 QUANTITY: Schema = {"type": ["string", "integer"], "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$"}
+VOLUME: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(Mi|Gi|Ti|Pi|M|G|T|P)$"}
+"""A volume's size: a number without a unit would be bytes, which nobody means."""
 AMOUNTS: Schema = {"type": "object", "additionalProperties": QUANTITY}
 TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 SHARE: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}
@@ -72,6 +74,8 @@ OF_PATH: dict[str, Schema] = {
     "trainer.kind": {"enum": ["StatefulSet", "LeaderWorkerSet"]},
     "trainer.gang": {"enum": ["none", "kubernetes", "coscheduling", "volcano"]},
     "apiPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
+    "clusterDomain": {"type": "string", "pattern": r"^[a-z0-9.-]+$"},
+    "redis.size": VOLUME, "storage.runs.size": VOLUME, "storage.models.size": VOLUME,
     "generator.replicas": {"type": "integer", "minimum": 0},
     "tls.issuer.kind": {"enum": ["Issuer", "ClusterIssuer"]},
     "generator.autoscaling.kind": {"enum": ["none", "hpa", "keda"]},
@@ -135,11 +139,23 @@ def of_config() -> tuple[Schema, dict[str, Schema]]:
 
 
 def _plain(tree: Any) -> Any:
-    """Remove what only readers of the model need: defaults, titles, and OpenAPI's keyword for unions."""
+    """Remove what only readers of the model need: defaults and titles. Restate unions by their kinds."""
     if isinstance(tree, dict):
-        kept = {key: _plain(below) for key, below in tree.items() if key not in ("default", "discriminator")}
+        if "discriminator" in tree:
+            return _by_kind(tree["discriminator"]["propertyName"], tree["discriminator"]["mapping"])
+        kept = {key: _plain(below) for key, below in tree.items() if key != "default"}
         return {key: below for key, below in kept.items() if not (key == "title" and isinstance(below, str))}
     return [_plain(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def _by_kind(name: str, mapping: dict[str, str]) -> Schema:
+    """Return a union as conditions: an error then names what is wrong with the kind that is meant, instead of all kinds."""
+    meant = [
+        {"if": {"required": [name], "properties": {name: {"const": kind}}}, "then": {"$ref": reference}}
+        for kind, reference in mapping.items()
+    ]
+    properties = {name: {"enum": [*mapping]}}
+    return {"type": "object", "required": [name], "properties": properties, "allOf": meant}
 
 
 def make() -> str:

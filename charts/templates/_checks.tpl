@@ -54,6 +54,7 @@
 {{- end }}
 {{- include "grpo.labelChecks" . }}
 {{- include "grpo.modelChecks" . }}
+{{- if include "grpo.whole" . }}{{ include "grpo.dataChecks" . }}{{ end }}
 {{- include "grpo.numberChecks" . }}
 {{- include "grpo.schedulingChecks" . }}
 {{- include "grpo.roleChecks" . }}

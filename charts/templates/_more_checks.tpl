@@ -39,6 +39,25 @@
 {{- end }}
 {{- end }}
 
+{{/* Files of prompts are on a volume of dataprep's pods, or in its image. */}}
+{{- define "grpo.dataChecks" -}}
+{{- $v := .Values }}
+{{- $mounted := list }}
+{{- if $v.storage.data.existingClaim }}{{ $mounted = append $mounted "/srv/grpo/data" }}{{ end }}
+{{- range concat ($v.dataprep.extraVolumeMounts | default list) ($v.podDefaults.extraVolumeMounts | default list) }}{{ $mounted = append $mounted .mountPath }}{{ end }}
+{{- $image := or $v.dataprep.image $v.environment.image }}
+{{- range $section, $sources := dict "data" (dig "data" "sources" list $v.config) "evaluation" (dig "evaluation" "sources" list $v.config) }}
+{{- range $i, $source := $sources }}
+{{- $path := toString ($source.path | default "") }}
+{{- $found := or (not $path) (hasPrefix "hf://" $path) $image }}
+{{- range $mounted }}{{ if hasPrefix (printf "%s/" (trimSuffix "/" .)) $path }}{{ $found = true }}{{ end }}{{ end }}
+{{- if not $found }}
+{{- fail (printf "config.%s.sources.%d.path = %q is on no volume of the pods: put the file on one, set storage.data.existingClaim to it and write /srv/grpo/data/…, or name a dataset on the hub (hf://…)" $section $i $path) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "grpo.numberChecks" -}}
 {{- $v := .Values }}
 {{- if and (eq $v.generator.autoscaling.kind "hpa") (not $v.generator.autoscaling.metrics) }}

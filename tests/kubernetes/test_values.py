@@ -58,7 +58,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ENVIRONMENT: dict[str, Any] = {
     "config": {
         "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
-        "data": {"sources": [{"kind": "jsonl", "path": "/data/x.jsonl", "environment": "e"}]},
+        "data": {"sources": [{"kind": "jsonl", "path": "hf://datasets/a/b/x.jsonl", "environment": "e"}]},
     }
 }
 
@@ -88,6 +88,17 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         'config.model.path = "/srv/grpo/models/a" is on no volume of the pods',
     ),
     ({"config": {"model": {"path": "my model"}}}, "neither a name on the hub"),
+    (
+        {"config": {"data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/a.jsonl"}]}}},
+        'config.data.sources.0.path = "/srv/grpo/data/a.jsonl" is on no volume of the pods: put the file on one',
+    ),
+    (
+        {
+            "config": {"evaluation": {"sources": [{"kind": "jsonl", "name": "test", "path": "a.jsonl"}]}},
+            "storage": {"data": {"existingClaim": "prompts"}},
+        },
+        'config.evaluation.sources.0.path = "a.jsonl" is on no volume of the pods',
+    ),
     ({"generator": {"replicas": 3, "autoscaling": {"kind": "keda"}}}, "generator.replicas = 3 has no effect"),
     ({"generator": {"replicas": 3}, "scaler": {"enabled": False}}, "use kubectl scale after the install"),
     ({"preload": {"enabled": True}, "storage": {"models": {"enabled": True}}}, "needs preload.repository"),
@@ -209,7 +220,7 @@ def test_impossible_combinations_are_rejected_with_a_remedy(values: dict[str, An
 def test_required_keys_have_no_defaults() -> None:
     with pytest.raises(helm_python.HelmError, match="missing properties 'model', 'data'"):
         chart.render(bare=True)
-    own = {"config": {"model": {"path": "a/b"}, "data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/x.jsonl"}]}}}
+    own = {"config": {"model": {"path": "a/b"}, "data": {"sources": [{"kind": "jsonl", "path": "hf://datasets/a/b/x.jsonl"}]}}}
     config = chart.named(chart.render(own, bare=True), "ConfigMap", "demo-config")["data"]["config.toml"]
     assert "reasoning_gym" not in config
     assert "verifiers" not in config
