@@ -165,6 +165,18 @@ async def test_weight_sync_shows_what_was_sent_and_every_generator(visit: Visit,
     await visit(at(f"{url}/#/sync", look))
 
 
+async def test_a_run_that_ends_cannot_be_scaled(visit: Visit, store: Store, url: str) -> None:
+    def disabled(browser: Any) -> list[bool]:
+        with opened(browser, f"{url}/#/fleet", token="test-token") as page:
+            settle(page)
+            page.wait_for_selector("main button:has-text('Scale …')")
+            return page.locator("button:has-text('Scale …')").evaluate_all("all => all.map(one => one.disabled)")
+
+    assert await visit(disabled) == [False, False]
+    await store.run.stop("ada: enough")
+    assert await visit(disabled) == [True, True]
+
+
 async def test_the_overview_has_pass_at_k_once_rounds_exist(visit: Visit, store: Store, url: str) -> None:
     await store.monitor.record({"step": 0.0, "time_s": 1.0, "run/incarnation": 1.0, "reward/train/mean": 0.5})
 

@@ -49,7 +49,7 @@ export function FleetPage({ frame, about }) {
   const wanted = state.scale.wanted ?? about?.facts["generator.count"];
   const held = fleet.versions.map((group) => `${group.pods} × ${version(group.version)}`).join(", ");
   const rest = fleet.total - fleet.pods.length;
-  return html`<${Page} title="Fleet" tools=${html`<${Operator}><${Action} onClick=${() => scale(wanted ?? there, state.scale.most)}>Scale …<//><//>`}>
+  return html`<${Page} title="Fleet" tools=${html`<${Operator}><${Action} disabled=${Boolean(state.finished || state.stopping)} onClick=${() => scale(wanted ?? there, state.scale.most)}>Scale …<//><//>`}>
     <dl class="tiles">
       <${Tile} label="Generators" value=${there} unit=${wanted === undefined ? "" : `of ${wanted} desired`} note=${plain(state.scale.why) || `${atWork} working`} />
       <${Tile} label="Weights held" value=${held || "none"} note=${`${version(state.published_version)} published`} />
