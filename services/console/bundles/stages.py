@@ -6,6 +6,7 @@ Guarantees: nothing that a bundle names is executed or called over the network u
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from services.algorithm import advantages, row_statistics
 from services.algorithm.group_statistics import DAMAGED
 from services.config import RunConfig
-from services.config.verifiers import named
+from services.config.verifiers import PythonConfig, named
 from services.dataprep.planning.plan import plan_step
 from services.dataprep.planning.step import layout_of, plan_group
 from services.dataprep.replay.settling import settle
@@ -71,6 +72,12 @@ async def score(bundle: Bundle, config: RunConfig, run_code: bool) -> AsyncItera
         yield f"{', '.join(left_out)}: left out, because it runs code or asks a service: trust the bundle and add --run-code"
     if not allowed:
         return
+    for each in allowed:
+        if isinstance(each, PythonConfig) and each.file and not await asyncio.to_thread(Path(each.file).is_file):
+            raise BundleError(
+                f"verifier {names[id(each)]!r}: the bundle does not contain its code, and there is no {each.file} here: put the "
+                "function's file there, or replay it where the run was"
+            )
     allowed = [each.model_copy(update={"name": names[id(each)]}) for each in allowed]
     tried = config.model_copy(update={"verifiers": allowed})
     _check_model(bundle, config)

@@ -79,3 +79,14 @@ async def test_scores_need_the_model_where_the_bundle_only_refers_to_it(tmp_path
     with pytest.raises(BundleError, match=r"^model\.path = 'build/elsewhere' is no folder here.* or record it with --weights$"):
         async for _ in stages.score(bundle, config, run_code=False):
             pass
+
+
+async def test_scores_need_the_code_that_the_bundle_only_names(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def score(completion):\n    return 1.0\n")
+    function = f'verifiers=[{{kind = "python", function = "{tmp_path / "own.py"}:score"}}]'
+    config = small_config(tmp_path, None, function)
+    (tmp_path / "own.py").unlink()
+    bundle = Bundle("small", 0, 0.0, "", "", {}, Origin(), [], {}, {}, {})
+    with pytest.raises(BundleError, match=r"^verifier 'python': the bundle does not contain its code, .*own\.py here"):
+        async for _ in stages.score(bundle, config, run_code=True):
+            pass
