@@ -21,8 +21,8 @@ PAGES = {
 }  # fmt: skip
 """Path of every page by name, with placeholders for a step, a group, a dead letter and a completion."""
 KEPT = "grpo-token"  # where the page keeps the token (static/api.js)
-Visit = Callable[[Callable[[Any], None]], asyncio.Future[None]]
-"""Calls a function with the browser, on its thread."""
+Visit = Callable[[Callable[[Any], Any]], asyncio.Future[Any]]
+"""Calls a function with the browser, on its thread, for what it returns."""
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser")
 LIMIT_MS = 60_000  # for any wait for the page, on a busy machine
 # Rules of axe-core that every page must satisfy: WCAG 2.2 A and AA, and best practices.
