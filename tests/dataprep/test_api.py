@@ -140,7 +140,7 @@ async def test_a_requeue_must_select_letters(http: httpx.AsyncClient, store: Sto
 async def test_a_requeue_needs_the_token_and_an_unfinished_run(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     before, _ = await bury(store, team, 2)
-    assert is_problem(await http.post("/v1/deadletters/requeue", json={"all": True}), 401, "bearer token")
+    assert is_problem(await http.post("/v1/deadletters/requeue", json={"all": True}), 401, "there is no token")
     await store.dead_letters.requeue([before])
     await store.run.finish("trained 4 of 4 steps")
     over = await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"all": True})

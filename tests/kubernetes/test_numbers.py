@@ -18,6 +18,7 @@ pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install
 
 ENVIRONMENT = {
     "environment": {"internet": True},
+    "storage": {"data": {"existingClaim": "prompts"}},
     "config": {
         "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
         "data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/x.jsonl", "environment": "e"}]},

@@ -36,6 +36,7 @@ OWN = {
 }  # fmt: skip
 WHOLE = {
     "web": {"enabled": True}, "environment": {"internet": True}, "sandbox": {"enabled": True},
+    "storage": {"data": {"existingClaim": "prompts"}},
     "config": {
         "tracking": {"tensorboard": True}, "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
         "data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/x.jsonl", "environment": "e"}]},

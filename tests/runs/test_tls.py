@@ -108,7 +108,7 @@ def test_endpoints_work_over_tls_with_renewed_certificates(
             assert url.startswith("https://127.0.0.1:")
             with Client(url, "operate", str(certificates.authority)) as client:
                 assert client.ready().ready
-                assert client.pause(why="a test").why == "a test"
+                assert client.pause(why="a test").why == "REST: a test"
                 assert client.state().pod.name == "t"
                 client.resume()
             with (
