@@ -111,8 +111,8 @@ def _remedy(environment: EnvironmentConfig) -> str:
     remedy = "fix this error"
     if drives_itself(environment):
         remedy += (
-            "; the policy replied in plain text, with the row's answer and without a tool call, as models do, too: if the error "
-            "is about that, return a low reward instead of raising"
+            "; the policy replied in plain text, with the row's answer and without a tool call, as models sometimes do: if the "
+            "error is about that, return a low reward instead of raising"
         )
     command = environment.command if isinstance(environment, AgentEnvironment | McpEnvironment) else []
     meant = [str(path.resolve()) for path in map(Path, command[1:]) if not path.is_absolute() and path.is_file()]

@@ -57,7 +57,7 @@ def disk(config: RunConfig) -> Iterator[Finding]:
 def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
     """Check that the model fits into the memory of the machine or, where there are GPUs, of each GPU.
 
-    Only what is certain counts, which the finding says: weights, gradients, optimizer state, processes and the KV cache that is
+    Only what is certain counts, as the finding says: weights, gradients, optimizer state, processes and the KV cache that is
     configured. The trainer's activations come on top: with long rows they are most of its memory.
     """
     weights = _weights(config)

@@ -36,7 +36,7 @@ OWN_END_S = 25.0  # time for services to exit on their own once the run has fini
 WAIT_TOLD_S = 3.0  # a longer wait for them is reported; most exit sooner
 REDIS_ATTEMPTS = 5
 FAILING_REMEDY = (
-    "fix the cause and rerun the same command, which has them generated again (after the first step, changed code of a reward or "
+    "fix the cause and rerun the same command, which generates them again (after the first step, changed code of a reward or "
     "an environment needs grpo fork)"
 )
 

@@ -190,7 +190,7 @@ def tried(folder: Path, program: str, keys: str = "", *overrides: str) -> Findin
 def test_doctor_rehearses_an_agent(name: str, keys: str, state: str, said: str, tmp_path: Path) -> None:
     finding = tried(tmp_path, f'kind = "agent", function = "{PROGRAMS}:{name}"', keys)
     assert (finding.state, said in finding.detail) == (state, True), finding
-    told = "without a tool call, as models do, too: if the error is about that, return a low reward instead of raising"
+    told = "without a tool call, as models sometimes do: if the error is about that, return a low reward instead of raising"
     assert (told in finding.remedy) == (state == "fault")
 
 
