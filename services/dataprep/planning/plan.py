@@ -131,16 +131,16 @@ def plan_step(
     mini_batch_rows, denominators = list[int](), list[float]()
     response_tokens = total_tokens = 0
     for members in deal([group.tokens for group in groups], min(layout.mini_batches, len(groups))):
-        before = len(rows[0])
+        before, in_loss = len(rows[0]), 0
         for part in _parts(groups, members) if layout.scored_apart else [members]:
             samples = _columns(groups, part)
             for rank, packed in enumerate(_pack_ranks(samples, layout)):
                 rows[rank].extend(_row(groups, samples, row) for row in packed)
+            in_loss += _in_loss(samples, layout)
+            response_tokens += int(samples.trained_tokens.sum())
+            total_tokens += int(samples.tokens.sum())
         mini_batch_rows.append(len(rows[0]) - before)
-        samples = _columns(groups, members)
-        denominators.append(_denominator(samples, layout))
-        response_tokens += int(samples.trained_tokens.sum())
-        total_tokens += int(samples.tokens.sum())
+        denominators.append(float(layout.denominator_tokens or max(1, in_loss)))
     plan = StepPlan(
         step=step,
         groups=[group.group for group in groups],
@@ -208,17 +208,17 @@ def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
     return _Samples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _denominator(samples: _Samples, layout: Layout) -> float:
+def _in_loss(samples: _Samples, layout: Layout) -> int:
+    """Return how many tokens, rollouts or groups are in the loss, by what the denominator counts. Samples are of whole groups."""
     in_loss = samples.trained_tokens > 0
     match layout.denominator:
         case "sequence":
             responses = samples.group * (samples.rollout.max() + 1) + samples.rollout  # a number for each rollout
-            count = len(np.unique(responses[in_loss]))
+            return len(np.unique(responses[in_loss]))
         case "group":
-            count = len(np.unique(samples.group[in_loss]))
+            return len(np.unique(samples.group[in_loss]))
         case _:
-            count = int(samples.trained_tokens.sum())
-    return float(layout.denominator_tokens or max(1, count))
+            return int(samples.trained_tokens.sum())
 
 
 def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:

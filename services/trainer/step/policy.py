@@ -143,8 +143,9 @@ class Policy:
         done: list[_Row] = []
         for batch, planned, counts in zip(batches, plan.denominators, token_counts, strict=True):
             divisor = denominators.divisor(planned, counts, kind)
-            for i in batch:
-                done += [self._micro_batch(rows[i], old[i], shares[i], divisor, learns[i], i == batch[-1], metrics, clock)]
+            done += [
+                self._micro_batch(rows[i], old[i], shares[i], divisor, learns[i], i == batch[-1], metrics, clock) for i in batch
+            ]
             with clock.phase("step"):
                 if self._exact is not None:
                     self._exact.reduce(len(batch) * self.world.size)
