@@ -45,7 +45,7 @@ def record(file: Path, step: int, found: Mapping[str, tuple[Any, Any]], forked_f
 def earlier(file: Path, section: str) -> dict[str, list[Any]]:
     """Return the values that keys of a section had before the run was resumed with others; those of a fork are another run's."""
     found: dict[str, list[Any]] = {}
-    for text in file.read_bytes().splitlines() if file.exists() else ():
+    for text in _whole_lines(file):
         line: dict[str, Any] = msgspec.json.decode(text)
         for key, (before, _) in line["changes"].items() if "forked_from" not in line else ():
             if key.startswith(section):
@@ -55,14 +55,17 @@ def earlier(file: Path, section: str) -> dict[str, list[Any]]:
 
 def take_back(file: Path, held: RunConfig) -> None:
     """Remove the last changes of the history if the run's configuration `held` does not have them, and a torn line after them."""
-    text = file.read_bytes() if file.exists() else b""
-    kept = text.splitlines(keepends=True)
-    if kept and not kept[-1].endswith(b"\n"):
-        del kept[-1]
+    kept = _whole_lines(file)
     if kept and _unmade(msgspec.json.decode(kept[-1]), flat(held.model_dump(mode="json", include=CHANGEABLE))):
         del kept[-1]
-    if len(whole := b"".join(kept)) < len(text):
+    if file.exists() and len(whole := b"".join(kept)) < file.stat().st_size:
         atomic_folders.replace(file, whole)
+
+
+def _whole_lines(file: Path) -> list[bytes]:
+    """Return the lines of a history, without one at its end that a kill has torn."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
 def _unmade(line: dict[str, Any], held: Mapping[str, Any]) -> bool:

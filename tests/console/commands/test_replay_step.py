@@ -52,6 +52,7 @@ async def test_groups_that_earlier_filters_inserted_do_not_differ(store: Store, 
     (tmp_path / "changes.jsonl").write_text(
         '{"step": 3, "time_s": 1.0, "forked_from": "runs/old", "changes": {"filters.active_sampling_bound": [1, 2]}}\n'
         '{"step": 5, "time_s": 2.0, "changes": {"filters.zero_std": [false, true], "run.steps": [4, 9]}}\n'
+        '{"step": 7, "cha'  # torn by a kill
     )
     earlier = changes.earlier(tmp_path / "changes.jsonl", "filters.")
     assert earlier == {"filters.zero_std": [False]}
