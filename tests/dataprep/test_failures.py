@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.operations.inspection.deadletters import requeue
 from services.store import Store
@@ -26,6 +29,18 @@ async def publish(store: Store) -> None:
     await store.steps.publish(await store.run.attach_trainer(), 0)
 
 
+@asynccontextmanager
+async def leading(config: RunConfig) -> AsyncIterator[Store]:
+    """Have dataprep lead a run whose first version is published, and delete the run in the end."""
+    async with dataprep(config) as (service, loop):
+        running = asyncio.create_task(service.run(loop.work))
+        await publish(service.store)
+        yield service.store
+        service.stop()
+        await running
+        await service.store.restores.delete_run()
+
+
 async def failing(store: Store) -> str:
     state = await store.run.state()
     return state.failing if state else ""
@@ -42,10 +57,7 @@ async def fail_until_paused(store: Store) -> int:
 
 async def test_a_run_whose_prompts_all_fail_pauses_and_trains_on_them_later(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server)
-    async with dataprep(config) as (service, loop):
-        store = service.store
-        running = asyncio.create_task(service.run(loop.work))
-        await publish(store)
+    async with leading(config) as store:
         failed = await fail_until_paused(store)
         assert failed < 40, "some prompts are left"
         assert "16 in a row, the last one with: verifier exact: KeyError: 'answer'" in await failing(store)
@@ -55,17 +67,11 @@ async def test_a_run_whose_prompts_all_fail_pauses_and_trains_on_them_later(tmp_
         plans = await train(store, config.run.steps)
         assert set(again) <= {group for plan in plans for group in plan.groups}
         assert not await failing(store)
-        service.stop()
-        await running
-        await store.restores.delete_run()
 
 
 async def test_a_success_between_failures_starts_their_count_again(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server)
-    async with dataprep(config) as (service, loop):
-        store = service.store
-        running = asyncio.create_task(service.run(loop.work))
-        await publish(store)
+    async with leading(config) as store:
         failed = succeeded = 0
         async with asyncio.timeout(30):
             while failed < 24:
@@ -74,6 +80,3 @@ async def test_a_success_between_failures_starts_their_count_again(tmp_path: Pat
                 await asyncio.sleep(0.2)
         assert succeeded >= 2
         assert not await failing(store)
-        service.stop()
-        await running
-        await store.restores.delete_run()
