@@ -161,7 +161,7 @@ class Checkpoint(Section):
     """Trainer checkpoints, under run.dir/run.name/checkpoints."""
 
     every_steps: int = Field(default=20, ge=1)
-    """Steps between checkpoints. One is always written at the end."""
+    """Steps between checkpoints: 20 writes them after steps 19, 39, 59 …, as steps are numbered from 0, and one at the end."""
     keep: int = Field(default=2, ge=1)
     """Number of most recent checkpoints to keep. Writing one needs disk space for one more."""
     save_replay_buffer: bool = False

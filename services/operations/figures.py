@@ -70,9 +70,9 @@ def prompts_failed(count: int) -> str:
 
 
 def step_line(row: Mapping[str, float], steps: int, left: float | None) -> str:
-    """Return a step as one line, for a log or a pipe."""
+    """Return a step as one line, for a log or a pipe: its number, and how many of the run's `steps` are trained with it."""
     return (
-        f"step {int(row['step']) + 1}/{steps}  reward {number(row, REWARD, '.3f')}  "
+        f"step {int(row['step'])} ({int(row['step']) + 1}/{steps})  reward {number(row, REWARD, '.3f')}  "
         f"lag {number(row, LAG_MEAN)} (max {number(row, LAG_MAX, '.0f')})  generated {number(row, GENERATED, ',.0f')} tok/s  "
         f"trained {number(row, TRAINED, ',.0f')} tok/s  length {number(row, LENGTH, '.1f')}  "
         f"took {duration(row.get(STEP_S))}  left {duration(left)}"

@@ -280,7 +280,7 @@ def test_commands_work_on_a_stopped_run(
 
     code, text, errors = grpo(capsys, "status")
     assert (code, errors) == (0, "")
-    for expected in ("small", "0/4 steps", "stopped", "step 1/4", "reward 0.500", "trainer-0", "training"):
+    for expected in ("small", "0/4 steps", "stopped", "step 0 (1/4)", "reward 0.500", "trainer-0", "training"):
         assert expected in text
     assert LONG_NAME in text, "without a terminal, as in kubectl exec, names are not truncated"
     _, text, errors = grpo(capsys, "pause", "small", "--role", "generator", "--why", "maintenance")

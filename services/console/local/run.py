@@ -254,7 +254,7 @@ class _Job:
                 display = stack.enter_context(ScreenDisplay(config.run.name, config.run.steps, rows, tail))
             else:
                 display = stack.enter_context(PlainDisplay(config.run.steps, tail))
-            where = f"resuming at {observer.last.committed_step + 1} of {config.run.steps} steps"
+            where = f"resuming after {observer.last.committed_step + 1} of {config.run.steps} steps"
             if observer.last.state is None:
                 where = "from its checkpoint" if any(self.folder.checkpoints.glob("step-*")) else "new"
             display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")

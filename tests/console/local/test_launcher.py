@@ -151,7 +151,7 @@ def test_ctrl_c_stops_and_the_same_command_resumes(tmp_path: Path, capsys: pytes
     assert "applies this when it resumes" in shown
     done = grpo("run", file, "run.steps=300", FAKE_STEP_S="0.01")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "resuming at" in done.stdout
+    assert "resuming after" in done.stdout
     assert steps(run) == list(range(300))
     fresh = grpo("run", file, "run.steps=3", "--fresh")
     assert (fresh.returncode, steps(run)) == (0, [0, 1, 2])

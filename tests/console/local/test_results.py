@@ -178,7 +178,7 @@ def test_numbers_are_formatted_for_people() -> None:
     assert figures.left_s(rows, 10) == pytest.approx(15.0)
     assert figures.left_s(rows[:1], 10) is None
     line = figures.step_line(row(4, 12.0, **{figures.REWARD: 0.25, figures.GENERATED: 1234.5}), 10, 15.0)
-    assert line.startswith("step 5/10  reward 0.250  lag – (max –)  generated 1,234 tok/s  trained – tok/s")
+    assert line.startswith("step 4 (5/10)  reward 0.250  lag – (max –)  generated 1,234 tok/s  trained – tok/s")
     assert line.endswith("took –  left 15 s")
 
 

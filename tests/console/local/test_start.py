@@ -111,7 +111,7 @@ def test_json_goes_to_stdout_and_everything_else_to_stderr(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["status"], told["steps"], told["lost"]) == ("finished", 2, 0)
-    assert "step 2/2" in done.stderr
+    assert "step 1 (2/2)" in done.stderr
 
 
 def test_the_command_that_resumes_repeats_neither_resume_nor_fresh() -> None:
