@@ -1,4 +1,4 @@
-# The commands of this repository: make demo, make demo-tools, make test, make test-fast, make check, make docs, make bench, make bench-check, make clean.
+# The commands of this repository: make demo, make demo-tools, make test, make test-fast, make check, make generate, make docs, make bench, make bench-check, make clean.
 # Everything is installed into .venv by the first of them that runs. On machines whose package index has no CPU build of
 # torch under its plain version, name one:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -15,7 +15,7 @@ DEBIAN := $(if $(shell command -v redis-server),,redis-server) $(if $(shell comm
 	$(if $(wildcard /usr/lib/*/faketime/libfaketime.so.1),,libfaketime)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo demo-tools test test-fast check docs bench bench-check clean install debian
+.PHONY: demo demo-tools test test-fast check generate docs bench bench-check clean install debian
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/demo/
@@ -45,8 +45,15 @@ check: $(INSTALLED)
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_house.py
 
-docs: $(INSTALLED)  ## write the reference from the code, and build the documentation into site/
+generate: $(INSTALLED)  ## write every file that is made from the code: reference, dashboard, alerts, the chart's schema, users and README
 	$(BIN)/python -m documentation
+	$(BIN)/python -m monitoring
+	$(BIN)/python charts/make_schema.py
+	$(BIN)/python charts/make_users.py
+	$(BIN)/python charts/make_readme.py
+	$(BIN)/python -m benchmarks.suite page
+
+docs: generate  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: $(INSTALLED)  ## measure everything, write benchmarks/results/ and docs/benchmarks.md; wants a quiet machine

@@ -114,7 +114,7 @@ def test_keys_in_the_migration_table_exist() -> None:
 
 def test_generated_pages_match_the_code() -> None:
     for page, text in made().items():
-        assert page.read_text(encoding="utf-8") == text, f"{named(page)}: run python -m documentation"
+        assert page.read_text(encoding="utf-8") == text, f"{named(page)}: run make generate"
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -59,7 +59,7 @@ def test_the_rules_of_users_match_the_code(monkeypatch: pytest.MonkeyPatch) -> N
     import make_users
 
     sys.modules.pop("make_users")
-    assert make_users.FILE.read_text() == make_users.make(), "python charts/make_users.py updates it"
+    assert make_users.FILE.read_text() == make_users.make(), "run make generate"
 
 
 def test_each_pod_has_only_the_passwords_of_its_own_users() -> None:

@@ -246,7 +246,7 @@ def test_the_schema_matches_the_configuration(monkeypatch: pytest.MonkeyPatch) -
 
     sys.modules.pop("make_schema")
     held = (chart.CHART / "values.schema.json").read_text()
-    assert held == make_schema.make(), "python charts/make_schema.py updates it"
+    assert held == make_schema.make(), "run make generate"
 
 
 def test_the_readme_matches_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,4 +255,4 @@ def test_the_readme_matches_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sys.modules.pop("make_readme")
     sys.modules.pop("make_schema", None)
-    assert make_readme.FILE.read_text() == make_readme.make(), "python charts/make_readme.py updates it"
+    assert make_readme.FILE.read_text() == make_readme.make(), "run make generate"

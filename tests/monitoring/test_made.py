@@ -18,7 +18,7 @@ UNITS = {"seconds": "_seconds", "bytes": "_bytes", "ratio": "_ratio", "steps": "
 
 @pytest.mark.parametrize("path", list(made()), ids=lambda path: str(path.relative_to(ROOT)))
 def test_generated_files_are_up_to_date(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == made()[path], "run python -m monitoring"
+    assert path.read_text(encoding="utf-8") == made()[path], "run make generate"
 
 
 def test_expressions_use_only_declared_metrics() -> None:
