@@ -123,6 +123,8 @@ def test_with_one_use_only_slots_limit_tickets(k: int, staleness: int, live: int
 def test_several_uses_take_one_place_in_each_of_several_steps() -> None:
     # Version 4 is published, so a ticket may train in steps up to 6. Two places, three uses: one ticket each, steps 4 to 6.
     assert tickets_to_issue(looks(), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=3)) == 2
+    # With two uses, there are places for three tickets, but the third would train for the second time in step 7.
+    assert tickets_to_issue(looks(), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=2)) == 2
     # One place is taken until step 4, so a ticket with two uses starts at 5 there; the other place is free now, twice over
     # would end at 7.
     assert tickets_to_issue(looks(size=1, uses={1: 1}), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=2)) == 2
