@@ -1,26 +1,34 @@
-"""Takes screenshots of every page in both themes: `python -m tests.web.screenshots`, about two minutes.
+"""Takes screenshots of every page in both themes: `python -m tests.web.screenshots`, about five minutes on two quiet cores.
 
-Without --url it starts its own run, with an engine that answers sums by a rule.
+Without --url it runs the example of `make demo`, with an evaluation, and fails two of its tickets.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 from PIL import Image
 
+from services.config import load, to_toml
+from services.runtime.process_tools import free_port
 from tests.web.browser import NARROW, PAGES, WIDE, a_sample, chromium, go, opened, settle
-from tests.web.world import shown
+from tests.web.world import Shown, started
 
-FOLDER = Path(__file__).parent.parent.parent / "docs" / "screenshots"
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / "docs" / "screenshots"
+EXAMPLE, MODEL = ROOT / "examples" / "arithmetic" / "config.toml", ROOT / "build" / "arithmetic"
 COLOURS = 256  # in the palette: pages use few colours, and files become half as large
 TALLEST = 1500  # pixels
-STEPS, TRAINED = 400, 44
+TRAINED = 60  # of the 100 steps of the example
 NARROW_PAGES = ["overview", "fleet", "group", "ledger"]  # also shown at 360 pixels
 
 
@@ -70,6 +78,26 @@ def shoot(url: str, folder: Path, token: str) -> None:
                 save(page, folder / f"{name}{end}-{theme}.png")
 
 
+@contextlib.contextmanager
+def example(folder: Path) -> Iterator[Shown]:
+    """Train the model of the example, and evaluate it on other prompts of the same kind."""
+    if not MODEL.exists():
+        subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart", "--out", str(MODEL)], check=True, cwd=ROOT)
+    port = free_port()
+    overrides = [
+        f"model.path={MODEL}", f"run.dir={folder / 'runs'}", f"web.port={port}", "checkpoint.every_steps=100000",
+        "evaluation.every_steps=10", "evaluation.samples=4", "evaluation.ks=[1, 4]",
+    ]  # fmt: skip
+    plain = load(EXAMPLE, environ={})
+    held_out = plain.data.sources[0].model_copy(update={"name": "held_out", "size": 64, "seed": 1})
+    evaluation = plain.evaluation.model_copy(update={"sources": [held_out]})
+    path = folder / "example.toml"
+    path.write_text(to_toml(plain.model_copy(update={"evaluation": evaluation})))
+    path.write_text(to_toml(load(path, overrides, environ={})))
+    with started(path, folder, plain.run.name, port, TRAINED) as run:
+        yield run
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -80,7 +108,7 @@ def main() -> None:
     if given.url:
         shoot(given.url, given.out, given.token)
         return
-    with tempfile.TemporaryDirectory() as folder, shown(Path(folder), STEPS, TRAINED, 0.02) as run:
+    with tempfile.TemporaryDirectory() as folder, example(Path(folder)) as run:
         shoot(run.url, given.out, run.token)
 
 

@@ -25,7 +25,7 @@ from tests.support.harness import save_model_folder, small_config
 T = TypeVar("T")
 
 NAME, REASON = "shown", "verifier math: worker killed after 5.0 s"
-LIMIT_S = 150.0  # for the run to reach a state, on a busy machine
+LIMIT_S = 300.0  # for the run to reach a state, on a busy machine
 
 
 @dataclass
@@ -110,12 +110,20 @@ def write_run(folder: Path, steps: int, port: int, token_s: float) -> Path:
 def shown(folder: Path, steps: int = 2000, trained: int = 3, token_s: float = 0.1) -> Iterator[Shown]:
     """Start a run and wait until it has trained some steps, with a checkpoint and two failed tickets."""
     port = free_port()
-    path = write_run(folder, steps, port, token_s)
+    with started(write_run(folder, steps, port, token_s), folder, NAME, port, trained) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def started(path: Path, folder: Path, name: str, port: int, trained: int) -> Iterator[Shown]:
+    """Start the run `name` of the configuration at `path`, whose `run.dir` is `folder / "runs"` and whose `web.port` is `port`.
+    Wait until it has trained some steps, with a checkpoint and two failed tickets.
+    """
     output = folder / "output.txt"
     with output.open("w") as out:
         command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
-    run = Shown(folder / "runs" / NAME, f"http://127.0.0.1:{port}", process, output)
+    run = Shown(folder / "runs" / name, f"http://127.0.0.1:{port}", process, output)
     try:
         run.wait_for(lambda: (run.folder / "metrics.jsonl").exists(), "a server")
         run.wait_for(lambda: bury(run, 2), "two failures")

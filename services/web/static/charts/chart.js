@@ -25,7 +25,7 @@ function options(lines, size, x) {
     legend: { show: false },
     padding: [8, 6, 0, 0],
     cursor: { sync: { key: hovering?.key }, points: { size: 6 }, drag: { x: false, y: false } },
-    scales: { x: { time: false }, y: { range: (_, low, high) => yRange(lines, low, high) } },
+    scales: { x: { time: false, range: (_, low, high) => [low ?? 0, high > low ? high : (low ?? 0) + 1] }, y: { range: (_, low, high) => yRange(lines, low, high) } },
     axes: [
       { ...axis, size: 26, space: 60, values: (_, marks) => marks.map((mark) => (Number.isInteger(mark) ? mark : "")) },
       { ...axis, size: 46, space: 28, values: (_, marks) => marks.map(axisNumber) },
