@@ -42,6 +42,9 @@ def plan(step: int, ranks: int = 2, row_tokens: int = 256) -> StepPlan:
         (state(-1), 5, Restore("Redis has committed steps only up to -1; later ones were lost")),
         (state(9, restore=5, checkpointed_step=9, retired_step=9), 5, Restore("step 5 was requested")),
         (state(-1, restoring=5), 5, Restore("a restore to step 5 was interrupted")),
+        (state(0, checkpointed_step=0, retired_step=0), 0, Attach("Redis knows every step up to 0")),
+        (state(3, restore=0, checkpointed_step=3), 0, Restore("step 0 was requested")),
+        (state(3, restoring=0, checkpointed_step=3), 0, Restore("a restore to step 0 was interrupted")),
     ],
 )
 def test_the_way_to_resume_depends_on_what_redis_has(
@@ -56,8 +59,8 @@ def test_a_checkpoint_older_than_the_plans_restores_the_run(config: RunConfig) -
 
 
 def test_plans_for_other_ranks_or_row_lengths_are_replanned(config: RunConfig) -> None:
-    for unfit in (plan(6, ranks=1), plan(6, row_tokens=512)):
-        way = choose(state(6), 5, [unfit], config)
+    for unfit, step in ((plan(6, ranks=1), 5), (plan(6, row_tokens=512), 5), (plan(1, ranks=1), 0)):
+        way = choose(state(step + 1), step, [unfit], config)
         assert isinstance(way, Restore)
         planned = f"planned for {unfit.ranks} ranks with rows of {unfit.row_tokens} tokens, not 2 ranks with rows of 256"
         assert planned in way.why
@@ -69,13 +72,15 @@ def test_plans_for_other_ranks_or_row_lengths_are_replanned(config: RunConfig) -
 
 
 def test_an_unmounted_volume_does_not_restart_the_run(config: RunConfig) -> None:
-    for given in (state(7, checkpointed_step=5), state(-1, restoring=5), state(-1, restore=5)):
-        with pytest.raises(NoWay, match="the run has a checkpoint of step 5, but its folder is empty: mount the volume"):
-            choose(given, -1, [], config)
+    for step in (5, 0):
+        for given in (state(7, checkpointed_step=step), state(-1, restoring=step), state(-1, restore=step)):
+            with pytest.raises(NoWay, match=f"has a checkpoint of step {step}, but its folder is empty: mount the volume"):
+                choose(given, -1, [], config)
 
 
 def test_a_new_request_precedes_an_unfinished_restore() -> None:
     assert wanted(state(9, restoring=3, restore=5)) == 5
+    assert wanted(state(9, restoring=3, restore=0)) == 0
     assert wanted(state(9, restore=5)) == 5
     assert wanted(state(9)) == -1
 
