@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from services.protocol import codec
 from services.protocol.messages import Header, Span
 from services.protocol.payloads import Partial, Payload
-from services.rollouts.generated import Generated, GenerationFailed, Segment
-from services.rollouts.records import make_header, number_contexts, pack_partial, pack_payload, unpack_partial
+from services.rollouts.generated import Generated, GenerationFailed, Segment, TurnTime
+from services.rollouts.records import make_header, mixed, number_contexts, pack_partial, pack_payload, unpack_partial
 from tests.support.harness import ticket
 
 COMPLETIONS = [
@@ -157,6 +158,7 @@ def test_a_partial_with_other_sizes_is_ignored() -> None:
     data = pack_partial(COMPLETIONS)
     assert unpack_partial(data, ticket(0, group_size=3), 16) == [None] * 3
     assert unpack_partial(data, ticket(0, group_size=2), 2) == [None] * 2
+    assert None not in unpack_partial(data, ticket(0, group_size=2), 3)  # the longest has 3
     assert unpack_partial(None, ticket(0, group_size=2), 16) == [None] * 2
 
 
@@ -164,6 +166,28 @@ def test_a_partial_with_ids_that_the_model_does_not_have_is_ignored() -> None:
     data = pack_partial(COMPLETIONS)  # ids up to 9
     assert unpack_partial(data, ticket(0, group_size=2), 16, vocabulary=9) == [None] * 2
     assert None not in unpack_partial(data, ticket(0, group_size=2), 16, vocabulary=10)
+
+
+@pytest.mark.parametrize(
+    "spans", [[Span(-1, 0, 3)], [Span(4, 0, 0), Span(4, 0, 3)], [Span(4, 0, 2)], [Span(4, 0, 2), Span(4, 1, 3)]]
+)
+def test_a_completion_with_impossible_version_spans_restarts(spans: list[Span]) -> None:
+    data = pack_partial([replace(COMPLETIONS[0], spans=spans), COMPLETIONS[1]])
+    assert [part is None for part in unpack_partial(data, ticket(0, group_size=2), 16)] == [True, False]
+
+
+def test_turns_are_stored_with_the_place_of_their_segment() -> None:
+    turns = (TurnTime(2, 0.0, 0.5), TurnTime(3, 0.25, 1.0))
+    rollouts = [[_segment(2)], [_segment(1), Segment(_segment(3).completion, turns=turns)]]
+    payload = codec.decode(pack_payload(ticket(0, group_size=2), rollouts), Payload)
+    assert payload.turns.tolist() == [[2, 2, 0.0, 0.5], [2, 3, 0.25, 1.0]]
+    assert codec.decode(pack_payload(ticket(0, group_size=2), _whole(COMPLETIONS)), Payload).turns.shape == (0, 4)
+
+
+def test_a_round_takes_groups_of_its_version_only() -> None:
+    assert mixed(_header([[_segment(1, version=4)], [_segment(2, version=4)]]), 4) == ""
+    other = mixed(_header([[_segment(1, version=4)], [_segment(2, version=3)]]), 4)
+    assert other == "sampled by policy versions [3, 4], but the round is of version 4"
 
 
 @given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 255))
