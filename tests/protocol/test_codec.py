@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.protocol.codec import CorruptMessage, decode, encode
+from services.protocol.codec import SEAL_BYTES, CorruptMessage, decode, encode, seal, unseal
 from services.protocol.messages import Header, PodStatus, RankPlan, Round, Sample, Span, StepPlan, Ticket
 from services.protocol.payloads import Partial, Payload
 from tests.support.harness import ticket
@@ -166,3 +166,18 @@ def test_decoded_arrays_are_read_only_views() -> None:
     assert not payload.tokens.flags.writeable
     assert not payload.tokens.flags.owndata
     assert encode(payload) == data
+
+
+@given(st.binary(max_size=50), st.integers(0, 1000))
+def test_a_changed_bit_breaks_the_seal(data: bytes, bit: int) -> None:
+    sealed = bytearray(seal(data))
+    assert bytes(unseal(bytes(sealed))) == data
+    sealed[bit // 8 % len(sealed)] ^= 1 << bit % 8
+    with pytest.raises(CorruptMessage, match=f"its {len(sealed)} bytes are not those that were written: the checksum differs"):
+        unseal(bytes(sealed))
+
+
+@pytest.mark.parametrize("length", range(SEAL_BYTES))
+def test_too_few_bytes_are_not_sealed(length: int) -> None:
+    with pytest.raises(CorruptMessage, match="the checksum differs"):
+        unseal(bytes(length))
