@@ -141,3 +141,20 @@ def test_a_block_larger_than_announced_is_not_decompressed() -> None:
     streamed = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 26))
     with pytest.raises(InvalidVersion):
         pieces.decode("dense", 8, [(memoryview(streamed), 8, True)], 8, np.dtype(np.uint8))
+
+
+@given(st.sets(st.integers(0, 2000), max_size=40), st.integers(1, 20))
+def test_positions_are_decoded_up_to_the_last_element_and_not_beyond(where: set[int], beyond: int) -> None:
+    given_positions = np.array(sorted(where), np.int64)
+    count = int(given_positions[-1]) + 1 if where else 1
+    gaps, bitmap = positions.encode_gaps(given_positions), positions.encode_bitmap(given_positions, count)
+    assert gaps.size == positions.gaps_nbytes(given_positions)
+    for decode, encoded in ((positions.decode_gaps, gaps), (positions.decode_bitmap, bitmap)):
+        assert decode(encoded, len(where), count).tolist() == sorted(where)
+    if where:
+        with pytest.raises(InvalidVersion, match=f"position {count - 1} is beyond the {count - 1} elements"):
+            positions.decode_gaps(gaps, len(where), count - 1)
+        with pytest.raises(InvalidVersion, match="a bitmap of"):  # its last byte has room for the element beyond
+            positions.decode_bitmap(bitmap, len(where), count - 1)
+    with pytest.raises(InvalidVersion, match=f"a bitmap of {bitmap.size + beyond} bytes is not one of {count} elements"):
+        positions.decode_bitmap(np.concatenate([bitmap, np.zeros(beyond, np.uint8)]), len(where), count)
