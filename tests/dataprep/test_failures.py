@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
+from services.console.start.resumption import requeue_failed
 from services.operations.inspection.deadletters import requeue
 from services.store import Store
 from tests.dataprep.test_loop import configured, dataprep, generate, train
@@ -66,6 +67,27 @@ async def test_a_run_whose_prompts_all_fail_pauses_and_trains_on_them_later(tmp_
         await store.run.resume("dataprep")
         plans = await train(store, config.run.steps)
         assert set(again) <= {group for plan in plans for group in plan.groups}
+        assert not await failing(store)
+
+
+async def test_only_prompts_that_failed_in_a_row_are_generated_again(tmp_path: Path, server: RedisServer) -> None:
+    """Prompts that fail whatever happens would otherwise come first when the run resumes, and pause it again."""
+    config = configured(tmp_path, server)
+    async with leading(config) as store:
+        async with asyncio.timeout(30):
+            alone = 0
+            while alone < 3:
+                alone += await fail(store, 1)
+                await asyncio.sleep(0.05)
+            while not await generate(store, 0, 1):
+                await asyncio.sleep(0.05)
+            while await store.client.xlen(store.keys.headers):
+                await asyncio.sleep(0.05)
+        before = {letter.ticket for letter in await store.dead_letters.page(100)}
+        in_a_row = await fail_until_paused(store)
+        assert await requeue_failed(store, None) == in_a_row
+        assert {letter.ticket for letter in await store.dead_letters.page(100)} == before
+        assert (len(before), await store.run.failed()) == (3, 3)
         assert not await failing(store)
 
 

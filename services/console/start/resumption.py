@@ -47,15 +47,16 @@ def _trained(state: RunState | None, folder: RunFolder) -> int:
 
 
 async def requeue_failed(store: Store, restore: int | None) -> int:
-    """Resume a run that paused itself because prompts kept failing, and requeue what failed. Return how many prompts.
+    """Resume a run that paused itself because prompts kept failing, and requeue those that failed in a row. Return how many.
 
+    Earlier ones failed one by one, and probably would again: waiting together, they would pause the run as soon as it resumed.
     A run that is restored to a checkpoint (`restore`) goes back to before they failed, or issues them again.
     """
     state = await store.run.state()
     if state is None or not state.failing:
         return 0
     restored = restore is not None or max(state.restore, state.restoring) >= 0
-    count = 0 if restored or state.ended else len((await requeue(store)).requeued)
+    count = 0 if restored or state.ended else len((await requeue(store, await store.dead_letters.in_a_row())).requeued)
     await store.run.resume("dataprep")
     return count
 

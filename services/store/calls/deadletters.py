@@ -28,6 +28,16 @@ class DeadLetterStream(Facet):
         entries = await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, id, id))
         return _read(*entries[0]) if entries else None
 
+    async def in_a_row(self) -> list[str]:
+        """Return the entries since the last group that was generated and scored, oldest first."""
+        (last,) = await self._redis.send(("HGET", self._keys.run, "letter_before"))
+        found: list[str] = []
+        after = f"({last.decode()}" if last else "-"
+        while entries := await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, after, "+", REQUEUED_TOGETHER)):
+            found += [entry.decode() for entry, _ in entries]
+            after = f"({found[-1]}"
+        return found
+
     async def requeue(self, ids: Sequence[str]) -> list[Requeued]:
         """Remove dead letters from the stream and have their tickets issued again. Safe to repeat.
 

@@ -54,7 +54,7 @@ register_leader('settle', {
       return redis.error_reply('INVALID row ' .. each.row .. ', pass rate ' .. each.rate .. ' or bound ' .. each.bound)
     end
   end
-  local t, settled, outcomes = open_table(prefix), {}, {}
+  local t, settled, outcomes, succeeded = open_table(prefix), {}, {}, false
   for _, each in ipairs(settlements) do
     local ticket, payload, action = each.ticket, each.payload, each.action
     if redis.call('XACK', prefix .. ':headers', 'dataprep', each.entry) == 1 then
@@ -62,6 +62,7 @@ register_leader('settle', {
       local seq = tonumber(redis.call('ZSCORE', prefix .. ':outstanding', ticket)) -- trust what dataprep issued, not the header
       local known = seq ~= nil
       redis.call('ZREM', prefix .. ':outstanding', ticket)
+      succeeded = succeeded or known and not string.match(action, '^failed:')
       if known and each.row ~= '' then keep_rate(prefix, each.row, seq, each.rate, tonumber(each.bound)) end
       if known and action == 'insert' then
         insert(t, ticket, payload, seq, tonumber(each.oldest), each.header, weight_of(each.weight), tonumber(each.variate),
@@ -83,6 +84,11 @@ register_leader('settle', {
     end
   end
   close_table(t)
+  if succeeded and redis.call('HEXISTS', prefix .. ':run', 'paused:dataprep') == 0 then
+    -- Dead letters from here on are of tickets that fail in a row, as are those for which dataprep is paused.
+    local letter = redis.call('XREVRANGE', prefix .. ':deadletter', '+', '-', 'COUNT', 1)[1]
+    if letter then redis.call('HSET', prefix .. ':run', 'letter_before', letter[1]) end
+  end
   for outcome, n in pairs(outcomes) do
     count(prefix, outcome, n)
     if outcome ~= 'unknown_headers' then free_slots(prefix, n) end

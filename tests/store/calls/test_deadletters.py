@@ -56,6 +56,27 @@ async def test_a_requeued_ticket_is_issued_generated_and_counted_once(any_store:
     assert await counts(any_store) == {"ledger:issued": 1, "buffered": 1, "slots_used": 1, "ledger:syncs": 1}
 
 
+async def test_failures_in_a_row_are_those_since_the_last_scored_group(any_store: Store) -> None:
+    team = await start(any_store)
+    first = await bury(any_store, team)
+    assert await any_store.dead_letters.in_a_row() == [first]
+    assert await issue(any_store, team, 1) == 1
+    (one,) = await claim(any_store, "g")
+    assert await submit(any_store, "g", one)
+    assert await settle(any_store, team) == 1
+    assert await any_store.dead_letters.in_a_row() == []
+    later = [await bury(any_store, team) for _ in range(3)]
+    assert await any_store.dead_letters.in_a_row() == later
+    await any_store.dead_letters.requeue([first, later[1]])
+    assert await any_store.dead_letters.in_a_row() == [later[0], later[2]]
+    assert await issue(any_store, team, 1) == 1
+    (one,) = await claim(any_store, "g")
+    await any_store.run.pause_failing("2 in a row")
+    assert await submit(any_store, "g", one)
+    assert await settle(any_store, team) == 1
+    assert await any_store.dead_letters.in_a_row() == [later[0], later[2]], "the run has paused for these"
+
+
 async def test_a_repeated_requeue_changes_nothing(any_store: Store) -> None:
     team = await start(any_store)
     id = await bury(any_store, team)
