@@ -158,6 +158,8 @@ class GroupRunner:
             key = environment.name if name == "score" else f"{environment.name}.{name}"
             scores[key] = [(each or {}).get(name, 0.0) for each in own]
         given = scores.get(environment.name, [0.0] * len(done))
+        if environment.solved_at is not None:
+            scores[environment.name] = given
         others = combine(scores, self._config.verifiers) or [0.0] * len(done)
         return ScoredGroup(done, Scores(scores, notes), [mine + other for mine, other in zip(given, others, strict=True)])
 

@@ -208,6 +208,16 @@ async def test_an_agent_uses_the_openai_client(tmp_path: Path, server: RedisServ
         assert len(header.context_tokens) == len(payload.context_lengths) == 6
 
 
+async def test_a_class_without_a_score_solves_nothing_by_its_own_threshold(tmp_path: Path, server: RedisServer) -> None:
+    given = [*overrides(tmp_path, "python", "Silent", solved_at=1.0), f"sampling.group_size={N}"]
+    given += ['verifiers=[{kind="regex", pattern=".", solved_at=1.0}]']
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
+        await issue(service.store, 0)
+        [(header, _)] = await groups(service.store, 1)
+        assert header.scores == {"regex": [1.0] * N, "world": [0.0] * N}
+        assert (header.rewards, header.solved) == ([1.0] * N, [False] * N)
+
+
 async def test_an_agent_that_returns_no_reward_fails(tmp_path: Path, server: RedisServer) -> None:
     given = [*overrides(tmp_path, "agent", "forgetful"), f"sampling.group_size={N}", "generator.max_attempts=1"]
     async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):

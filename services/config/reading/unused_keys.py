@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from services.config.base import Section
+from services.config.environments import code_of
 from services.config.evaluation import Evaluation
 from services.config.loss import CLIPS, CORRECTION, POLICIES
 from services.config.reading.secrets import shown
@@ -33,7 +34,7 @@ def unused_keys(config: RunConfig) -> Iterator[str]:
         named = _joined([f"{key} = {_shown(value)}" for key, value, _ in keys])
         defaults = _joined([_shown(default) for _, _, default in keys])
         if len(keys) == 1:
-            has, remedy = "has", f"remove it, or set it to its default, {defaults}"
+            has, remedy = "has", "remove it" + f", or set it to its default, {defaults}" * (keys[0][2] is not None)
         else:
             has, remedy = "have", f"remove them, or set them to their defaults, {defaults}"
         yield f"{named} {has} no effect {why}: {f'{cure}, or ' * bool(cure)}{remedy}"
@@ -69,6 +70,9 @@ def _prompts(config: RunConfig) -> Rules:
     if not config.environments:
         why = "without an environment, since then every completion of a group is generated"
         yield "sampling.min_group_size", why, "give a prompt source an environment"
+    for index, environment in enumerate(config.environments):
+        if environment.kind in ("python", "mcp") and not code_of(environment):
+            yield f"environments.{index}.solved_at", "without function, since then only verifiers score", "set function"
     for index, verifier in enumerate(config.verifiers):
         if verifier.weight <= 0:
             why = f"with weight = {verifier.weight:g}, since only verifiers with a positive weight say what is solved"

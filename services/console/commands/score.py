@@ -96,7 +96,9 @@ async def _score(scoring: Scoring, config: RunConfig, where: str, job: Job) -> l
     except VerifierFailure as failure:
         return [ScoredCompletion(where, text, failure=str(failure)) for text in job.completions]
     rewards = combine(found.scores, config.verifiers)
-    judged = solved(found.scores, config.thresholds(job.source)) or [None] * len(rewards)
+    thresholds = config.thresholds(job.source)
+    known = thresholds.keys() <= found.scores.keys()  # otherwise its environment's score counts, too, and needs a rollout
+    judged = (known and solved(found.scores, thresholds)) or [None] * len(rewards)
     return [
         ScoredCompletion(
             where, text, rewards[i], {name: column[i] for name, column in found.scores.items()}, judged[i],

@@ -73,6 +73,9 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
         return note(what, f"not started, since a row cannot be read: {error}", "fix the data first")
     finally:
         await pool.close()
+    if given.solved_at is not None and done.scores is None and not done.truncated:
+        why = f"with environments.{index}.solved_at = {given.solved_at:g}, it does not count as solved"
+        return note(what, f"{done.what} and gave no score: {why}", "give one, or remove solved_at")
     without = "left the reward to verifiers" if config.verified(source.name) else "gave no reward"
     scored = f"scored {done.scores['score']:.3g}" if done.scores else without
     return ok(what, f"{done.what} and {scored}, in {time.monotonic() - began:.2f} s")

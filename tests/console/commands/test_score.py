@@ -90,6 +90,16 @@ def test_a_source_that_only_its_environment_scores_is_rejected(file: Path, capsy
     assert "source 'main' has no verifier: its environment scores it" in capsys.readouterr().err
 
 
+def test_completions_that_an_environment_scores_too_are_not_judged(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its score counts towards what is solved, and needs a rollout."""
+    (file.parent / "world.py").write_text("class World: ...\n")
+    world = 'environments=[{name = "world", kind = "python", function = "world.py:World", solved_at = 1.0}]'
+    given = [world, 'data.sources.0.environment="world"', "verifiers.0.solved_at=1", "--json"]
+    assert main(["score", str(file), *given]) == 0
+    [found] = json.loads(capsys.readouterr().out)["completions"]
+    assert (found["reward"], found["solved"]) == (1, None)
+
+
 def test_groups_are_scored_together(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = tmp_path / "completions.jsonl"
     given.write_text('{"completion": ["bbb", "a", "cc"], "row": 0}\n')

@@ -158,12 +158,20 @@ async def test_unloadable_code_is_named() -> None:
         ("Absent", "", "has no 'Absent'"),
         ("Gymnasium", "", "class Gymnasium defines none of tools, start, turn, score"),
         ("Deaf", "", "turn is called as turn(self, message), but: too many positional arguments"),
+        ("Echo", "solved_at = 1.0", "scored 0.333, in"),
+        ("Silent", "", "the rollout has no reward: its program gave none"),
     ],
 )
 def test_doctor_tries_the_class(name: str, keys: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "Endless":
         monkeypatch.setattr("services.console.doctor.environments.TRIAL_LIMIT_S", 0.5)
     assert said in tried(tmp_path, f'kind = "python", function = "{PROGRAMS}:{name}"', keys).detail
+
+
+def test_doctor_notes_a_threshold_for_a_score_that_is_not_given(tmp_path: Path) -> None:
+    found = tried(tmp_path, f'kind = "python", function = "{PROGRAMS}:Silent"', "solved_at = 1.0", 'verifiers=[{kind="exact"}]')
+    assert found.state == "note"
+    assert "gave no score: with environments.0.solved_at = 1, it does not count as solved" in found.detail
 
 
 def tried(folder: Path, program: str, keys: str = "", *overrides: str) -> Finding:

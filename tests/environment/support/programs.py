@@ -58,6 +58,12 @@ class Rude:
         return self.replies.get("score", 0.25)
 
 
+class Silent:
+    """Ends the rollout and gives no score."""
+
+    def turn(self, message: dict[str, Any]) -> None: ...
+
+
 class Endless:
     """Does not reply."""
 
