@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 ROUNDING = 1e-12  # smaller numbers are rounding errors and are shown as 0
+SHORTEST_WAIT_S = 0.05  # a shorter wait for an environment would be shown as 0.0 s
 HEX_SHOWN = 512  # digits of a body that cannot be decoded; --json shows all
 
 
@@ -107,17 +108,19 @@ def group_tables(found: Group) -> Shown:
 
 def _completion(found: Completion) -> Iterable[Shown]:
     """Format a completion with its tokens below: a conversation turn by turn, in segments if it has several."""
-    segment = found.segments[0] if len(found.segments) == 1 else None
-    if segment is not None and segment.context is None and (segment.parts is None or len(segment.parts) == 1):
-        yield _panel(f"{_line(found)}  versions {_versions(segment)}", segment.parts[0].passage if segment.parts else None)
+    alone = found.segments[0] if len(found.segments) == 1 else None
+    line = f"{_line(found)}  versions {_versions(alone) if alone else _range(found.oldest, found.newest)}"
+    if alone and alone.context is None and (alone.parts is None or len(alone.parts) == 1):
+        yield _panel(line, alone.parts[0].passage if alone.parts else None)
         return
-    yield cell(f"{_line(found)}  versions {_range(found.oldest, found.newest)}")
-    for segment in found.segments:
-        tools = f", {segment.tool_tokens} from tools" if segment.tool_tokens else ""
+    yield cell(line)
+    for number, segment in enumerate(found.segments):
+        name = f"{found.index}" if alone else f"{found.index}, segment {number}"
         if segment.context is not None:
-            yield _panel(f"{found.index}, segment {segment.index}: context, {segment.context.tokens} tokens", segment.context)
-        line = f"{found.index}, segment {segment.index}: {_or_dash(segment.length)} tokens{tools}  versions {_versions(segment)}"
-        yield cell(line)
+            yield _panel(f"{name}: context, {segment.context.tokens} tokens", segment.context)
+        if not alone:
+            tools = f", {segment.tool_tokens} from tools" if segment.tool_tokens else ""
+            yield cell(f"{name}: {_or_dash(segment.length)} tokens{tools}  versions {_versions(segment)}")
         yield from _parts(segment.parts or [])
 
 
@@ -126,8 +129,9 @@ def _parts(parts: Sequence[CompletionPart]) -> Iterable[Shown]:
     for part in parts:
         tokens = "1 token" if part.passage.tokens == 1 else f"{part.passage.tokens} tokens"
         if part.sampled:
-            took = "" if part.sampled_s is None else f", {duration(part.sampled_s)} after {duration(part.waited_s or 0.0)}"
-            yield _panel(f"policy, {tokens}{took}", part.passage)
+            took = "" if part.sampled_s is None else f" in {duration(part.sampled_s)}"
+            waited = f", after {duration(part.waited_s)} in its environment" if (part.waited_s or 0) >= SHORTEST_WAIT_S else ""
+            yield _panel(f"policy, {tokens}{took}{waited}", part.passage)
         else:
             text = part.passage.text if part.passage.text is not None else str(part.passage.token_ids)
             yield cell(f"environment, {tokens}:", "dim")

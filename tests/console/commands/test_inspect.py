@@ -239,6 +239,8 @@ async def test_a_rollout_lists_its_segments(store: Store, run: Path, show: Show)
     _, text = await show(verbs.group, "0-0", 0, 16)
     for expected in ("3 turns, 1.5 s in its environment, truncated", "0, segment 1: context", "say six", "0, segment 1: "):
         assert expected in text
+    assert "2, segment" not in text, "it has one segment"
+    assert "2: context, " in text
     assert [one["index"] for one in (await tell(show, verbs.group, "0-0", 1, 1))["completions"]] == [1]
 
 
@@ -251,7 +253,7 @@ async def test_a_conversation_shows_each_turn_with_its_cost(store: Store, run: P
     ends = np.cumsum([len(piece) for piece in pieces]).tolist()
     ids = np.array([token for piece in pieces for token in piece], np.int32)
     generated = Generated(ids, np.zeros(len(ids), np.float32), [Span(0, 0, len(ids))], "stop", ((ends[0], ends[1]),))
-    times = (TurnTime(ends[0], 0.5, 1.0), TurnTime(ends[2], 2.0, 3.0), TurnTime(ends[3], 0.0, 4.0))
+    times = (TurnTime(ends[0], 0.001, 1.0), TurnTime(ends[2], 2.0, 3.0), TurnTime(ends[3], 0.0, 4.0))
     rollouts = [[Segment(generated, np.zeros(0, np.int32), times)]] * 4
     body = pack_payload(claimed.ticket, rollouts)
     made = make_header(
@@ -262,11 +264,23 @@ async def test_a_conversation_shows_each_turn_with_its_cost(store: Store, run: P
     await settle(store, team)
     [segment] = (await tell(show, verbs.group, "0-0", 0, 1))["completions"][0]["segments"]
     parts = [(part["sampled"], part["passage"]["text"], part["waited_s"], part["sampled_s"]) for part in segment["parts"]]
-    said = [(True, "5", 0.5, 1.0), (False, "say six", None, None), (True, "five!", 2.0, 3.0), (True, "6!", 0.0, 4.0)]
+    said = [
+        (True, "5", pytest.approx(0.001), 1.0),
+        (False, "say six", None, None),
+        (True, "five!", 2.0, 3.0),
+        (True, "6!", 0.0, 4.0),
+    ]
     assert parts == said
     _, text = await show(verbs.group, "0-0", 0, 1)
-    for expected in ("policy, 1 token, 1.0 s after 0.5 s", "environment, ", "say six", "3.0 s after 2.0 s"):
+    policy = [line for line in text.splitlines() if "policy, " in line]
+    assert [line.partition(" in ")[2].strip("─╮ ") for line in policy] == [
+        "1.0 s",
+        "3.0 s, after 2.0 s in its environment",
+        "4.0 s",
+    ]
+    for expected in ("environment, ", "say six", f"2.5 s in its environment  versions 0 [0, {len(ids)})"):
         assert expected in text, text
+    assert "segment" not in text, "it has one"
 
 
 def said(run: Path, text: str, context: str) -> Segment:

@@ -39,7 +39,7 @@ function Part({ part, name, label, alone }) {
   const tokens = `${count(part.passage.tokens)} tokens`;
   if (!part.sampled) return html`<details class="read"><summary>Environment, ${tokens}</summary>${passage}</details>`;
   if (alone) return passage;
-  const took = part.sampled_s !== null && html`, in ${duration(part.sampled_s)} after ${duration(part.waited_s)}`;
+  const took = part.sampled_s !== null && html` in ${duration(part.sampled_s)}${part.waited_s >= 0.05 && `, after ${duration(part.waited_s)} in its environment`}`;
   return html`<section class="said" aria-label=${name}><p class="note">Policy, ${tokens}${took}</p>${passage}</section>`;
 }
 
