@@ -15,7 +15,7 @@ PLACES = ("queued", "claimed", "headers", "buffered", "prepared", "requeued", "r
 OUTCOMES = ("trained", *FILTERED, "stale", "evicted", "failed")
 MARKS = ("prepared", "committed", "checkpointed", "published")
 ROLES = ("generator", "dataprep", "trainer")
-KINDS = (*ROLES, "tracker")
+KINDS = (*ROLES, "environment", "tracker")
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 
 

@@ -93,8 +93,10 @@ async def test_the_census_shows_pauses_dead_letters_and_the_end(
     await store.run.create("config", "data", 4, 8)
     await issue(store, ticket(0), ticket(1))
     await store.steps.publish(await store.run.attach_trainer(), 0)
+    await store.fleet.beat(pod("environment", store, server, tmp_path).status, 60)
     await wait_until(lambda: value("grpo_run_tickets", {"place": "queued"}) == 2, 60)
     assert value("grpo_run_slots") == 8
+    await wait_until(lambda: value("grpo_run_pods", {"kind": "environment"}) == 1, 60)
     await wait_until(lambda: value("grpo_run_oldest_ticket_seconds") or 0 > 0, 60)
     sender = (await store.run.state()).trainer_fence  # type: ignore[union-attr]
     _, (claim,) = await store.tickets.claim("generator-0", 0, sender, 60, 1)
