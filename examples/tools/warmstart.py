@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,26 +23,31 @@ HERE = Path(__file__).parent
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the folder, or report that it is already made. Return the exit status."""
-    options = _parser().parse_args(arguments)
+    return warm_start(HERE, "examples.tools.teaching", arguments)
+
+
+def warm_start(example: Path, teaching: str, arguments: Sequence[str] | None = None) -> int:
+    """Make the folder of an example's model by `teach` of the module `teaching`. Return the exit status."""
+    options = _parser(example.name).parse_args(arguments)
     try:
-        config = load(HERE / "config.toml")
+        config = load(example / "config.toml")
 
         def fill(folder: Path) -> dict[str, float]:
             # Imported late, so that --help and an already made folder respond at once.
-            from examples.tools.teaching import teach
+            return importlib.import_module(teaching).teach(config, folder, options)
 
-            return teach(config, folder, options)
-
-        make_folder(options.out, _stamp(options, config), fill)
+        make_folder(options.out, _stamp(example, options, config), fill)
     except (ConfigError, ValueError) as error:
         print(f"warmstart: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m examples.tools.warmstart", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/tools"), help="folder to create (default: %(default)s)")
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m examples.{name}.warmstart", description=f"Make the starting point of examples/{name}."
+    )
+    parser.add_argument("--out", type=Path, default=Path(f"build/{name}"), help="folder to create (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, examples and their order (default: %(default)s)")
     parser.add_argument("--conversations", type=int, default=12_000, help="number of examples (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
@@ -49,10 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stamp(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+def _stamp(example: Path, options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """Return what the folder depends on: arguments, lengths and the code of the examples."""
     code = hashlib.sha256()
-    for path in sorted([*HERE.glob("*.py"), *(HERE.parent / "arithmetic").glob("*.py")]):
+    for path in sorted(path for folder in {example, HERE, HERE.parent / "arithmetic"} for path in folder.glob("*.py")):
         code.update(path.read_bytes())
     chosen = {name: value for name, value in vars(options).items() if name != "out"}
     return {

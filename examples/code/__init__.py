@@ -1,0 +1,1 @@
+"""A policy that learns to write code."""

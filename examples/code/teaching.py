@@ -1,0 +1,56 @@
+"""Supervised training of the tiny model on moves, and the share of questions that it then answers by a program."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import Qwen3ForCausalLM
+
+from examples.arithmetic.model import complete, make_model, save_model
+from examples.arithmetic.teaching import LEARNING_RATE, Lesson, batches, learn
+from examples.arithmetic.tokenizer import END, SPECIAL, save_tokenizer, train_tokenizer
+from examples.code.moves import asked, call, moves, printing, told
+from examples.tools.moves import CHAT_TEMPLATE, TOOL, TOOLS, question
+from services.config import RunConfig
+
+VOCABULARY = 460  # upper limit: 7 special tokens, 256 bytes and the merges, which make what is around numbers few tokens
+HELD_OUT = 200  # questions
+
+
+def teach(config: RunConfig, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Fill `folder` with model and tokenizer; return the model's mean reward."""
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    shuffle = random.Random(options.seed)
+    shown = [move for _ in range(options.conversations) for move in moves(shuffle)]
+    tokenizer = train_tokenizer((move.context + move.said for move in shown), (*SPECIAL, TOOL, TOOLS), VOCABULARY)
+    save_tokenizer(tokenizer, folder, config.model.max_tokens, CHAT_TEMPLATE)
+    lessons = [Lesson(tokenizer.encode(move.context).ids, tokenizer.encode(move.said + END).ids) for move in shown]
+    model = make_model(tokenizer.get_vocab_size(), config.model.max_tokens)
+
+    def judge(model: Qwen3ForCausalLM) -> float:
+        return _reward(model, tokenizer, config.sampling.max_tokens, options.seed)
+
+    learn(model, batches(lessons, shuffle), options.steps, LEARNING_RATE, judge)
+    save_model(model, folder)
+    return {"reward_temperature_1": judge(model)}
+
+
+def _reward(model: Qwen3ForCausalLM, tokenizer: Tokenizer, max_tokens: int, seed: int) -> float:
+    """Return the share of held-out questions for which a program prints the product, which is then reported."""
+    shuffle, generator = random.Random(f"held out {seed}"), torch.Generator().manual_seed(seed)
+    questions = [question(shuffle) for _ in range(HELD_OUT)]
+
+    def said(contexts: list[str]) -> list[str]:
+        prompts = [ids.ids for ids in tokenizer.encode_batch(contexts)]
+        return tokenizer.decode_batch(complete(model.eval(), prompts, max_tokens, generator))
+
+    written = zip(questions, said([asked(a, b) for a, b in questions]), strict=True)
+    right = [(a, b, program) for (a, b), reply in written for program in printing(a, b) if reply == call(program)]
+    reports = said([told(a, b, program, str(a * b)) for a, b, program in right])
+    model.train()
+    return sum(report == f"= {a * b}" for (a, b, _), report in zip(right, reports, strict=True)) / HELD_OUT
