@@ -18,7 +18,7 @@ from pathlib import Path
 
 from services.config import load
 from tests.faults.campaign import Outcome, campaign
-from tests.faults.kinds import Shape, chosen, sequence
+from tests.faults.kinds import chosen, sequence
 from tests.faults.mutants import MUTANTS, ROOT, copy_code
 from tests.faults.report import result, table
 from tests.faults.run_under_test import PROFILES, Setting
@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         "--profile",
         choices=PROFILES,
         default="fifo",
-        help="kind of run: replay fifo or prioritized, two ranks, or rollouts of several turns",
+        help="kind of run: replay fifo or prioritized, two ranks, rollouts of several turns, two ranks with mini-batches, many "
+        "groups without a gradient and evaluation rounds, or prompts that fail",
     )
     parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
     parser.add_argument("--appendfsync", choices=("always", "everysec"), default="always")
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     with contextlib.redirect_stdout(sys.stderr):  # output of libraries on import is not part of the result
         config = load(setting.write("shape"), environ={})
-    shape = Shape(config.generator.count, config.trainer.ranks, bool(config.environments))
+    shape = setting.shape(config)
     try:
         kinds = chosen(options.kinds, shape)
     except ValueError as error:

@@ -17,7 +17,7 @@ from math import inf
 from services.console.errors import EXIT_OK
 from services.runtime.loops import end_tasks
 from tests.faults.kinds import ENDS, Fault
-from tests.faults.run_under_test import RunUnderTest, Setting, run_calmly
+from tests.faults.run_under_test import TIMED, RunUnderTest, Setting, run_calmly
 from tests.faults.strike import Strike
 from tests.faults.verdict import Verdict, judge
 from tests.faults.watcher import POLL_S, Look, Watcher
@@ -59,7 +59,7 @@ async def campaign(
 ) -> None:
     """Apply `faults` to runs of `setting`, none after `limit_s`; results are added to `outcome` as they arrive."""
     left, started = deque(faults), time.monotonic()
-    comparable, calm, number = setting.profile != "replay" and setting.engine == "scripted", None, 0
+    comparable, calm, number = setting.profile not in TIMED and setting.engine == "scripted", None, 0
     while left and not outcome.violations and not outcome.inconclusive and time.monotonic() - started < limit_s:
         run, before = RunUnderTest(setting, f"faults-{number}"), len(outcome.applied)
         watcher = Watcher(run)

@@ -20,6 +20,8 @@ VERBS = {
     "lose": ("generator", "dataprep", "trainer"),  # a call takes effect, but its reply is lost with the connection
     "pause": ("redis",),  # CLIENT PAUSE
     "twin": ("trainer",),  # the trainer is stopped, another takes its place, and it wakes
+    "restore": ("run",),  # `grpo restore` to the latest checkpoint, while the run trains
+    "break": ("reward",),  # every reward fails until the run has paused itself; a dataprep is killed meanwhile
 }
 """Verb -> kinds of victims."""
 
@@ -85,12 +87,15 @@ class Shape:
     generators: int
     ranks: int
     environments: int = 0
+    breakable: bool = False
+    """Whether its rewards can be made to fail."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds that apply to it: a second trainer is one process, so it cannot replace two ranks."""
         absent = {"twin-trainer"} if self.ranks > 1 else set[str]()
         absent |= set() if self.environments else {f"{verb}-environment" for verb in VERBS}
+        absent |= set() if self.breakable else {"break-reward"}
         return tuple(kind for kind in KINDS if kind not in absent)
 
 
@@ -101,7 +106,7 @@ class Fault:
     number: int
     kind: str
     victim: str
-    """Pod, `leader`, `standby`, `console` or `redis`."""
+    """Pod, `leader`, `standby`, `console`, `redis`, `run` or `reward`."""
     delay_s: float
     """Seconds to wait first; with a phase, after it has been observed."""
     phase: str

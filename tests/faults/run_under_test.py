@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.config import load, to_toml
+from services.config import RunConfig, load, to_toml
 from services.config.load import load_resolved
 from services.console.local.folder import RunFolder
 from services.http.credentials import redis_password
@@ -41,9 +41,19 @@ PROFILES = {
         f'environments=[{{name="digits", kind="python", function="{ROOT}/tests/environment/support/programs.py:Digits"}}]',
         "sampling.max_tokens=12",
     ),
+    "equal": (
+        "trainer.ranks=2", "trainer.mini_batches=2", "sampling.group_size=2", "evaluation.every_steps=7", "evaluation.samples=2",
+        'evaluation.sources=[{name="held_out", kind="jsonl", path="FOLDER/held_out.jsonl"}]',
+    ),
+    "failing": (
+        f'verifiers=[{{kind="python", function="{ROOT}/tests/faults/rewards.py:score", '
+        'options={broken="FOLDER/broken"}, range=[0, 1]}]',
+        "generator.max_attempts=2",
+    ),
     "replay": ("replay.sampler=prioritized", "replay.max_uses=2", "replay.capacity=64"),
-}
-"""Settings of a kind of run beyond the common ones. Only in `replay` do the groups of a step depend on timing."""
+}  # fmt: skip
+"""Settings of a kind of run beyond the common ones. Only in `replay` and `failing` do the groups of a step depend on timing."""
+TIMED = ("replay", "failing")
 
 SCRIPTED = (
     "run.seed=3", "generator.lease_s=2.0", "generator.verifier_workers=1", "generator.drain_s=3",
@@ -78,6 +88,15 @@ class Setting:
     def _profile(self) -> list[str]:
         return [override.replace("FOLDER", str(self.folder)) for override in PROFILES[self.profile]]
 
+    @property
+    def broken(self) -> Path:
+        """While this file exists, all rewards of `failing` fail."""
+        return self.folder / "broken"
+
+    def shape(self, config: RunConfig) -> Shape:
+        """The pods of a run with this configuration, and what can be done to it."""
+        return Shape(config.generator.count, config.trainer.ranks, bool(config.environments), self.profile == "failing")
+
     def write(self, name: str, *overrides: str) -> Path:
         """The configuration file of the run `name`."""
         own = [f"run.name={name}", f'run.dir="{self.folder}"', f"run.steps={self.steps}", f"redis.appendfsync={self.appendfsync}"]
@@ -87,6 +106,8 @@ class Setting:
         else:
             if not (self.folder / "model").exists():
                 save_model_folder(self.folder / "model")
+                rows = "".join(json.dumps({"prompt": f"tell {i}", "answer": str(i)}) + "\n" for i in range(6))
+                (self.folder / "held_out.jsonl").write_text(rows)
             given = [*SCRIPTED, f"generator.engine_options.token_s={self.token_s}", *own]
             config = small_config(self.folder, None, *given, prompts=200)
         path = self.folder / f"{name}.toml"
@@ -108,7 +129,7 @@ class RunUnderTest:
         self.path = self.setting.write(self.name, *self.overrides)
         self.config = load(self.path, environ={})
         self.folder = RunFolder.of(self.config)
-        self.shape = Shape(self.config.generator.count, self.config.trainer.ranks, bool(self.config.environments))
+        self.shape = self.setting.shape(self.config)
         self.log = self.setting.folder / f"{self.name}.log"
         self._console: subprocess.Popen[bytes] | None = None
         self._beside: dict[str, subprocess.Popen[bytes]] = {}  # pods unknown to the console
@@ -248,7 +269,8 @@ class RunUnderTest:
 
 async def run_calmly(setting: Setting, name: str) -> RunUnderTest:
     """A short undisturbed run: scripted tokens depend neither on time nor on the generator."""
-    run = RunUnderTest(setting, name, ("generator.engine_options.token_s=0.0", "generator.count=1"), standby=False)
+    alone = ("generator.count=1", *(["evaluation.min_training_generators=0"] if setting.profile == "equal" else []))
+    run = RunUnderTest(setting, name, ("generator.engine_options.token_s=0.0", *alone), standby=False)
     try:
         run.start("services.console")
         while run.ended is None:

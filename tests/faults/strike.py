@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 
 from redis.exceptions import RedisError
 
-from services.console.errors import EXIT_OK, EXIT_STOPPED
+from services.console.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from services.protocol.errors import StoreError
+from services.runtime.checkpoints import CheckpointFolder
 from tests.faults.kinds import AT_THE_END, AT_THE_START, Fault
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import POLL_S, Watcher
@@ -49,6 +51,10 @@ class Strike:
                 return await self._command(fault, victim)
             case "twin":
                 await self._twin()
+            case "restore":
+                return await self._restore()
+            case "break":
+                await self._break()
         return True
 
     async def _kill(self, victim: str, sig: signal.Signals) -> bool:
@@ -102,6 +108,39 @@ class Strike:
         except (StoreError, RedisError, OSError):  # it is down from an earlier fault, or that connection is gone
             return False
         return True
+
+    async def _restore(self) -> bool:
+        """Request a restore as a person would; it takes place while the next faults strike."""
+        steps = [saved.step for saved in CheckpointFolder(self.run.folder.checkpoints).complete()]
+        if not steps:
+            return False
+        step = max(steps)  # an earlier one may be deleted before the command reads it
+        self.watcher.restores.add(step)
+        command = [sys.executable, "-m", "services.console", "restore", str(step), str(self.run.folder.path)]
+        asked = await asyncio.create_subprocess_exec(
+            *command, cwd=self.run.setting.code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        said, _ = await asked.communicate()
+        self.watcher.tell(f"restore {step}: {said.decode(errors='replace').strip()}")
+        return asked.returncode == EXIT_OK
+
+    async def _break(self) -> None:
+        """Have every reward fail until the run has paused and ended, with a dataprep killed on the way; then run it again."""
+        self.run.setting.broken.touch()
+        try:
+            await asyncio.sleep(1.0)
+            self.run.signal(self.watcher.last.dataprep("leading"), signal.SIGKILL)
+            deadline = time.monotonic() + self.limit_s
+            while self.run.ended is None and time.monotonic() < deadline and not self.watcher.violations:
+                await asyncio.sleep(POLL_S)
+        finally:
+            self.run.setting.broken.unlink()
+        if self.run.ended is None:
+            self.watcher.violation(f"a run whose rewards all fail did not pause within {self.limit_s:g} s")
+            return
+        if self.run.ended != EXIT_FAILED or "prompts keep failing" not in self.run.log.read_text(errors="replace"):
+            self.watcher.violation(f"grpo run, whose rewards all fail, ended with {self.run.ended}: {self.run.last_line}")
+        self.run.start()
 
     async def _twin(self) -> None:
         """The old trainer wakes after the new one has trained; the one that was not last to attach must exit."""

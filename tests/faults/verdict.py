@@ -15,6 +15,7 @@ from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.order import PromptOrder
 from services.store import Store
 from services.store.records import RunState
+from tests.faults.rewards import fails
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import Watcher
 
@@ -34,13 +35,15 @@ class Verdict:
     leaked: int
     """Unreferenced payloads that will not expire."""
     dropped: int
-    """Tickets with an outcome other than trained: such a run must have none."""
+    """Tickets with an outcome other than trained: such a run must have none, except for the prompts that always fail."""
     max_lag: int
     plans_seen: int
     in_order: bool | None
     """Whether the groups of every observed plan equal those of the run without faults; None if they may differ."""
     bit_identical: bool | None
     """Whether the weights are equal; None if they may differ."""
+    evaluated: int
+    """Evaluation rounds that were reported."""
     restarts: dict[str, int]
     audits: int
     went_back: int
@@ -51,7 +54,8 @@ class Verdict:
         return (
             f"{self.steps} steps, {self.lost} lost, {self.doubled} doubled, {self.skipped} skipped, {self.leaked} leaked, "
             f"{self.dropped} dropped, largest lag {self.max_lag}, in order: {same[self.in_order]}, "
-            f"bit-identical: {same[self.bit_identical]}, {self.audits} audits, {sum(self.restarts.values())} restarts"
+            f"bit-identical: {same[self.bit_identical]}, {self.evaluated} evaluation rounds, {self.audits} audits, "
+            f"{sum(self.restarts.values())} restarts"
         )
 
 
@@ -67,21 +71,25 @@ async def judge(run: RunUnderTest, watcher: Watcher, calm: RunUnderTest | None) 
         try:
             report, state = await audit(store), await store.run.state()
             assert state is not None
-            skipped, leaked = await _skipped(run, store, state), await _leaked(store)
+            skipped, leaked = await _skipped(run, store, state, report.issued), await _leaked(store)
+            failed = {letter.ticket for letter in await store.dead_letters.page(1000)}
         finally:
             await store.close()
     finally:
         server.stop()
     dropped = sum(count for name, count in report.outcomes.items() if name != "trained")
     in_order = identical = None
-    if calm is not None and not dropped:
+    always = {ticket for ticket in _order(run, report.issued) if fails(ticket.rpartition("-")[2])}
+    expected = report.outcomes.get("failed", 0) if run.shape.breakable and failed <= always else 0
+    rounds, twice = _evaluations(run)
+    if calm is not None:
         order = _order(run)
         per_step = run.config.admission.prompts_per_step
         in_order = all(groups == order[per_step * step : per_step * (step + 1)] for step, groups in watcher.plans.items())
         identical = run.weights() == calm.weights()
     verdict = Verdict(
         run.name, summary["steps"], report.lost, report.doubled, skipped, leaked, dropped,
-        max(watcher.max_lag, int(summary["max_lag"])), len(watcher.plans), in_order, identical, summary["restarts"],
+        max(watcher.max_lag, int(summary["max_lag"])), len(watcher.plans), in_order, identical, len(rounds), summary["restarts"],
         watcher.audits, watcher.went_back, violations,
     )  # fmt: skip
     violations += [f"audit at the end: {message}" for message in report.messages]
@@ -89,6 +97,10 @@ async def judge(run: RunUnderTest, watcher: Watcher, calm: RunUnderTest | None) 
         f"{verdict.steps} of {run.setting.steps} steps were trained": verdict.steps != run.setting.steps,
         f"{skipped} prompts were skipped": skipped != 0,
         f"{leaked} payloads leaked": leaked != 0,
+        f"tickets were dropped: {report.outcomes}, dead letters {sorted(failed - always)}": dropped != expected,
+        f"versions {twice} were evaluated twice": bool(twice),
+        "an evaluation round had another result than without faults": calm is not None
+        and not rounds.items() <= _evaluations(calm)[0].items(),
         f"a lag of {verdict.max_lag}": verdict.max_lag > run.config.admission.max_staleness,
         "steps are recorded other than once each, in order": [row["step"] for row in rows] != list(range(run.setting.steps)),
         f"{summary['syncs']} versions published": summary["syncs"] != run.setting.steps + 1 and not watcher.went_back,
@@ -102,6 +114,15 @@ async def judge(run: RunUnderTest, watcher: Watcher, calm: RunUnderTest | None) 
     return verdict
 
 
+def _evaluations(run: RunUnderTest) -> tuple[dict[int, float], list[int]]:
+    """Version -> mean reward of each evaluation round; and the versions that were reported more than once."""
+    path = run.folder.path / "evaluations.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    versions = [int(line["eval/version"]) for line in lines]
+    rewards = {int(line["eval/version"]): line["eval/all/reward"] for line in lines}
+    return rewards, sorted({version for version in versions if versions.count(version) > 1})
+
+
 def _order(run: RunUnderTest, count: int = 0) -> list[str]:
     """The first `count` tickets of the run, by default as many as it trains on."""
     config = run.config
@@ -110,8 +131,8 @@ def _order(run: RunUnderTest, count: int = 0) -> list[str]:
     return [f"{pick.epoch}-{pick.row}" for pick in order.draft(count, 0, {}).picks]
 
 
-async def _skipped(run: RunUnderTest, store: Store, state: RunState) -> int:
-    """Tickets before the cursor that have neither a place nor an outcome."""
+async def _skipped(run: RunUnderTest, store: Store, state: RunState, issued: int) -> int:
+    """Tickets among those issued that have neither a place nor an outcome. Requeued ones move the cursor, too."""
     keys, places = store.keys, set()
     client: Any = store.client  # replies are bytes
     for name in (keys.outstanding, keys.replay_order, keys.prefix + ":reissue"):
@@ -122,7 +143,7 @@ async def _skipped(run: RunUnderTest, store: Store, state: RunState) -> int:
             places |= set(plan.groups)
     trained: dict[str, bytes] = {}
     missing = 0
-    for ticket in _order(run, state.cursor):
+    for ticket in _order(run, issued):
         epoch, _, row = ticket.partition("-")
         if epoch not in trained:
             trained[epoch] = await client.get(keys.trained(int(epoch))) or b""

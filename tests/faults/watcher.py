@@ -75,6 +75,8 @@ class Watcher:
         self.audits, self.looks, self.max_lag, self.max_slots = 0, 0, 0, 0
         self.went_back = 0  # how often the last step committed was one before, where that is allowed
         self.may_go_back = False
+        self.restores: set[int] = set()
+        """Steps to which a restore was requested."""
         self._checkpointed, self._attempt = -1, 0
         self._audited = 0.0
         self._store: Store | None = None
@@ -117,20 +119,23 @@ class Watcher:
         current, _ = await store.fleet.round()
         if state is not None:
             self._judge(state, current)
-            if time.monotonic() - self._audited > AUDIT_EVERY_S:
+            if state.restoring < 0 and time.monotonic() - self._audited > AUDIT_EVERY_S:
                 self._audited = time.monotonic()
                 await self._audit(store, state)
         self.last = Look(time.monotonic(), state, {status.name: status for status in members}, current)
         self.looks += 1
 
     def _judge(self, state: RunState, current: Round | None) -> None:
+        restored = state.committed_step < self.last.committed and state.committed_step in self.restores
+        if restored:  # later steps are planned again, to be the same
+            self.plans = {step: groups for step, groups in self.plans.items() if step <= state.committed_step}
         if state.committed_step < self.last.committed:
             self.went_back += 1
-            if not self.may_go_back:
+            if not (self.may_go_back or restored):
                 self.violation(f"committed_step went back from {self.last.committed} to {state.committed_step}")
         attempt = current.attempt if current else 0
         if not self.may_go_back:
-            if state.checkpointed_step < self._checkpointed:
+            if state.checkpointed_step < self._checkpointed and not restored:
                 self.violation(f"checkpointed_step went back from {self._checkpointed} to {state.checkpointed_step}")
             if attempt < self._attempt:
                 self.violation(f"the sync rounds went back from attempt {self._attempt} to {attempt}")

@@ -41,6 +41,12 @@ def test_kinds_are_chosen_by_name_or_by_action() -> None:
         chosen("kill,burn", shape)
 
 
+def test_only_rewards_that_can_be_broken_are() -> None:
+    assert set(chosen("", Shape(2, 1, breakable=True))) - set(chosen("", Shape(2, 1))) == {"break-reward"}
+    with pytest.raises(ValueError, match="'break' is no kind of fault here"):
+        chosen("break", Shape(2, 1))
+
+
 def test_every_functions_reply_is_lost_in_some_test() -> None:
     called = {call for calls in CALLS.values() for call in calls}
     assert called | ELSEWHERE.keys() == footprints().keys()
