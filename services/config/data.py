@@ -55,7 +55,7 @@ class FileSource(NamedSource):
     """Regular expression whose first group is the answer within the field, e.g. `####\\s*(.+)` for GSM8K. Empty: the
     whole field."""
     columns: list[str] = []
-    """Fields that verifiers of the kinds `python`, `http` and `judge` receive as `row`. Empty: all."""
+    """Fields that environments, and verifiers of the kinds `python`, `http` and `judge`, receive as `row`. Empty: all."""
 
     @property
     def on_hub(self) -> bool:
