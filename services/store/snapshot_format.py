@@ -198,7 +198,7 @@ def _renamed(group: str, fence: int) -> str:
 class Restoration:
     """The state that a run is restored to."""
 
-    fields: dict[str, int]
+    fields: dict[str, int | str]
     """Fields of the run's hash."""
     ledger: dict[str, int]
     table: dict[str, str]
@@ -240,10 +240,12 @@ def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], 
     evaluated = int(head.run.get("evaluated_version", "-1"))
     if head.evaluating and evaluated > head.step:
         evaluated -= 1  # its round was open, or opened ahead: it is held again
-    fields = {
+    fields: dict[str, int | str] = {
         "cursor": int(head.run["cursor"]), "slots_used": len(reissue) + held, "last_epoch": int(head.run["last_epoch"]),
         "evaluated_version": evaluated, "prepared_step": max(plans, default=head.step), "published_version": head.step + 1,
         "committed_step": head.step, "checkpointed_step": head.step, "retired_step": head.step,
     }  # fmt: skip
+    if "letter_before" in head.run:  # a run without dead letters has none
+        fields["letter_before"] = head.run["letter_before"]
     ledger["reissued"] = ledger.get("reissued", 0) + len(reissue)
     return Restoration(fields, ledger, table, gaps, reissue, plans, whole)
