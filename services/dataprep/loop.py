@@ -97,6 +97,7 @@ class DataprepLoop:
         self.issuer.forget()
         self._waiting = ("", 0.0)
         renewed = time.monotonic()
+        incarnation: int | None = None
         try:
             while not self.service.stopping.is_set():
                 loop.progress()
@@ -107,6 +108,7 @@ class DataprepLoop:
                 state = await self.store.run.state()
                 if state is None:
                     raise Broken(f"run {self.config.run.name!r} vanished from Redis")  # a restarted process creates it again
+                incarnation = state.incarnation if incarnation is None else incarnation
                 try:
                     busy = await self._act(fence, state)
                 except Busy:  # a snapshot is being taken; everything done before it stands
@@ -115,7 +117,11 @@ class DataprepLoop:
                 if not busy:
                     await self.notifications.wait(*TOPICS, timeout=IDLE_S)
         except (Fenced, OutOfOrder) as error:
-            log.warning("superseded or out of step with the run, starting over", error=str(error))
+            state = await self.store.run.state()
+            if state is not None and incarnation not in (None, state.incarnation):
+                log.info("the run is restored to a checkpoint, leading it again")
+            else:
+                log.warning("superseded or out of step with the run, starting over", error=str(error))
         finally:
             self.metrics.leads.set(0)
             self._waits.enter("")

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
@@ -28,6 +29,7 @@ from services.protocol.messages import Header, StepPlan, Ticket
 from services.protocol.payloads import Payload
 from services.runtime.service import Service
 from services.store import Claim, HeaderEntry, Store
+from services.store.snapshot_format import Snapshot
 from tests.support import flow
 from tests.support.harness import buried, save_tokenizer_folder, small_config, ticket, wait_until
 
@@ -186,6 +188,31 @@ async def test_a_standby_takes_over_and_the_old_leader_is_fenced_off(tmp_path: P
         second.stop()
         await standing_by
         await second.store.restores.delete_run()
+
+
+async def test_only_a_leader_that_was_superseded_warns_and_not_one_whose_run_is_restored(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    async with dataprep(configured(tmp_path, server)) as (service, loop):
+        store, path = service.store, tmp_path / "snapshot"
+        trainer = await store.run.attach_trainer()
+        await store.snapshots.save(trainer, -1, path, payloads=True)
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: service.status.phase == "leading")
+        with capture_logs() as logs:
+            await store.restores.restore(trainer, Snapshot(path), True, lambda: None)
+            await wait_until(lambda: any(event["event"] == "leading" for event in logs))
+        assert "the run is restored to a checkpoint, leading it again" in [event["event"] for event in logs]
+        assert {event["log_level"] for event in logs} == {"info"}
+        with capture_logs() as logs:
+            await store.run.step_down(service.status.member)
+            other = await store.run.lead("another", 0.5)
+            await wait_until(lambda: any(event["event"] == "leading" for event in logs))
+        assert other is not None
+        assert [event["log_level"] for event in logs if "superseded" in event["event"]] == ["warning"]
+        service.stop()
+        await running
+        await store.restores.delete_run()
 
 
 async def test_a_pause_stops_issuing_until_resumed(tmp_path: Path, server: RedisServer) -> None:
