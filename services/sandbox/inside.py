@@ -117,9 +117,13 @@ def _run(task: dict[str, Any], home: Path, held: int) -> dict[str, Any]:
         fault = "full"
         scratch.remove(work)
     if os.WIFSIGNALED(status) and not fault:
-        fault = signal.Signals(os.WTERMSIG(status)).name
+        fault = _signal_name(os.WTERMSIG(status))
     files = folder.packed(work) if work.exists() else {}
     return {"output": output.decode(errors="replace"), "fault": fault, "files": files}
+
+
+def _signal_name(number: int) -> str:
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")  # most real-time signals have none
 
 
 def _become(task: dict[str, Any], work: Path, writing: int) -> None:

@@ -103,6 +103,14 @@ async def test_hostile_code_is_blocked(tool: CodeTool, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+TIMER = (
+    "import ctypes, time\nlibrary = ctypes.CDLL(None)\nevent = (ctypes.c_int * 16)(0, 0, {signal}, 0)\n"
+    "timer = ctypes.c_void_p()\nassert library.timer_create(1, event, ctypes.byref(timer)) == 0\n"
+    "library.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1000), None)\ntime.sleep(60)"
+)
+"""Code that a timer ends with a signal, since it may not send one."""
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -113,7 +121,9 @@ async def test_hostile_code_is_blocked(tool: CodeTool, tmp_path: Path) -> None:
         ("for i in range(20_000): open(f'{i}', 'w').close()", "10000 entries; it was emptied"),
         ("for i in range(8):\n    with open(f'{i}', 'wb') as f: f.write(bytes(15 << 20))", "may have 64 MiB"),
         ("import os\nos.kill(os.getpid(), 9)", "PermissionError"),
-        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+        ("import ctypes; ctypes.string_at(0)", "Error: the code was killed by SIGSEGV (Segmentation fault)"),
+        ("import resource as r\nr.setrlimit(r.RLIMIT_CPU, (1, 9))\nwhile True: pass", "by SIGXCPU (CPU time limit exceeded)"),
+        (TIMER.format(signal=40), "Error: the code was killed by signal 40"),
     ],
 )
 async def test_code_beyond_its_limits_is_stopped(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
@@ -17,6 +18,7 @@ DESCRIBED = (
 )
 SLOW, FULL, LOUD = "slow", "full", "loud"
 """What ends a call, besides signals."""
+HINTS = {"SIGKILL": ", perhaps for its memory or its processor time"}  # of others, such as SIGXCPU, the description says it
 
 
 class PythonTool(ABC):
@@ -56,5 +58,15 @@ def told(output: str, fault: str, limit_s: float) -> str:
         FULL: f"the working directory may have {FOLDER_BYTES >> 20} MiB and {FOLDER_ENTRIES} entries; it was emptied",
         LOUD: f"the code printed more than {OUTPUT_BYTES >> 20} MiB",
     }
-    said = meaning.get(fault, f"the code was killed by {fault}, perhaps for its memory or its processor time")
+    said = meaning[fault] if fault in meaning else f"the code was killed by {_described(fault)}"
     return "\n".join(filter(None, [shortened(output.rstrip(), SHOWN_CHARACTERS), f"Error: {said}" if said else ""]))
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; most real-time signals have none."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
+
+
+def _described(name: str) -> str:
+    known = signal.Signals.__members__.get(name)
+    return name if known is None else f"{name} ({signal.strsignal(known)}){HINTS.get(name, '')}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.environment.code_tool import runner
-from services.environment.code_tool.replies import FULL, LOUD, SLOW, PythonTool, code_of, told
+from services.environment.code_tool.replies import FULL, LOUD, SLOW, PythonTool, code_of, signal_name, told
 from services.runtime.own_code import Unusable
 from services.verifiers.sandbox import folder
 from services.verifiers.sandbox.scratch import remove
@@ -81,7 +81,7 @@ class CodeTool(PythonTool):
         if cut and not fault:
             fault = LOUD
         if status < 0 and not fault:
-            fault = signal.Signals(-status).name
+            fault = signal_name(-status)
         return told(output[confined:].decode(errors="replace"), fault, self._limit_s)
 
     async def _watch(self) -> None:
