@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
 from services.generator.loop import RolloutLoop
 from services.generator.serving import REQUEST_BYTES, NotServed
 from services.http.endpoints.parameters import WaitS, disconnected
-from services.http.models import Draining
+from services.http.models import Draining, Reason
+from services.operations.control import reason
 from services.operations.waiting import until_none
 from services.runtime.service import Service
+
+log = structlog.get_logger()
 
 GENERATE = "/v1/generate"
 
@@ -25,11 +29,15 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
         return [rollout.ticket.id for rollout in rollouts.rollouts.values()]
 
     @router.post("/drain", dependencies=[service.app.state.guard])
-    async def drain(wait_s: WaitS = 0.0) -> Draining:
+    async def drain(request: Reason | None = None, wait_s: WaitS = 0.0) -> Draining:
         """Claim no more tickets; finish or hand back those in progress, leave the fleet and exit.
 
-        With `wait_s`, respond when no ticket is in progress or the time is up.
+        With `wait_s`, respond when no ticket is in progress or the time is up. Who requested it, and why, is part of the pod's
+        status and of its log.
         """
+        request = request or Reason()
+        service.say(draining=reason(request.why, request.who))
+        log.info("drain requested", by=service.status.draining)
         rollouts.draining.set()
         service.notifications.notify("room")
         await until_none(under_way, wait_s)

@@ -146,9 +146,9 @@ class Client:
         body = {"all": True} if ids == "all" else {"ids": ids}
         return self._ask("POST", "/v1/deadletters/requeue", RequeueAnswer, body)
 
-    def drain(self, wait_s: float = 0.0) -> Draining:
+    def drain(self, why: str = "", who: str = "", wait_s: float = 0.0) -> Draining:
         """Make the pod finish or hand back its work, and exit. Served by generators."""
-        return self._ask("POST", "/v1/drain", Draining, None, {"wait_s": wait_s})
+        return self._ask("POST", "/v1/drain", Draining, {"why": why, "who": who}, {"wait_s": wait_s})
 
     def checkpoints(self) -> CheckpointList:
         """List the run's checkpoints. Served by the trainer."""

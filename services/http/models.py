@@ -73,6 +73,8 @@ class PodState(BaseModel):
     trainer_fence: int
     unreached: str
     paused: str
+    draining: str
+    """Who requested that it drains, and why."""
 
 
 class State(BaseModel):

@@ -159,6 +159,7 @@ class PodStatus(msgspec.Struct, frozen=True):
     weights: dict[
         str, float
     ] = {}  # of its last weights. Generator: bytes (from a store), pause_s, catch_ups. Trainer: bytes, share, changed, delta
+    draining: str = ""  # who requested that it drains, and why; empty: nobody
 
     @property
     def member(self) -> str:

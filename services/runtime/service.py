@@ -30,7 +30,7 @@ from services.store.connection.client import REPLY_TIMEOUT_S
 LEAVE_LIMIT_S = 3.0
 LOOP_LIMIT_S = REPLY_TIMEOUT_S + 30.0
 """How long a loop may make no progress. A call to a Redis that hangs ends first: restarting every pod would not help it."""
-URGENT = ("phase", "version", "paused", "unreached")  # fields that others wait for: sent at once, not with the next heartbeat
+URGENT = ("phase", "version", "paused", "unreached", "draining")  # others wait for them: sent at once, not with a heartbeat
 
 
 @dataclass

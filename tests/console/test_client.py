@@ -51,7 +51,8 @@ def test_every_endpoint_has_a_client_method(served: dict[str, str]) -> None:
         assert pod.scale(2, "more").replicas == 2
         with pytest.raises(ApiError, match="at most 200 characters"):
             pod.scale(2, "x" * 201)
-        assert pod.drain().draining
+        assert pod.drain("a new driver", "ada").draining
+        assert pod.state().pod.draining == "ada: a new driver"
     with Client(served["dataprep"], OPERATE) as data:
         assert data.pause_run("abort", why="night").desired == "paused"
         assert data.resume_run().desired == "running"

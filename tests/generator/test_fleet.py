@@ -153,8 +153,10 @@ async def test_a_leaving_pod_claims_no_more_and_hands_back_its_tickets(tmp_path:
             if how == "SIGTERM":
                 pod.service.stop()
             else:
-                assert (await http.post("/v1/drain")).json() == {"draining": True, "rollouts": 2}
+                asked = await http.post("/v1/drain", json={"who": "ada", "why": "a new driver"})
+                assert asked.json() == {"draining": True, "rollouts": 2}
             await wait_until(lambda: pod.service.status.phase == "draining")
+            assert pod.service.status.draining == ("" if how == "SIGTERM" else "ada: a new driver")
             pod.service.say(phase="ready")
             assert pod.service.status.phase == "draining", "a round that ends meanwhile must not make it a member again"
             await wait_until(lambda: not pod.loop.rollouts)

@@ -149,11 +149,12 @@ def test_a_run_is_restored_while_running_and_after_its_end(folder: Path, undistu
     )
     process = start(path)
     wait_for(lambda: steps_done(folder, "back") >= 3, process)  # and long before it ends
-    command = [sys.executable, "-m", "services.console", "restore", "1", str(folder / "back")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "run back: restore to step 1 requested\n"), done.stderr
+    command = [sys.executable, "-m", "services.console", "restore", "1", str(folder / "back"), "--wait"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "run back: restored to step 1\n"), done.stderr
     output = finish(process)
     assert "restored from checkpoint 1: step 1 was requested" in output
+    assert "\n! dataprep" not in output, "a requested restore is no warning"
     check_whole(folder, "back")
     assert weights(folder, "back") == undisturbed
     output = finish(start(path, "--resume", "5"))

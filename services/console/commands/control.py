@@ -140,10 +140,8 @@ async def stop(target: Target, why: str, wait_s: float, ask: Callable[[str], Non
         refuse_finished(run.state, "")
         ask(f"End {run.named} permanently? To resume it later, press Ctrl-C in grpo run instead.")
         left = await run.control.stop(why or "grpo stop", who(), run.wait(wait_s))
-    return concluded(
-        target, f"{run.prefix}stop requested: the trainer finishes its step, saves and ends the run{run.later}", left, wait_s,
-        run.live,
-    )  # fmt: skip
+    what = f"stop requested: the trainer finishes its step, saves and ends the run{run.later}"
+    return concluded(target, run.prefix + ("ended" if wait_s and not left else what), left, wait_s, run.live)
 
 
 async def scale(target: Target, generators: int, why: str, wait_s: float) -> int:
@@ -170,10 +168,11 @@ async def restore(target: Target, step: int, wait_s: float) -> int:
     """Restore a run to a checkpoint; a stopped run does this when it resumes."""
     async with reach(target) as run:
         left = (await run.control.restore(step, run.wait(wait_s))).waiting_for
-    return concluded(target, f"{run.prefix}restore to step {step} requested{run.later}", left, wait_s, run.live)
+    what = f"restored to step {step}" if wait_s and not left else f"restore to step {step} requested{run.later}"
+    return concluded(target, run.prefix + what, left, wait_s, run.live)
 
 
-async def drain(target: Target, pod: str, wait_s: float) -> int:
+async def drain(target: Target, pod: str, why: str, wait_s: float) -> int:
     """Drain a generator, found by its name in the fleet: it finishes its work, leaves the fleet and exits."""
     async with attach(target.run, target.redis_url) as attached:
         state = await existing(attached)
@@ -186,10 +185,11 @@ async def drain(target: Target, pod: str, wait_s: float) -> int:
             f"run {attached.name} has no generator {pod!r}; existing: {', '.join(sorted(pods)) or 'none'}", EXIT_CONFIG
         )
     with client_of(pods[pod].url, target.token_file, target.ca_file, target.run) as client:
-        left = client.drain(wait_s).rollouts
-    return concluded(
-        target, f"{pod} is draining: it claims no more tickets", [f"{left} tickets of {pod}"] if left else [], wait_s
-    )
+        left = client.drain(why or "grpo drain", who(), wait_s).rollouts
+    what = f"{pod} is draining: it claims no more tickets"
+    if wait_s and not left:
+        what = f"{pod} has drained: no ticket is in progress, and it exits"
+    return concluded(target, what, [f"{left} tickets of {pod}"] if left else [], wait_s)
 
 
 async def requeue(target: Target, ids: Sequence[str], everything: bool, reason: str) -> tuple[RequeueAnswer, Reached]:

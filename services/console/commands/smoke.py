@@ -33,18 +33,20 @@ async def smoke(run: str, redis_url: str, steps: int, limit_s: float, as_json: b
 
 
 async def _watch(attached: Attached, steps: int, deadline: float) -> str:
-    """Wait for `steps` more steps, or the end. Return how the run ended; empty: it trained the steps."""
-    first: int | None = None
+    """Wait for `steps` more steps, or the end. Return how the run ended; empty: it trained the steps. Steps that a restore undoes
+    have been trained."""
+    last: int | None = None
+    trained = 0
     while True:
         state = await attached.store.run.state()
         if state is not None:
-            first = state.committed_step if first is None else first
-            if state.finished or state.committed_step - first >= steps:
+            trained += max(0, state.committed_step - last) if last is not None else 0
+            last = state.committed_step
+            if state.finished or trained >= steps:
                 return printable(state.finished)
             if not attached.live:
                 raise ConsoleError(f"run {attached.name} is stopped: start it with grpo run", EXIT_FAILED)
         if time.monotonic() > deadline:
-            trained = 0 if state is None or first is None else state.committed_step - first
             raise ConsoleError(f"run {attached.name}: trained {trained} of {steps} steps; {await _why(attached)}", EXIT_FAILED)
         await asyncio.sleep(POLL_S)
 

@@ -78,6 +78,7 @@ def drain(
     pod: Annotated[str, typer.Argument(metavar="POD", help="Name of a generator, as grpo status lists it.")],
     run: Run = "",
     redis_url: RedisUrl = "",
+    why: Annotated[str, typer.Option(help="Reason, shown while it drains and recorded in its log.")] = "",
     wait: WaitS = 0.0,
     token_file: TokenFile = "",
     ca_file: CaFile = "",
@@ -90,7 +91,7 @@ def drain(
     """
     from services.console.commands import control
 
-    return finish(control.drain(control.Target(run, redis_url, "", token_file, ca_file, as_json), pod, wait))
+    return finish(control.drain(control.Target(run, redis_url, "", token_file, ca_file, as_json), pod, why, wait))
 
 
 def checkpoint(

@@ -36,6 +36,7 @@ class Announcer:
         self._begun: dict[str, float] = {}  # pod -> monotonic time of its last start, for those this console started
         self._phases: dict[str, str] = {}  # pod -> its phase while it loads
         self._working: set[str] = set()  # pods that work
+        self._draining: set[str] = set()  # members whose requested drain was reported
 
     def started(self, pods: list[str], now: float) -> None:
         """Note that pods are started now (monotonic seconds)."""
@@ -64,6 +65,14 @@ class Announcer:
         self._resumed = resumed
         self._count_failed(poll.failed, poll.last_failure)
         self._load(poll)
+        self._drain(poll)
+
+    def _drain(self, poll: Poll) -> None:
+        """Report which pods drain because somebody requested it, and why."""
+        draining = {member.status.member: member.status for member in poll.members if member.status.draining}
+        for status in [status for member, status in draining.items() if member not in self._draining]:
+            self._display.event(f"{status.name} drains: {printable(status.draining)}")
+        self._draining = set(draining)
 
     def _count_failed(self, count: int, reason: str) -> None:
         """Report the first prompt that failed, and again whenever their number has doubled."""

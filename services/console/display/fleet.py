@@ -35,9 +35,10 @@ def fleet_table(members: Sequence[Member], waiting: Mapping[str, float]) -> Grid
 
 
 def waiting_lines(members: Sequence[Member]) -> list[Styled]:
-    """Return a line for each of the first pods that wait for a service, e.g. for one that makes rewards."""
-    pods = [member.status for member in members if member.status.waiting]
-    lines = [f"  {pod.name}: {pod.waiting}" for pod in pods[:WAITING]]
+    """Return a line for each of the first pods that wait for a service, e.g. for one that makes rewards, or that were asked to
+    drain."""
+    pods = [member.status for member in members if member.status.waiting or member.status.draining]
+    lines = [f"  {pod.name}: {pod.waiting or f'drains, {pod.draining}'}" for pod in pods[:WAITING]]
     if len(pods) > WAITING:
         lines.append(f"  and {len(pods) - WAITING} more generators")
     return [Styled(printable(line), style="yellow", no_wrap=True, overflow="ellipsis") for line in lines]

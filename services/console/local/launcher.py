@@ -245,7 +245,7 @@ class Launcher:
             self._outcome = LaunchOutcome("failed", f"{message} (log: {pod.log})", decision.code)
             return
         self._due[child.name] = now + decision.pause_s
-        account = supervision.account(codes)
+        account = supervision.account(codes, drains=child.name.startswith("generator-"))
         self.display.event(
             f"{pod.name} {account}{f': {said}' if said else ''}; restarting {child.name} in {decision.pause_s:g} s"
         )

@@ -94,9 +94,9 @@ def verdicts(codes: Sequence[int | None], redis_served: bool) -> list[int]:
     return [code for code in codes if code == EXIT_CONFIG or (code == EXIT_REDIS and not redis_served)]
 
 
-def account(codes: Sequence[int | None]) -> str:
-    """Describe how a child ended: how the first of its pods that ended did."""
+def account(codes: Sequence[int | None], drains: bool = False) -> str:
+    """Describe how a child ended: how the first of its pods that ended did. `drains`: it exits on request, too."""
     code = next(code for code in codes if code is not None)
     if code == EXIT_OK:
-        return "exited before the run finished"
+        return "drained and exited" if drains else "exited before the run finished"
     return f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"

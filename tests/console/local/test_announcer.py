@@ -75,6 +75,17 @@ def test_a_pause_and_its_end_are_reported_with_who_and_why() -> None:
     assert [found.word for found in noted] == ["running", "paused", "running"]
 
 
+def test_a_requested_drain_is_reported_once_with_who_and_why() -> None:
+    told = Told()
+    announcer = Announcer(told, lambda _: None)
+    for at, boot in ((1.0, "b"), (2.0, "b"), (3.0, "c")):
+        pod = PodStatus("generator", "generator-0", boot, "here", 1, "", "draining", 0, 1, {}, draining="ada: a new \x1b driver")
+        announcer.announce(Poll(at, STATE, [Member(pod, 0.1)]))
+    assert told.events == ["generator-0 drains: ada: a new \\e driver"] * 2, "once for each process"
+    announcer.announce(poll(4.0, {"generator-0": "draining"}))
+    assert len(told.events) == 2, "nobody requested it"
+
+
 def test_a_pause_that_ends_the_run_is_not_reported_before_its_end() -> None:
     told, noted = Told(), list[Condition]()
     announcer = Announcer(told, noted.append)

@@ -112,3 +112,5 @@ def test_crashes_are_described_in_words() -> None:
     assert account([None, -9]) == "was killed by signal 9"
     assert account([1]) == "failed with exit code 1"
     assert account([0]) == "exited before the run finished"
+    assert account([0], drains=True) == "drained and exited"
+    assert account([1], drains=True) == "failed with exit code 1"

@@ -22,10 +22,11 @@ function Weights({ pod, published }) {
   return html`${version(pod.version)} ${pod.version >= 0 && behind > 0 && html`<span class="note">${behind} behind</span>`}`;
 }
 
-// What it waits for, such as a service that scores completions, stands beside its phase.
+// What it waits for, such as a service that scores completions, or who requested that it drains, stands beside its phase.
 function Phase({ pod }) {
+  const note = pod.waiting || pod.draining;
   const kind = pod.waiting ? "warn" : (KINDS[pod.phase] ?? "calm");
-  return html`<${Badge} kind=${kind}>${plain(pod.phase)}<//>${pod.waiting && html`<div class="note name">${plain(pod.waiting)}</div>`}`;
+  return html`<${Badge} kind=${kind}>${plain(pod.phase)}<//>${note && html`<div class="note name">${plain(note)}</div>`}`;
 }
 
 const columns = (frame) => [
