@@ -76,6 +76,10 @@
 {{- if and $v.rewards.files $v.rewards.existingConfigMap }}
 {{- fail (printf "rewards.existingConfigMap = %q has no effect with rewards.files: remove one" $v.rewards.existingConfigMap) }}
 {{- end }}
+{{- if and (or $v.rewards.files $v.rewards.existingConfigMap) (not (contains "\"python\"" (toJson $v.config.verifiers))) }}
+{{- fail "rewards.files and rewards.existingConfigMap have no effect without a verifier of kind python in config.verifiers: add it there, or remove them" }}
+{{- end }}
+{{- include "grpo.unnamedFileCheck" (dict "files" $v.rewards.files "by" $v.config.verifiers "value" "rewards.files" "where" "config.verifiers") }}
 {{- if and $v.rewards.image $v.generator.image }}
 {{- fail (printf "rewards.image = %q has no effect with generator.image = %q: remove one" $v.rewards.image $v.generator.image) }}
 {{- end }}

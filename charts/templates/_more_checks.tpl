@@ -146,6 +146,16 @@
 {{- end }}
 {{- end }}
 
+{{/* Some entry of `by`, or another file, mentions each file of code. Takes files, by, value and where. */}}
+{{- define "grpo.unnamedFileCheck" -}}
+{{- range $name := keys .files | sortAlpha }}
+{{- $told := printf "%s %s" (toJson $.by) (toJson (omit $.files $name)) }}
+{{- if and (hasSuffix ".py" $name) (not (regexMatch (printf "\\b%s\\b" (regexQuoteMeta (trimSuffix ".py" $name))) $told)) }}
+{{- fail (printf "%s has %q, which has no effect, since no function of %s names it: name it there, or remove it" $.value $name $.where) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "grpo.environmentChecks" -}}
 {{- $v := .Values }}
 {{- if and $v.environment.files $v.environment.existingConfigMap }}
@@ -154,6 +164,7 @@
 {{- if and (not $v.config.environments) (or $v.environment.files $v.environment.existingConfigMap) }}
 {{- fail "environment.files and environment.existingConfigMap have no effect without config.environments: add the environment there, or remove them" }}
 {{- end }}
+{{- include "grpo.unnamedFileCheck" (dict "files" $v.environment.files "by" $v.config.environments "value" "environment.files" "where" "config.environments") }}
 {{- range $i, $environment := $v.config.environments }}
 {{- include "grpo.fileCheck" (dict "key" (printf "config.environments.%d.function" $i) "function" ($environment.function | default "")
     "folder" "/srv/grpo/environments/" "files" $v.environment.files "map" $v.environment.existingConfigMap "value" "environment.files") }}

@@ -95,6 +95,6 @@ def _networked(verifier: VerifierConfig) -> bool:
 
 def _freedoms(verifiers: Sequence[VerifierConfig], network: bool, prints: bool) -> Freedoms:
     own = [verifier for verifier in verifiers if verifier.kind == "python"]
-    limits = [verifier.memory_mib << 20 for verifier in own]
-    memory = 0 if 0 in limits else max([MEMORY_BYTES, *limits])
+    limits = [verifier.memory_mib << 20 if verifier.kind == "python" else MEMORY_BYTES for verifier in verifiers]
+    memory = 0 if 0 in limits else max(limits)
     return Freedoms(network, frozenset(name for each in own for name in each.environment), memory, prints)

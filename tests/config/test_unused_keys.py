@@ -20,6 +20,10 @@ BARE, UNIFORM, ALIKE = (
     "data.chat_template=false", "replay.sampler=uniform", "replay.priority_exponent=0",
 )  # fmt: skip
 TURNS = ["environments=[{kind='agent', name='e', command=['true']}]", "data.sources.0.environment=e"]
+SOURCE, CLASS = "data.sources.0.environment=e", "environments.0.function=f.py:C"
+TOOLS = ["environments=[{kind='python', name='e', tools=['python']}]", SOURCE]
+SERVER = ["environments=[{kind='mcp', name='e', command=['true']}]", SOURCE]
+REMOTE = "verifiers=[{kind='http', url='http://h'}]"
 
 
 def configured(folder: Path, *overrides: str) -> RunConfig:
@@ -49,6 +53,12 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("replay.importance_beta=0.4", [PRIORITIZED, ALIKE], "with replay.priority_exponent = 0", [PRIORITIZED]),
     ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=filesystem"]),
     ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
+    ("generator.verifier_workers=3", [REMOTE], "without a verifier that runs on the generator's machine: add one", []),
+    ("environments.0.options={a=1}", TURNS, "without function, whose arguments they are: name one", [*TOOLS, CLASS]),
+    ("environments.0.options={a=1}", TOOLS, "without function, whose arguments they are: name one", [*TOOLS, CLASS]),
+    ("environments.0.solved_at=1", TOOLS, "without function, which alone gives a score: set solved_at of", [*TOOLS, CLASS]),
+    ("environments.0.solved_at=1", SERVER, "without function, which alone gives a score", [*SERVER, CLASS]),
+    ("environments.0.memory_mib=99", SERVER, "without the tool python", [*SERVER, "environments.0.tools=['python']"]),
     ("tracing.share=0.5", [], "without tracing.endpoint: set tracing.endpoint", ["tracing.endpoint='http://h:1'"]),
 ]
 """A key and its value; settings under which it has no effect; the message; settings under which it has an effect."""

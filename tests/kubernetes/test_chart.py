@@ -32,6 +32,8 @@ VARIES = re.compile(
 )
 """Text that differs between renderings."""
 
+SCORED = {"config": {"verifiers": [{"kind": "python", "function": "my_reward:score"}]}}
+"""A verifier whose function is in an image and may use files."""
 CHANGES: list[tuple[str, Any]] = [
     ("accelerator", "none"),
     ("apiPort", 9000),
@@ -153,9 +155,10 @@ def test_the_chart_renders_with_its_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("path", "value"), CHANGES, ids=[path for path, _ in CHANGES])
 def test_each_value_changes_the_rendering_and_keeps_it_valid(path: str, value: Any, tmp_path: Path) -> None:
-    objects = chart.render(chart.changed({}, path, value))
+    base = SCORED if path in ("rewards.files", "rewards.existingConfigMap") else {}  # without effect otherwise
+    objects = chart.render(chart.changed(base, path, value))
     check(objects, tmp_path)
-    assert chart.as_text(objects) != chart.as_text(chart.render())
+    assert chart.as_text(objects) != chart.as_text(chart.render(base))
 
 
 def test_integers_stay_integers_and_text_stays_text(tmp_path: Path) -> None:

@@ -133,6 +133,19 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         "has no effect with redis.enabled = false: set redis.enabled = true, or remove it",
     ),
     ({"rewards": {"files": {"a.py": ""}, "existingConfigMap": "b"}}, "rewards.existingConfigMap"),
+    ({"rewards": {"files": {"a.py": ""}}}, "have no effect without a verifier of kind python"),
+    ({"rewards": {"existingConfigMap": "b"}}, "have no effect without a verifier of kind python"),
+    (
+        {
+            "rewards": {"files": {"a.py": "", "b.py": ""}},
+            "config": {"verifiers": [{"kind": "python", "function": "/srv/grpo/rewards/a.py:score"}]},
+        },
+        'rewards.files has "b.py", which has no effect, since no function of config.verifiers names it',
+    ),
+    (
+        {**ENVIRONMENT, "environment": {"files": {"f.py": ""}}},
+        'environment.files has "f.py", which has no effect, since no function of config.environments names it',
+    ),
     ({"rewards": {"image": "a"}, "generator": {"image": "b"}}, "rewards.image"),
     (
         {"config": {"verifiers": [{"kind": "python", "function": "a.py:score"}]}},

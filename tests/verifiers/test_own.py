@@ -104,6 +104,9 @@ def act(completion, row):
     if completion == "keyless": return {"reward": 1}
     if completion == "object": return {"score": 1, "what": object()}
 
+def large(completion):
+    return bool(bytearray(700 << 20))
+
 def from_verl(solution_str, ground_truth):
     return 1.0
 
@@ -235,6 +238,24 @@ async def test_a_faulty_function_fails_its_ticket_with_a_reason(own: Path, compl
         assert "'python'" in str(caught.value)
         assert not caught.value.final
         assert (await made.score(job("ok", "ok"))).scores == {"python": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize(("limit", "others"), [(512, ""), (8192, ""), (512, ', {kind = "exact"}')])
+async def test_a_limit_of_memory_below_the_default_holds_unless_others_share_the_workers(
+    own: Path, limit: int, others: str
+) -> None:
+    mine = f'{{kind = "python", function = "my_rewards.py:large", memory_mib = {limit}, timeout_s = 100}}'
+    config = load(own / "run.toml", [f"verifiers=[{mine}{others}]"], environ={})
+    made = Scoring(config, config.data.sources, 1)
+    await made.start()
+    try:
+        if limit < 700 and not others:
+            with pytest.raises(VerifierFailure, match=r"MemoryError.*raise its memory_mib"):
+                await made.score(job("a"))
+        else:
+            assert (await made.score(job("a"))).scores["python"] == [1.0]
+    finally:
+        await made.close()
 
 
 async def test_printed_output_is_discarded(own: Path, capfd: pytest.CaptureFixture[str]) -> None:

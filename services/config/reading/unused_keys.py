@@ -16,6 +16,7 @@ from services.config.evaluation import Evaluation
 from services.config.loss import CLIPS, CORRECTION, POLICIES
 from services.config.reading.secrets import shown
 from services.config.root import RunConfig
+from services.config.verifiers import RemoteVerifier
 
 Rules = Iterator[tuple[str, str, str]]
 """Unused keys, the reason, and what would make them effective (empty if nothing sensible does)."""
@@ -25,7 +26,9 @@ def unused_keys(config: RunConfig) -> Iterator[str]:
     """Describe every key that is set without effect: key, value and remedy; those of one reason together. The command line cannot
     remove a key of the file but can set it to its default, so the remedy names both."""
     found: dict[tuple[str, str], list[tuple[str, Any, Any]]] = {}
-    for rules in (_prompts, _admission, _filters, _replay, _loss, _training, _sync, _evaluation, _surroundings):
+    for rules in (
+        _prompts, _scoring, _environments, _admission, _filters, _replay, _loss, _training, _sync, _evaluation, _surroundings
+    ):  # fmt: skip
         for key, why, cure in rules(config):
             value, default = _value_and_default(config, key)
             if value != default:
@@ -70,9 +73,11 @@ def _prompts(config: RunConfig) -> Rules:
     if not config.environments:
         why = "without an environment, since then every completion of a group is generated"
         yield "sampling.min_group_size", why, "give a prompt source an environment"
-    for index, environment in enumerate(config.environments):
-        if environment.kind in ("python", "mcp") and not code_of(environment):
-            yield f"environments.{index}.solved_at", "without function, since then only verifiers score", "set function"
+
+
+def _scoring(config: RunConfig) -> Rules:
+    if all(isinstance(verifier, RemoteVerifier) for verifier in config.verifiers):
+        yield "generator.verifier_workers", "without a verifier that runs on the generator's machine", "add one"
     for index, verifier in enumerate(config.verifiers):
         if verifier.weight <= 0:
             why = f"with weight = {verifier.weight:g}, since only verifiers with a positive weight say what is solved"
@@ -81,6 +86,18 @@ def _prompts(config: RunConfig) -> Rules:
             yield f"verifiers.{index}.solved_at", 'with kind = "length"', ""
         if verifier.kind == "judge" and verifier.json_schema:
             yield f"verifiers.{index}.verdict", "with json_schema", "remove json_schema"
+
+
+def _environments(config: RunConfig) -> Rules:
+    for index, environment in enumerate(config.environments):
+        key = f"environments.{index}"
+        if code_of(environment) or environment.kind == "verifiers":
+            continue
+        yield f"{key}.options", "without function, whose arguments they are", "name one"
+        if environment.kind != "agent":  # whose command prints a reward
+            yield f"{key}.solved_at", "without function, which alone gives a score", "set solved_at of a verifier"
+        if environment.kind == "mcp" and not environment.tools:
+            yield f"{key}.memory_mib", "without the tool python", 'set tools = ["python"]'
 
 
 def _admission(config: RunConfig) -> Rules:
