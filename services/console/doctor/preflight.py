@@ -20,6 +20,7 @@ from services.console.doctor.model import model
 from services.console.doctor.packages import packages, there
 from services.console.doctor.rows import data, evaluation_data
 from services.console.local.lock import holder
+from services.runtime.process_tools import CONFIG_ENV
 
 Check = Callable[[RunConfig], list[Finding]]
 CheckAgain = Callable[[RunConfig, RunConfig], list[Finding]]
@@ -36,7 +37,7 @@ def preflight(
     verifiers, which need not answer before a run begins."""
     looks = [
         ("packages", lambda: packages(config)),
-        *_machine(config, gpus, own),
+        *_machine(config, gpus, own, pod=CONFIG_ENV in environ),
         ("secrets", lambda: secrets.secrets(config, environ, own)),
         (LOSS, lambda: (note(LOSS, sentence) for sentence in loss_in_words(config))),
     ]
@@ -76,13 +77,13 @@ def check_again(config: RunConfig, held: RunConfig, gpus: Sequence[str], environ
     return without_repeats(gathered(looks))
 
 
-def _machine(config: RunConfig, gpus: Sequence[str], own: bool) -> list[Look]:
+def _machine(config: RunConfig, gpus: Sequence[str], own: bool, pod: bool = False) -> list[Look]:
     """Return the machine's checks."""
     return [
         ("disk", lambda: resources.disk(config)),
         ("memory", lambda: resources.memory(config, gpus)),
         ("GPUs for this run", lambda: resources.fleet(config, gpus)),
-        ("ports", lambda: resources.ports(config, own)),
+        ("ports", lambda: resources.ports(config, own, pod)),
     ]
 
 

@@ -82,11 +82,16 @@ def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
     yield fault("memory", detail, remedy) if needed > free else ok("memory", detail)
 
 
-def ports(config: RunConfig, own: bool) -> Iterator[Finding]:
-    """Check that the configured ports are free here. `own`: the run's services all are on this machine."""
-    if own and config.api.port:
+def ports(config: RunConfig, own: bool, pod: bool = False) -> Iterator[Finding]:
+    """Check that the configured ports are free here. `own`: the run's services all are on this machine; `pod`: one of them is
+    alone here."""
+    if config.api.port and not pod:
         detail = f"api.port = {config.api.port}: every service of a run on one machine listens on a port of its own"
-        yield fault("ports", detail, "set api.port = 0, which gives each a free one, or remove it")
+        remedy = "set api.port = 0, which gives each a free one, or remove it"
+        if own:
+            yield fault("ports", detail, remedy)
+        else:  # which may be started in another way, each on a machine of its own
+            yield note("ports", f"{detail}, so grpo run refuses it", remedy)
     if not config.web.port:
         return
     try:

@@ -46,7 +46,7 @@ async def server(config: RunConfig, url: str, password: str) -> AsyncIterator[Fi
             yield told("Redis", error)
         return
     try:
-        asked = await _ask(config, url, _login(config, password))
+        asked = await _ask(config, url, login(config, password))
     except (StoreError, ConfigError) as error:
         yield told("Redis", error)
         return
@@ -64,7 +64,7 @@ async def server(config: RunConfig, url: str, password: str) -> AsyncIterator[Fi
         yield finding
 
 
-def _login(config: RunConfig, password: str) -> Login:
+def login(config: RunConfig, password: str) -> Login:
     """Return the login of the server's default user if its password is known, else of a user whose password is stored here."""
     password = password or redis_password(config) or ""
     here = users_here(config)

@@ -19,8 +19,10 @@ from services.console.doctor.packages import there
 from services.console.doctor.preflight import faults_of, preflight, without_repeats
 from services.console.doctor.rows import data
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.local.folder import check_redis
 from services.console.local.plan import visible_gpus
 from services.console.printable import printable, safe_json
+from services.console.start import place
 from services.runtime.process_tools import CONFIG_ENV
 from services.store.connection.login import split_password
 
@@ -71,8 +73,12 @@ def report(run: str, found: Sequence[Finding], as_json: bool, well: str) -> int:
 async def examine(config: RunConfig, redis_url: str = "") -> list[Finding]:
     """Return all findings: those of the server, of everything that `grpo run` checks, and what takes longer."""
     url, password = split_password(redis_url or config.redis.url)
-    found = [finding async for finding in server.server(config, url, password)]
     environ, gpus = os.environ, visible_gpus(os.environ)
+    found = [finding async for finding in server.server(config, url, password)]
+    if url and not any(one.state == "fault" for one in found):
+        found += [finding async for finding in place.shared_name(config, url, server.login(config, password))]
+    if CONFIG_ENV not in environ:  # a pod gets its configuration resolved
+        found += [*check_redis(config, url), *place.folder(config, gpus)]
     looks = [
         ("shared memory", lambda: machine.shared_memory(config, len(gpus))),
         ("network", lambda: machine.network(config, environ)),

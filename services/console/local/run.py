@@ -34,9 +34,7 @@ from services.console.local.lock import FolderLock, InUse
 from services.console.local.mirror import EVALUATED, Mirror
 from services.console.local.plan import (
     common_environment,
-    forced_backend,
     max_generators,
-    memory_share,
     plan_units,
     visible_gpus,
 )
@@ -54,6 +52,7 @@ from services.console.start.checked import (
 )
 from services.console.start.interrupts import Interrupts
 from services.console.start.names import claim_name
+from services.console.start.place import as_started
 from services.console.start.resumption import again, next_step, requeue_failed
 from services.http.credentials import api_tokens, redis_password
 from services.operations.condition import Condition
@@ -98,10 +97,9 @@ def _start(options: Options, planner: Planner, check: Check | None, interrupts: 
     )
     url, password = redis_of(options, config)
     folder = RunFolder.of(config)
-    backend = forced_backend(config, gpus)
     with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
         web_port = config.web.port or (free_port() if options.web else 0)
-        config = resolve(config, folder, backend=backend, web_port=web_port, memory_share=memory_share(config, gpus))
+        config = as_started(config, gpus, web_port)
         options = fresh_or_asked(options, config, folder, lambda: asyncio.run(_trained(folder, config, url, password)))
         if not options.fresh:
             config = judged_as_before(config, folder)

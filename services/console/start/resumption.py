@@ -10,7 +10,7 @@ from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.folder import RunFolder
 from services.operations.inspection.deadletters import requeue
 from services.runtime.checkpoints import CheckpointFolder
-from services.store import RunState, Store
+from services.store import Store
 from services.store.connection.client import Login
 from services.store.connection.login import masked
 
@@ -27,17 +27,22 @@ async def next_step(config: RunConfig, login: Login, folder: RunFolder, restore:
         await store.close()
     if restore is None and state is not None:  # requested by grpo restore, or interrupted
         restore = next((step for step in (state.restore, state.restoring) if step >= 0), None)
-    trained = restore + 1 if restore is not None else _trained(state, folder)
-    if config.run.steps < trained:
-        what = "the run has trained" if restore is None else f"up to checkpoint {restore} the run has trained"
-        raise ConsoleError(f"run.steps = {config.run.steps}, but {what} {trained}: raise it", EXIT_CONFIG)
+    # If its Redis has lost the run, its latest checkpoint counts.
+    known = trained_by_files(folder) if state is None else state.committed_step + 1
+    trained = known if restore is None else restore + 1
+    check_steps(config, trained, restore)
     return trained
 
 
-def _trained(state: RunState | None, folder: RunFolder) -> int:
-    """Return how many steps the run has trained: by its Redis or, if that has lost the run, by its latest checkpoint."""
-    if state is not None:
-        return state.committed_step + 1
+def check_steps(config: RunConfig, trained: int, restore: int | None = None) -> None:
+    """Raise `ConsoleError` if run.steps is less than `trained`. `restore`: the checkpoint up to which that is."""
+    if config.run.steps < trained:
+        what = "the run has trained" if restore is None else f"up to checkpoint {restore} the run has trained"
+        raise ConsoleError(f"run.steps = {config.run.steps}, but {what} {trained}: raise it", EXIT_CONFIG)
+
+
+def trained_by_files(folder: RunFolder) -> int:
+    """Return how many steps the run has trained, by its latest checkpoint."""
     checkpoints = CheckpointFolder(folder.checkpoints)
     steps = [saved.step for saved in checkpoints.complete()]
     named = checkpoints.named().removeprefix("step-")

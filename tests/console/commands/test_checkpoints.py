@@ -22,7 +22,8 @@ from services.store import Store
 from tests.support.harness import small_config
 
 
-def _write(root: Path, step: int, **facts: Any) -> Path:
+def write_checkpoint(root: Path, step: int, **facts: Any) -> Path:
+    """Write a checkpoint and make it the latest."""
     final = root / f"step-{step:08d}"
     partial = atomic_folders.begin(final)
     atomic_folders.write(partial / "state", b"x" * 100)
@@ -40,7 +41,7 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(config))
     for step in (3, 7):
-        _write(folder / "checkpoints", step)
+        write_checkpoint(folder / "checkpoints", step)
     (atomic_folders.begin(folder / "checkpoints" / "step-00000011") / "state").write_bytes(b"half")
     return folder
 
@@ -100,7 +101,7 @@ def test_only_verify_detects_damage(run: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_checkpoint_of_a_newer_version_is_listed_not_skipped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(run / "checkpoints", 9, layout=LAYOUT + 1)
+    write_checkpoint(run / "checkpoints", 9, layout=LAYOUT + 1)
     code, found = _listed(run, capsys)
     assert (code, found[9]["latest"]) == (1, True)
     assert "written by a newer version" in found[9]["problem"]
