@@ -15,6 +15,7 @@ import pytest
 
 from services.config import load
 from services.config.data import FileSource, ReasoningGymSource
+from services.config.environments import McpEnvironment, PythonEnvironment
 from services.console.__main__ import main
 from services.console.doctor.preflight import preflight
 from tests.newcomer.world import CONTEXT, make_model
@@ -69,6 +70,59 @@ def test_an_environment_gives_the_reward_unless_one_is_named(here: Path, code: s
     faults = [one.detail for one in preflight(config, [], {}, own=True) if one.state == "fault"]
     assert all("exited without calling the policy" in one for one in faults), "otherwise the file passes `grpo doctor`"
     assert len(faults) == (kind == "agent")
+
+
+CLASS = "class Own:\n    def score(self):\n        return 1\n"
+AGENT = "agent.py"
+SERVER = Path(__file__).parent.parent / "environment" / "support" / "mcp_server.py"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "verifiers"),
+    [
+        (["--tool", "python"], "python", ["exact"]),
+        (["--tool", "python", "--environment", "own.py"], "python", []),
+        (["--tool", "python server.py"], "mcp", ["exact"]),
+        (["--tool", "python server.py", "--tool", "python", "--environment", "own.py:Own", "--reward", "math"], "mcp", ["math"]),
+    ],
+)
+def test_tools_are_offered_and_the_file_passes_doctor(here: Path, given: list[str], kind: str, verifiers: list[str]) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1", "answer": "1 2"})
+    (here / "own.py").write_text(CLASS)
+    (here / "server.py").write_bytes(SERVER.read_bytes())
+    assert main(["init", "--model", "model", "--data", data, *given]) == 0
+    config = load("run.toml", environ={})
+    [environment] = config.environments
+    assert (environment.kind, [each.kind for each in config.verifiers]) == (kind, verifiers)
+    assert isinstance(environment, PythonEnvironment | McpEnvironment)
+    assert environment.tools == ["python"] * ("python" in given)
+    assert bool(environment.function) == ("--environment" in given)
+    if isinstance(environment, McpEnvironment):
+        assert environment.command == ["python", str(here / "server.py")], "it starts in another folder"
+    assert [one.detail for one in preflight(config, [], {}, own=True) if one.state == "fault"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["own.py:Own"], "methods of a class, which --environment FILE.py:CLASS names; for a file that is an MCP server, give"),
+        (["own.py"], "give --tool 'python own.py'"),
+        (["nowhere"], "there is no program 'nowhere': give python, or the command or URL of an MCP server"),
+        (["python 'server.py"], "it is no command (No closing quotation)"),
+        (["http://a", "http://b"], "an environment has one MCP server, and --tool http://a is one"),
+        (["http://127.0.0.1:1/mcp"], "the MCP server 'http://127.0.0.1:1/mcp' cannot be used"),
+        (["python", AGENT], "an agent brings its tools"),
+    ],
+)
+def test_what_is_no_tool_is_refused_with_what_to_give(
+    here: Path, given: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1", "answer": "1"})
+    (here / AGENT).write_text("async def solve(client, row):\n    return 1\n")
+    options = [word for each in given for word in ("--environment" if each == AGENT else "--tool", each)]
+    assert main(["init", "--model", "model", "--data", data, *options]) == 2
+    assert why in capsys.readouterr().err
+    assert not Path("run.toml").exists()
 
 
 @pytest.mark.parametrize(

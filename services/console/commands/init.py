@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.config import ConfigError, RunConfig, load
@@ -18,6 +20,7 @@ from services.console.initial.look import (
     look_at_environment,
     look_at_model,
     look_at_reward,
+    with_tools,
 )
 from services.console.printable import print_json
 
@@ -26,20 +29,22 @@ MOST_TOKENS = 2**31 - 1
 SMALL_BYTES = 200 * 2**20  # of weights: a model of tens of millions of parameters
 
 
-def init(file: Path, model: str, data: str, reward: str, environment: str, as_json: bool) -> int:
+def init(file: Path, model: str, data: str, reward: str, environment: str, tools: Sequence[str], as_json: bool) -> int:
     """Write `file`. On a terminal, missing arguments are asked for; elsewhere the model is the smallest Qwen3 and a made-up
     task."""
     if file.exists():
         raise ConsoleError(f"{file} already exists: give another path, or remove the file", EXIT_CONFIG)
-    if sys.stdin.isatty() and not as_json and not (model and data and (reward or environment)):
-        model, data, reward = _asked(model, data, reward, bool(environment))
+    if sys.stdin.isatty() and not as_json and not (model and data and (reward or environment or tools)):
+        model, data, reward = _asked(model, data, reward, bool(environment or tools))
     seen = look_at_model(model or MODEL)
     rows = look_at_data(data) if data else None
     chosen = look_at_reward(reward, file.absolute().parent) if reward else None
     world = look_at_environment(environment, file.absolute().parent) if environment else None
+    if tools:
+        world = with_tools(world, tools)
     if world and not rows:
-        raise ConsoleError("--environment needs prompts: give --data FILE", EXIT_CONFIG)
-    if rows and not rows.answer and not (world and not chosen) and (chosen is None or not chosen.function):
+        raise ConsoleError(f"--{'environment' if environment else 'tool'} needs prompts: give --data FILE", EXIT_CONFIG)
+    if rows and not rows.answer and not (world and world.function and not chosen) and (chosen is None or not chosen.function):
         raise ConsoleError(
             f"--data {data}: no field of its rows looks like an answer, which the verifiers need: add a field called answer, "
             "or give your own reward with --reward FILE.py:FUNCTION",
@@ -132,5 +137,6 @@ def _told(model: SeenModel, rows: SeenRows | None, reward: SeenReward | None, en
     if reward:
         lines.append(f"reward {reward.function or reward.kind}")
     if environment:
-        lines.append(f"environment {environment.function}")
+        named = (environment.function, shlex.join(environment.command), environment.url, "python" * environment.code)
+        lines.append(f"environment {', '.join(filter(None, named))}")
     return lines

@@ -27,16 +27,23 @@ def init(
     environment: Annotated[
         str, typer.Option(metavar="FILE.py:NAME", help="Your environment, a class, or your agent, a function; default: none.")
     ] = "",
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="python|COMMAND|URL",
+            help="Tool for the policy: python runs code that it writes; a command or URL is an MCP server. Repeatable.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a configuration file for a model, data and a reward or an environment.
+    """Write a configuration file for a model, data and a reward, an environment or tools.
 
     It inspects them and, on a terminal, asks for what is not given. The file is short and commented, and passes `grpo doctor`.
     An existing file is never overwritten.
     """
     from services.console.commands import init as initial
 
-    return initial.init(file, model, data, reward, environment, as_json)
+    return initial.init(file, model, data, reward, environment, tool or [], as_json)
 
 
 def run(

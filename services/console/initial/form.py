@@ -82,13 +82,20 @@ kind = "{kind}"
 
 
 ENVIRONMENT = """\
-[[environments]]                # what replies to the policy, or calls it, and gives the reward (docs/environments.md)
+[[environments]]                # what replies to the policy, offers it tools, or calls it (docs/environments.md)
 name = "own"
-kind = "{kind}"{pad}# python: a class; agent: a function that calls the policy
-{function}
+kind = "{kind}"{pad}# {told}
+{program}
 max_turns = 16                  # a rollout that needs more is truncated
-# solved_at = 1.0               # score from which a rollout counts as solved
 """
+SOLVED = "# solved_at = 1.0               # score from which a rollout counts as solved\n"
+SHARED = "# shared = true                 # for a stateless server: one session for all rollouts of a worker\n"
+CODE = 'tools = ["python"]              # runs code that the policy writes, without network'
+KINDS = {
+    "python": "python: a class, or built-in tools",
+    "agent": "agent: a function that calls the policy",
+    "mcp": "mcp: the tools of a server; needs pip install 'grpo[mcp]'",
+}
 
 
 def write(
@@ -102,7 +109,7 @@ def write(
     name = file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", file.stem) else "run"
     table = ("" if model.chat else PLAIN) + (DROP if drop else LONG.format(tokens=longest) if longest else "")
     data = f"[data]\n{table}\n" * bool(table) + (_source(rows) if rows else TASK)
-    judges = "" if environment and not reward else _verifier(file, rows, reward)
+    judges = "" if environment and environment.function and not reward else _verifier(file, rows, reward)
     if environment:
         data += 'environment = "own"             # its rollouts run in this environment\n'
         judges = _environment(environment) + "\n" * bool(judges) + judges
@@ -139,8 +146,19 @@ def _verifier(file: Path, rows: SeenRows | None, reward: SeenReward | None) -> s
 
 
 def _environment(seen: SeenEnvironment) -> str:
-    return ENVIRONMENT.format(kind=seen.kind, pad=" " * (23 - len(seen.kind)), function=_line("function", seen.function))
+    program = [
+        _line("command", list(seen.command)) if seen.command else "",
+        _line("url", seen.url) if seen.url else "",
+        _line("function", seen.function) if seen.function else "",
+        CODE if seen.code else "",
+    ]
+    text = ENVIRONMENT.format(
+        kind=seen.kind, pad=" " * (23 - len(seen.kind)), told=KINDS[seen.kind], program="\n".join(filter(None, program))
+    )
+    return text + SHARED * (seen.kind == "mcp") + SOLVED * bool(seen.function)
 
 
-def _line(key: str, value: str) -> str:
+def _line(key: str, value: str | list[str]) -> str:
+    if isinstance(value, list):  # on one line, unlike tomli_w
+        return f"{key} = [{', '.join(_line(key, word).removeprefix(f'{key} = ') for word in value)}]"
     return tomli_w.dumps({key: value}).strip()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,10 +69,13 @@ class SeenReward:
 
 @dataclass(frozen=True)
 class SeenEnvironment:
-    """A class or an agent, as `file.py:name`."""
+    """A class or an agent, as `file.py:name`; an MCP server; code that the policy writes."""
 
     kind: str
-    function: str
+    function: str = ""
+    command: tuple[str, ...] = ()
+    url: str = ""
+    code: bool = False
 
 
 def look_at_model(path: str) -> SeenModel:
@@ -138,6 +143,48 @@ def look_at_environment(text: str, folder: Path) -> SeenEnvironment:
         raise ConsoleError(f"--environment {text}: give FILE.py:CLASS, or FILE.py:FUNCTION of an agent", EXIT_CONFIG)
     function, node = _defined("--environment", text, folder, ())
     return SeenEnvironment("python" if isinstance(node, ast.ClassDef) else "agent", function)
+
+
+def with_tools(environment: SeenEnvironment | None, tools: Sequence[str]) -> SeenEnvironment:
+    """Return an environment with the tools that `--tool` names: the tool python, and an MCP server."""
+    if environment and environment.kind == "agent":
+        raise ConsoleError(
+            f"--tool {tools[0]}: an agent brings its tools: leave out --tool, or give a class as --environment", EXIT_CONFIG
+        )
+    found = environment or SeenEnvironment("python")
+    servers = [tool for tool in tools if tool != "python"]
+    if len(servers) > 1:
+        raise ConsoleError(
+            f"--tool {servers[1]}: an environment has one MCP server, and --tool {servers[0]} is one: remove one", EXIT_CONFIG
+        )
+    found = replace(found, code="python" in tools)
+    if not servers:
+        return found
+    [server] = servers
+    if server.startswith(("http://", "https://")):
+        return replace(found, kind="mcp", url=server)
+    return replace(found, kind="mcp", command=_command(server))
+
+
+def _command(tool: str) -> tuple[str, ...]:
+    """Return the words of a command that starts an MCP server, with absolute paths, since it starts in another folder."""
+    try:
+        words = shlex.split(tool)
+    except ValueError as error:
+        raise ConsoleError(f"--tool {tool}: it is no command ({error}): correct its quotes", EXIT_CONFIG) from None
+    place = tool.partition(":")[0]
+    if len(words) == 1 and place.endswith(".py"):
+        raise ConsoleError(
+            f"--tool {tool}: tools of your own are methods of a class, which --environment FILE.py:CLASS names; "
+            f"for a file that is an MCP server, give --tool 'python {place}'",
+            EXIT_CONFIG,
+        )
+    if not words or shutil.which(words[0]) is None:
+        raise ConsoleError(
+            f"--tool {tool}: there is no program {' '.join(words[:1])!r}: give python, or the command or URL of an MCP server",
+            EXIT_CONFIG,
+        )
+    return tuple(str(Path(word).absolute()) if Path(word).is_file() else word for word in words)
 
 
 def _defined(option: str, text: str, folder: Path, usual: Sequence[str]) -> tuple[str, ast.stmt]:
