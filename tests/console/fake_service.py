@@ -1,4 +1,5 @@
-"""A fake of any service: real Redis, real process, no model. The trainer counts steps; the others wait for the end.
+"""A fake of any service: real Redis, real process, no model. The trainer counts steps, and ends the run when asked to stop;
+the others wait for the end.
 
 FAKE_STEP_S: seconds per step. FAKE_EXIT: `<pod>:<code>:<message>` makes that pod exit immediately. FAKE_DEAF: a pod that does
 nothing and ignores SIGTERM. FAKE_CHILD: a pod that starts a child process and prints its id.
@@ -52,7 +53,10 @@ async def serve(kind: str, path: str, name: str) -> int:
             await store.run.request_restore(None)
         served = True
         if name == "trainer-0" and state is not None:
-            await train_one(store, state.committed_step + 1, config.run.steps)
+            if state.stopping:
+                await store.run.finish(f"stopped after {state.committed_step + 1} steps")
+            else:
+                await train_one(store, state.committed_step + 1, config.run.steps)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), float(os.environ.get("FAKE_STEP_S", "0.05")))
     await store.fleet.leave(status)

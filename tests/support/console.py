@@ -16,7 +16,7 @@ from services.operations.history import recorded
 from tests.support.harness import small_config
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 60.0
+LIMIT_S = 300.0  # a command of seconds, on a machine that does ten other things
 
 
 def config_file(folder: Path) -> Path:

@@ -34,11 +34,13 @@ def test_the_page_is_an_optional_unit(tmp_path: Path) -> None:
 
 
 def test_a_run_serves_its_page_and_stops_it_afterwards(tmp_path: Path) -> None:
-    done = grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1", "--web")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"web console: http://127\.0\.0\.1:\d+, with the token in .*/token", done.stdout)
-    assert "still running after the end" not in done.stdout
-    assert "up at" in log(tmp_path / "small", "web-0")
+    with launched("run", config_file(tmp_path), "run.steps=100000", "generator.count=1", "--web") as console:
+        wait_until(lambda: "up at" in log(tmp_path / "small", "web-0"), "the page: a run may end before it is served")
+        assert grpo("stop", tmp_path / "small", "--yes").returncode == 0
+        said, errors = console.communicate(timeout=LIMIT_S)
+    assert console.returncode == 0, errors
+    assert re.search(r"web console: http://127\.0\.0\.1:\d+, with the token in .*/token", said)
+    assert "still running after the end" not in said
     assert processes_of(tmp_path / "small") == {}
 
 
