@@ -260,15 +260,51 @@ def test_existing_checkpoints_count_towards_the_required_space(
     assert only(resources.disk(many), "disk").state == "ok"
 
 
-def test_the_memory_of_processes_is_counted_and_that_of_activations_mentioned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_processes_is_counted_and_that_of_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example's trainer took 0.3 GiB without activations, a generator with vLLM's engine 1.07 GiB with 80 MiB of KV cache."""
     save_model_folder(tmp_path / "model")
     monkeypatch.setattr(resources, "_free_bytes", lambda: 30 * 2**30)
     given = 'generator.engine="vllm"', "generator.count=2", "generator.cpu_kv_cache_mib=80"
     found = only(resources.memory(small_config(tmp_path, None, *given), []), "memory")
-    assert "needs at least 2.4 GiB of memory, and more for activations, which grow with trainer.row_tokens = 256" in found.detail
+    row = "trainer.row_tokens = 256"
+    assert f"needs about 2.4 GiB of memory, of which 0.01 GiB for the activations of a row, with {row}; " in found.detail
+    found = only(resources.memory(small_config(tmp_path, None, *given, "lora.rank=4"), []), "memory")
+    assert f"needs at least 2.4 GiB of memory, and more for activations, which grow with {row}; " in found.detail
+
+
+A, B, C = (256, 768, 4, 2, 8, 4096), (512, 1536, 8, 4, 6, 8192), (256, 768, 8, 4, 12, 16384)
+"""Widths of the residual stream and the MLP, heads of 64 for queries and keys, layers, vocabulary."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "dtype", "checkpointing", "peak_mib"),
+    [
+        (A, 4096, "float32", "false", 872), (A, 4096, "float32", "true", 164), (A, 4096, "float32", "selective", 479),
+        (B, 2048, "float32", "false", 724), (B, 2048, "float32", "true", 176), (B, 2048, "float32", "selective", 411),
+        (C, 2048, "float32", "false", 981), (C, 2048, "float32", "true", 236), (C, 2048, "float32", "selective", 573),
+        (A, 4096, "bfloat16", "false", 518), (A, 4096, "bfloat16", "true", 103), (A, 4096, "bfloat16", "selective", 255),
+        (C, 2048, "bfloat16", "false", 643),
+    ],
+)  # fmt: skip
+def test_the_activations_of_a_row_are_estimated_as_they_were_measured(
+    tmp_path: Path, sizes: tuple[int, ...], tokens: int, dtype: str, checkpointing: str, peak_mib: int
+) -> None:
+    """Peaks of resident memory in the forward and backward pass of one row of a Qwen3 model, beyond weights and gradients."""
+    save_model_folder(tmp_path / "model")
+    names = (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size",
+    )  # fmt: skip
+    file = tmp_path / "model" / "config.json"
+    described = json.loads(file.read_text()) | dict(zip(names, sizes, strict=True)) | {"head_dim": 64}
+    file.write_text(json.dumps(described))
+    given = f"model.dtype={dtype}", f"trainer.row_tokens={tokens}", f"trainer.gradient_checkpointing={checkpointing}"
+    config = small_config(tmp_path, None, *given)
+    error = resources.activation_bytes(config) / 2**20 / peak_mib - 1
+    assert abs(error) < (0.25 if (dtype, checkpointing) == ("bfloat16", "true") else 0.1), error
+    assert resources.activation_bytes(small_config(tmp_path, None, *given, "lora.rank=4")) == 0
+    del described["intermediate_size"]
+    file.write_text(json.dumps(described))
+    assert resources.activation_bytes(config) == 0
 
 
 def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

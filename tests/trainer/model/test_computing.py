@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
+from services.console.doctor.resources import LOGITS_CHUNK
 from services.trainer.model import policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention
 from services.trainer.model.attention.explicit import ScoreRule
@@ -20,7 +21,7 @@ from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import compiled_chunks
 from services.trainer.ranks import World
-from services.trainer.step.policy import Policy
+from services.trainer.step.policy import LOGPROB_CHUNK_TOKENS, Policy
 from tests.gpu.numerics import row_mask
 from tests.support.models.tiny_model import make_config
 
@@ -102,6 +103,10 @@ def test_flex_attention_matches_a_dense_mask(window: int | None, softcap: float 
     capped = products if softcap is None else softcap * torch.tanh(products / softcap)
     weights = capped.masked_fill(~row_mask(ROW, window), -torch.inf).softmax(-1)
     torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", weights, values), rtol=1e-5, atol=1e-5)
+
+
+def test_doctor_counts_logits_of_as_many_tokens_as_are_computed_at_a_time() -> None:
+    assert LOGITS_CHUNK == LOGPROB_CHUNK_TOKENS
 
 
 def test_a_mask_is_shared_by_the_layers_of_one_row() -> None:
