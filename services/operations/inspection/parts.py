@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from services.operations.inspection.answer import Answer
 from services.operations.inspection.text import Passage, TextReader, read_passage
@@ -59,8 +62,8 @@ def _pieces(payload: Payload, place: int, length: int) -> list[_Piece]:
     return pieces
 
 
-def _rows(column: object, width: int, place: int) -> list[list[float]]:
-    """Return the rows of a segment, or none if the column is damaged."""
-    if getattr(column, "shape", ())[1:] != (width,):
+def _rows(column: np.ndarray, width: int, place: int) -> list[list[float]]:
+    """Return the rows of a segment, or none if the column is damaged; a row that has what is no number is left out."""
+    if column.shape[1:] != (width,) or column.dtype.kind not in "iuf":
         return []
-    return [row for row in column.tolist() if row[0] == place]  # pyright: ignore
+    return [row for row in column.tolist() if row[0] == place and all(map(math.isfinite, row))]
