@@ -273,10 +273,6 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
             'has no effect with optimizer.schedule = "constant": set optimizer.schedule = "linear"',
         ),
         (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "leaves no step of run.steps = 100"),
-        (
-            ["environments=[{name='e', kind='python', tools=['python'], solved_at=1}]", "data.sources.0.environment=e"],
-            "environments.0.solved_at = 1.0 has no effect without function, which alone gives a score: set solved_at of a verifier",
-        ),
         (["trainer.mini_batches=17"], "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16"),
         (["verifiers.0.kind=reasoning_gym"], 'only scores prompts of kind "reasoning_gym", but source "main" is "jsonl"'),
         (["verifiers.0.kind=regex"], "missing required key verifiers.0.pattern"),
