@@ -38,7 +38,10 @@ def set_environment(config: RunConfig, gpu: bool) -> None:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_CONFIG_PATH": str(VLLM_LOGGING)}
     if Path(config.model.path).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
-    if not gpu:
+    if gpu:
+        # vLLM forks by default unless CUDA is in use here. `has_gpu` does not count as use, but after it CUDA fails in a fork.
+        defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    else:
         defaults |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the machine; binding would put all on the same cores
             "OMP_NUM_THREADS": "1",
