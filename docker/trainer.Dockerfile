@@ -16,9 +16,10 @@ WORKDIR /src
 COPY pyproject.toml ./
 RUN mkdir services && touch services/__init__.py README.md
 
+# Weights go to generators over NCCL by vLLM's communicator and packing.
 FROM build AS build-cuda
 RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
-    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing,bucket]'
+    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing,bucket]' vllm==0.32.0
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

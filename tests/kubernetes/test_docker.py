@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from services.config import load_resolved
+from services.weights.transports.nccl import VLLM_MODULES
 from tests.kubernetes.support import chart
 
 DOCKER = chart.ROOT / "docker"
@@ -134,6 +135,13 @@ def test_images_that_exchange_weights_support_buckets(service: str) -> None:
     assert len(asked) == 2
     for extras in asked:
         assert set(extras) == {service, "tracing", "bucket"}
+
+
+def test_the_trainers_cuda_image_has_what_sends_weights_over_nccl() -> None:
+    """vLLM, which the trainer's own extra does not name, because trainers without GPUs do without it."""
+    (install,) = (words for name, words in in_stages(DOCKER / "trainer.Dockerfile")["build-cuda"] if name == "RUN")
+    asked = {canonicalize_name(requirement.name) for requirement in asked_for(shlex.split(install))}
+    assert {module.partition(".")[0] for module in VLLM_MODULES} <= asked
 
 
 @each

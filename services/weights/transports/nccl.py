@@ -7,12 +7,16 @@ Receiver: services/weights/receivers/nccl.py.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from services.config import ConfigError, RunConfig
 from services.weights.checksums import checksums
 from services.weights.collective import BUCKET_BYTES, NCCL_ID, Abort, Deadline, Gathered, WeightManifest
 from services.weights.sparse.consent import unpatchable
@@ -20,12 +24,33 @@ from services.weights.sparse.patch import Patch
 from services.weights.transports.base import Meeting
 from services.weights.versions.broadcast import EncodedDelta, Heading
 
+VLLM_MODULES = (
+    "vllm.distributed.device_communicators.pynccl", "vllm.distributed.weight_transfer.packed_tensor", "vllm.utils.nccl"
+)  # fmt: skip
+"""Modules of vLLM that the sender uses."""
+
 
 class NcclTransport(Meeting):
     """Broadcasts between GPUs, packed by vLLM."""
 
     backend = "nccl"
     _world_size = 1
+
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        """Raises `ConfigError` where vLLM is not installed."""
+        super().__init__(config, fleeting)
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                f'sync.backend = "{config.sync.backend}" sends weights from GPU to GPU, for which the trainer needs vLLM, too: '
+                'install it with pip install vllm==0.32.0, or set sync.backend = "gloo"'
+            )
+
+    def open(self, manifest: WeightManifest) -> tuple[str, int]:
+        """Listen on a free port. Imports vLLM first, which can take longer than members wait for the id of the NCCL group."""
+        for name in VLLM_MODULES:
+            importlib.import_module(name)
+        warnings.filterwarnings("ignore", r"Tensor '.*' has size \d+ bytes, which exceeds buffer_size_bytes")  # it is sent alone
+        return super().open(manifest)
 
     def connect(self, world_size: int) -> None:
         """Connect in a thread, because NCCL itself waits forever."""
