@@ -103,6 +103,9 @@ class NcclWeightTransferEngine(JoiningEngine):
             if (manifest.deltas and not manifest.sparse) or update_info.verify_loaded:
                 kept.extend((name, weight.to("cpu", copy=True)) for name, weight in weights)
             self.load(manifest.with_aliases(weights))
+            # A layer is loaded on the stream of its last bucket, and the next bucket is received on another one, into memory that
+            # an earlier bucket of the layer may have been in.
+            torch.accelerator.synchronize()
 
         with self.reloading():
             packed_nccl_broadcast_consumer(

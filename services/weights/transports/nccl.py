@@ -67,9 +67,14 @@ class NcclTransport(Meeting):
             for bucket, tensors in gathered:
                 if manifest.verified:
                     sums.append(checksums(tensors))
+                # The producer's streams take turns, and a bucket may be packed on both. They do not wait for each other.
+                torch.cuda.current_stream().synchronize()
                 for meta, tensor in zip(bucket.tensors, tensors, strict=True):
+                    if tensor.is_cuda:  # its memory is not used again before this stream has read it
+                        tensor.record_stream(torch.cuda.current_stream())
                     yield meta.name, tensor.clone() if self.fleeting else tensor  # read after the next has been requested
 
+        torch.cuda.synchronize()  # nor for the one that trained
         with self._within(deadline):
             if heading is not None:
                 group.broadcast(heading.encoded().to(group.device), src=0)

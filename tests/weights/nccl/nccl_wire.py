@@ -111,6 +111,7 @@ def wired() -> Iterator[None]:
         (torch.accelerator, "synchronize", lambda: None),
         (torch.cuda, "synchronize", lambda: None),
         (torch.cuda, "Stream", Stream),
+        (torch.cuda, "current_stream", Stream),
         (torch.cuda, "stream", contextlib.nullcontext),
     ]
     with contextlib.ExitStack() as stack:
