@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
 from services.console.doctor.resources import LOGITS_CHUNK
-from services.trainer.model import policy_network
-from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention
+from services.trainer.model import attention, policy_network
+from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention, takes_groups
 from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.flexible import RowMasks, flexible
 from services.trainer.model.attention.packing import Packing
@@ -107,6 +109,42 @@ def test_flex_attention_matches_a_dense_mask(window: int | None, softcap: float 
 
 def test_doctor_counts_logits_of_as_many_tokens_as_are_computed_at_a_time() -> None:
     assert LOGITS_CHUNK == LOGPROB_CHUNK_TOKENS
+
+
+def test_a_gpu_without_a_kernel_for_shared_heads_gets_a_head_for_each_query() -> None:
+    """PyTorch would silently keep all scores of a batch, 2 GB a layer for eight sequences of 2,048 tokens and 16 heads."""
+
+    def states(dtype: torch.dtype, size: int, cuda: bool = True) -> Any:
+        return SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(20, 4, size))
+
+    half, full = torch.bfloat16, torch.float32
+    assert takes_groups(states(half, 128), states(half, 128), masked=False)
+    assert takes_groups(states(full, 320, cuda=False), states(full, 16, cuda=False), masked=True)
+    assert not takes_groups(states(full, 128), states(full, 128), masked=False)
+    assert not takes_groups(states(half, 128), states(half, 128), masked=True)
+    assert not takes_groups(states(half, 320), states(half, 320), masked=False)
+    assert not takes_groups(states(half, 192), states(half, 128), masked=False)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_heads_that_are_repeated_give_the_same_results_and_gradients(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(1, heads, 20, 16, requires_grad=True) for heads in (4, 2, 2)]
+    compute, found, grouped = F.scaled_dot_product_attention, list[list[Tensor]](), set[bool]()
+
+    def noting(*states: Tensor, enable_gqa: bool, **named: Any) -> Tensor:
+        grouped.add(enable_gqa)
+        return compute(*states, enable_gqa=enable_gqa, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    for fits in (True, False):
+        monkeypatch.setattr(attention, "takes_groups", lambda *_, fits=fits: fits)
+        output, _ = packed_attention(torch.nn.Identity(), *given, None, packing=ROW, sliding_window=window)
+        found.append([output, *torch.autograd.grad((output * torch.linspace(0.5, 1.5, 16)).sum(), given)])
+        assert grouped == {fits}
+        grouped.clear()
+    for repeated, shared in zip(*found, strict=True):
+        torch.testing.assert_close(repeated, shared, rtol=1e-5, atol=1e-5)
 
 
 def test_a_mask_is_shared_by_the_layers_of_one_row() -> None:

@@ -11,6 +11,7 @@ sinks (explicit.py). Keys and values may have heads of different size, as in mul
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -96,7 +97,24 @@ def _flash_fits(q: Tensor, v: Tensor, scores: ScoreRule) -> bool:
     """Return whether FlashAttention's kernel computes these heads. It has no sinks."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or scores.sinks is not None:
         return False
-    return max(q.shape[-1], v.shape[-1]) <= FLASH_HEAD and importlib.util.find_spec("flash_attn") is not None
+    return max(q.shape[-1], v.shape[-1]) <= FLASH_HEAD and _has_flash()
+
+
+@functools.cache  # the search takes as long as a layer's kernels for a short row
+def _has_flash() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def takes_groups(q: Tensor, v: Tensor, masked: bool) -> bool:
+    """Return whether PyTorch has a kernel for groups of queries that share a head of keys and values.
+
+    Of its kernels for GPUs only FlashAttention does, which takes no mask, no float32 and no large heads, or heads of different
+    size. Instead of another it would choose the plain computation, which keeps all scores of a batch.
+    """
+    if not q.is_cuda:
+        return True
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return half and not masked and q.shape[-1] == v.shape[-1] <= FLASH_HEAD
 
 
 class _Lay(torch.autograd.Function):
@@ -161,25 +179,27 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule
             for piece, shape in zip(flat.split(sizes), packing.shapes, strict=True)
         ]
 
-    outputs, grouped = [], q.shape[1] != k.shape[1]
+    outputs, groups = [], q.shape[1] // k.shape[1]
     for queries, keys, values in zip(pad(q, None), pad(k, shared), pad(v, shared), strict=True):
         if scores.softcap is not None or scores.sinks is not None:
             output = explicit(queries, keys, values, scores)
-        elif scores.window is not None and scores.window < queries.shape[2]:
-            output = _windowed(queries, keys, values, scores.scaling, scores.window, grouped)
         else:
-            output = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=scores.scaling, enable_gqa=grouped
-            )
+            window = scores.window if scores.window is not None and scores.window < queries.shape[2] else None
+            grouped = groups > 1 and takes_groups(q, v, window is not None)
+            if groups > 1 and not grouped:
+                keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
+            output = _windowed(queries, keys, values, scores.scaling, window, grouped)
         outputs.append(output.transpose(1, 2).reshape(-1, q.shape[1], v.shape[-1]))
     back = Places(packing.owned.slots, packing.owned.tokens)
     return _Lay.apply(torch.cat(outputs), back, None, len(q))  # pyright: ignore[reportReturnType]
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int, grouped: bool) -> Tensor:
-    """Compute causal attention to the last `window` places, all [count, heads, length, D], giving each block of queries its
-    keys.
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, grouped: bool) -> Tensor:
+    """Compute causal attention, by default to all earlier places, or to the last `window`, all [count, heads, length, D]. A
+    window gives each block of queries its keys.
     """
+    if window is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
     length, block = q.shape[2], max(window, SMALLEST_BLOCK)
     masks: dict[tuple[int, int], Tensor] = {}  # shared, because every call keeps its mask for backward
     outputs = []
