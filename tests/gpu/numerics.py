@@ -104,7 +104,9 @@ def _dense(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
     """Attention of a row with a mask, in float64 on the CPU, [T, heads, D]."""
     query, key, value = (each.detach().double().cpu()[0] for each in states)
     key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=row_mask(packing)).transpose(0, 1)
+    # As a batch of one: without that dimension torch would keep all scores, 34 GB for the row of a GPU.
+    found = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=row_mask(packing))
+    return found[0].transpose(0, 1)
 
 
 def row_mask(packing: Packing, window: int | None = None) -> torch.Tensor:

