@@ -3,6 +3,7 @@ take no time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -15,7 +16,7 @@ from services.config import RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.doctor.model import Weights, folder_of, weights_of
 from services.console.errors import ConsoleError
-from services.console.local.plan import sharing
+from services.console.local.plan import sharing, trainer_share
 
 GIBIBYTE = 2**30
 STATE_BYTES = 12  # a parameter's float32 master copy and two moments, which checkpoints hold and the optimizer keeps
@@ -67,16 +68,19 @@ def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
     if not weights.parameters:
         return
     given, rank = f"model.path = {config.model.path!r}", _rank_bytes(config, weights.parameters)
-    copies = weights.parameters * _width(config)
+    copies, where = weights.parameters * _width(config), "a GPU" if gpus else "this machine"
     activations = 0.0 if gpus else activation_bytes(config)
     if gpus:
         free, needed = _gpu_bytes(), rank if not config.trainer.offload else copies
-        where, remedy = "a GPU", "use more trainer.ranks with trainer.zero_stage = 3, trainer.offload = true or lora.rank"
+        with contextlib.suppress(ConsoleError):  # which `fleet` reports
+            if free is not None and (left := trainer_share(config, gpus)) < 1:
+                free, where = int(left * free), "a GPU, beside its generators,"
+        remedy = "use more trainer.ranks with trainer.zero_stage = 3, trainer.offload = true or lora.rank"
     else:
         free, cache = _free_bytes(), config.generator.cpu_kv_cache_mib << 20
         generator = GENERATOR_COPIES * copies + cache + GENERATOR_BYTES
         needed = config.trainer.ranks * (rank + activations + PROCESS_BYTES) + config.generator.count * generator
-        where, remedy = "this machine", "use a smaller model, lora.rank, fewer trainer.ranks or a lower generator.count"
+        remedy = "use a smaller model, lora.rank, fewer trainer.ranks or a lower generator.count"
     if free is None:
         return
     row = f"trainer.row_tokens = {config.trainer.row_tokens}"

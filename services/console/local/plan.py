@@ -66,10 +66,19 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
 
 
 def max_generators(config: RunConfig, gpus: Sequence[str], cores: int) -> int:
-    """Return the largest number of generators that the GPUs allow or, without any or if generators share them, the cores."""
-    if not gpus or config.sync.backend in ("gloo", "filesystem", "store") or sharing(config, gpus):
-        return max(config.generator.count, GENERATORS_PER_CORE * cores)
-    return (len(gpus) - config.trainer.ranks) // config.generator.tensor_parallel
+    """Return the largest number of generators that the GPUs allow or, without any, the cores.
+
+    Generators that share GPUs are limited by both: vLLM's engines by its memory, of which each takes a share that is fixed.
+    """
+    generator, ranks = config.generator, config.trainer.ranks
+    if gpus and config.sync.backend not in ("gloo", "filesystem", "store") and not sharing(config, gpus):
+        return (len(gpus) - ranks) // generator.tensor_parallel
+    most = GENERATORS_PER_CORE * cores
+    if gpus and generator.engine == "vllm":
+        share = generator.engine_options.get("gpu_memory_utilization", USED_SHARE)
+        each = int(USED_SHARE / share) if isinstance(share, int | float) and share > 0 else 1
+        most = min(most, (each * len(gpus) - ranks) // generator.tensor_parallel)
+    return max(generator.count, most)
 
 
 def wanted_generators(state: RunState | None, count: int, limit: int) -> tuple[int, str]:
@@ -119,8 +128,21 @@ def memory_share(config: RunConfig, gpus: Sequence[str]) -> float | None:
         return None
     if not sharing(config, gpus):
         return None
+    return round(USED_SHARE / _on_fullest(config, gpus), 2)
+
+
+def trainer_share(config: RunConfig, gpus: Sequence[str]) -> float:
+    """Return the share of a GPU's memory that vLLM's engines leave to a trainer rank, 1 if it has a GPU to itself."""
+    if config.generator.engine != "vllm" or not sharing(config, gpus):
+        return 1.0
+    taken = memory_share(config, gpus) or config.generator.engine_options["gpu_memory_utilization"]
+    return max(0.0, 1.0 - taken * (_on_fullest(config, gpus) - 1))
+
+
+def _on_fullest(config: RunConfig, gpus: Sequence[str]) -> int:
+    """Return the number of processes on the GPU that has most of them."""
     processes = config.trainer.ranks + config.generator.count * config.generator.tensor_parallel
-    return round(USED_SHARE / -(-processes // len(gpus)), 2)
+    return -(-processes // len(gpus))
 
 
 def common_environment(environ: Mapping[str, str], config: RunConfig, gpus: Sequence[str]) -> dict[str, str]:

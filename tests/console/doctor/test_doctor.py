@@ -14,7 +14,7 @@ from services.config import RunConfig, load, to_toml
 from services.config.model_files import unusable
 from services.console.__main__ import main
 from services.console.doctor import Finding, functions, gathered, machine, packages, resources, secrets, server
-from services.console.doctor.model import model
+from services.console.doctor.model import Weights, model
 from services.console.doctor.preflight import check_again, preflight
 from services.console.doctor.rows import data
 from services.console.doctor.server import Asked, judge
@@ -305,6 +305,22 @@ def test_the_activations_of_a_row_are_estimated_as_they_were_measured(
     del described["intermediate_size"]
     file.write_text(json.dumps(described))
     assert resources.activation_bytes(config) == 0
+
+
+def test_a_trainer_that_shares_a_gpu_needs_room_beside_its_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_gpu_bytes", lambda: 80 * 2**30)
+    monkeypatch.setattr(resources, "_weights", lambda config: Weights(3 * 10**9, 1))  # 18 bytes each to train: 50 GiB
+
+    def said(gpus: str, *given: str) -> tuple[str, str]:
+        overrides = ("generator.engine=vllm", "model.dtype=bfloat16", *given)
+        found = only(resources.memory(small_config(tmp_path, None, *overrides), list(gpus)), "memory")
+        return found.state, found.detail.rpartition("; ")[2]
+
+    assert said("01") == ("ok", "a GPU has 80.0 GiB")
+    assert said("0") == ("fault", "a GPU, beside its generators, has 44.0 GiB")
+    less = "generator.engine_options.gpu_memory_utilization=0.3"
+    assert said("0", less) == ("ok", "a GPU, beside its generators, has 56.0 GiB")
+    assert said("0", "sync.backend=nccl") == ("ok", "a GPU has 80.0 GiB"), "refused for another reason"
 
 
 def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,21 @@ def test_a_run_grows_by_generators_up_to_what_its_machine_allows(tmp_path: Path)
     assert max_generators(config(tmp_path, "generator.count=2"), ["0"], 2) == 8  # already shared
 
 
+def test_a_run_does_not_grow_beyond_the_memory_of_its_gpus(tmp_path: Path) -> None:
+    """One more engine would find no memory, and its second death ends the run."""
+
+    def most(gpus: str, *overrides: str) -> int:
+        return max_generators(config(tmp_path, "generator.engine=vllm", *overrides), list(gpus), 16)
+
+    assert most("01234567", "sync.backend=gloo") == 7
+    assert most("01234567", "sync.backend=gloo", "trainer.ranks=2", "generator.tensor_parallel=2") == 3
+    assert most("0", "generator.engine_options.gpu_memory_utilization=0.45") == 1, "what memory_share gives to a pair"
+    assert most("0", "generator.engine_options.gpu_memory_utilization=0.3", "generator.count=2") == 2
+    assert most("01", "sync.backend=store", "generator.engine_options.gpu_memory_utilization=0.3") == 5
+    assert most("0", "generator.count=3") == 3, "those that it starts with"
+    assert most("01", "sync.backend=store", "generator.engine_options.gpu_memory_utilization=none") == 1
+
+
 def test_a_scale_request_overrides_the_configuration(tmp_path: Path) -> None:
     request = RunState(4, 8, 0, 0, -1, -1, -1, -1, "", {}, "", "", "d", "c", scale=Scale(5, "more"))
     assert wanted_generators(None, 2, 9) == (2, "")
