@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from services.console.local.plan import visible_gpus
 GIBIBYTE = 2**30
 SHARED_BYTES = 64 * 2**20  # for vLLM's and torch's processes on a CPU; Docker's default
 SHARED_GPU_BYTES = GIBIBYTE  # for NCCL's buffers between the GPUs of one machine
+LOCKED_BYTES = GIBIBYTE  # a fraction of what NCCL's buffers and connections take; 8 MiB are common where no limit was set
+INFINIBAND = Path("/dev/infiniband")
 TORCH_LIMIT_S = 120.0
 CONNECT_LIMIT_S = 5.0
 _ASK_TORCH = """
@@ -69,6 +72,11 @@ def network(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
         if missing:
             detail = f"{name} names {', '.join(missing)}, but the interfaces are {', '.join(there)}"
             yield fault("network", detail, f"set or unset {name}")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if INFINIBAND.is_dir() and limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
+        detail = f"this process may lock {limit / 2**20:.0f} MiB of memory, which is too little for NCCL over InfiniBand"
+        remedy = "raise ulimit -l or, for pods, set LimitMEMLOCK=infinity for the node's container runtime (IPC_LOCK needs root)"
+        yield fault("network", detail, remedy)
     host = config.sync.host or ("127.0.0.1" if not config.redis.url else socket.gethostname())
     try:
         address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]

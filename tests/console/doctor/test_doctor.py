@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from resource import RLIM_INFINITY
 from typing import Any
 
 import pytest
@@ -335,6 +336,18 @@ def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, mon
     assert only(machine.network(away, {}), "network").state == "fault"
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
     assert only(resources.disk(config), "disk").state == only(machine.shared_memory(config, 0), "shared memory").state == "fault"
+
+
+def test_infiniband_needs_locked_memory(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(limit: int) -> list[str]:
+        monkeypatch.setattr("resource.getrlimit", lambda which: (limit, limit))
+        return [one.remedy for one in machine.network(config, {}) if one.state == "fault"]
+
+    monkeypatch.setattr(machine, "INFINIBAND", tmp_path)
+    assert [remedy.partition(" or")[0] for remedy in said(8 << 20)] == ["raise ulimit -l"]
+    assert said(RLIM_INFINITY) == said(2 << 30) == []
+    monkeypatch.setattr(machine, "INFINIBAND", tmp_path / "none")
+    assert said(8 << 20) == []
 
 
 def test_a_check_that_crashes_does_not_stop_the_others() -> None:
