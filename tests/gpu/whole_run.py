@@ -21,6 +21,7 @@ def whole_run(bench: Bench) -> Figures:
     config = small_config(
         folder, None, "run.name=whole", f"run.steps={STEPS}", "generator.count=1", "checkpoint.every_steps=2",
         'generator.engine="tests.gpu.transformers_engine:TransformersEngine"', "sampling.max_tokens=8",
+        "sync.backend=gloo",  # the engine has no NCCL, which a trainer with a GPU of its own would choose
         'api.token_file=""', 'redis.password_file=""', 'verifiers=[{kind="regex", pattern="[0-4]"}]',
     )  # fmt: skip
     path = folder / "whole.toml"
