@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     curve = rewards(Path(folder))
     for start in range(0, len(curve), AT_A_TIME):
         mean = _mean(curve[start : start + AT_A_TIME])
-        last = min(start + AT_A_TIME, len(curve))
-        print(f"steps {start + 1:3d} to {last:3d}  reward {mean:.3f}  {'█' * round(WIDTH * mean)}")
+        last = min(start + AT_A_TIME, len(curve)) - 1
+        print(f"steps {start:3d} to {last:3d}  reward {mean:.3f}  {'█' * round(WIDTH * mean)}")
     print(f"learned: {learned(curve):+.3f} (last ten steps minus the first ten)")
     return 0
 

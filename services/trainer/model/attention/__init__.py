@@ -188,13 +188,13 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule
             grouped = groups > 1 and takes_groups(q, v, window is not None)
             if groups > 1 and not grouped:
                 keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
-            output = _windowed(queries, keys, values, scores.scaling, window, grouped)
+            output = _causal(queries, keys, values, scores.scaling, window, grouped)
         outputs.append(output.transpose(1, 2).reshape(-1, q.shape[1], v.shape[-1]))
     back = Places(packing.owned.slots, packing.owned.tokens)
     return _Lay.apply(torch.cat(outputs), back, None, len(q))  # pyright: ignore[reportReturnType]
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, grouped: bool) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, grouped: bool) -> Tensor:
     """Compute causal attention, by default to all earlier places, or to the last `window`, all [count, heads, length, D]. A
     window gives each block of queries its keys.
     """
