@@ -229,11 +229,12 @@ class Launcher:
             child.kill()
             self._start(child)
             return
+        drained = child.name.startswith("generator-") and EXIT_OK in codes
         said = printable(most_telling([each.cause() for each in child.pods]))
         decision, self._records[child.name] = supervision.decide(
             child.name, self._records[child.name], codes, lived_s=now - child.started, committed_step=poll.committed_step,
             over=bool(poll.finished), redis_served=self._redis_served, cause=said,
-            worked=self._announcer.worked([each.name for each in child.pods]),
+            worked=self._announcer.worked([each.name for each in child.pods]), drained=drained,
         )  # fmt: skip
         if isinstance(decision, supervision.Ended):
             return
@@ -245,7 +246,7 @@ class Launcher:
             self._outcome = LaunchOutcome("failed", f"{message} (log: {pod.log})", decision.code)
             return
         self._due[child.name] = now + decision.pause_s
-        account = supervision.account(codes, drains=child.name.startswith("generator-"))
+        account = supervision.account(codes, drained)
         self.display.event(
             f"{pod.name} {account}{f': {said}' if said else ''}; restarting {child.name} in {decision.pause_s:g} s"
         )

@@ -65,18 +65,21 @@ def decide(
     redis_served: bool,
     cause: str = "",
     worked: bool = True,
+    drained: bool = False,
 ) -> tuple[Decision, Record]:
     """Decide what to do about a child some of whose pods have exited.
 
     `codes`: exit codes, None for a pod that still runs, negative for a signal. `over`: the run has finished, so nothing is
     restarted. `redis_served`: Redis is the run's own, or the console has already read the run from it. An exit because of Redis
     then does not mean a wrong address but a passing fault: Redis restarted or did not respond for a few seconds. `cause`: its
-    error, if known. `worked`: it got beyond loading since it was started.
+    error, if known. `worked`: it got beyond loading since it was started. `drained`: it exited because that was requested.
     """
     if over:
         return Ended(), record
     if final := verdicts(codes, redis_served):
         return GiveUp(f"{child} cannot run", final[0]), record
+    if drained:
+        return Start(FIRST_PAUSE_S), record
     stepped = committed_step > record.committed_step
     deaths = 1 if stepped or lived_s > LONG_LIFE_S else record.deaths + 1
     kind = "" if EXIT_REDIS in codes else re.sub(r"\d+", "#", cause)
@@ -94,9 +97,9 @@ def verdicts(codes: Sequence[int | None], redis_served: bool) -> list[int]:
     return [code for code in codes if code == EXIT_CONFIG or (code == EXIT_REDIS and not redis_served)]
 
 
-def account(codes: Sequence[int | None], drains: bool = False) -> str:
-    """Describe how a child ended: how the first of its pods that ended did. `drains`: it exits on request, too."""
+def account(codes: Sequence[int | None], drained: bool = False) -> str:
+    """Describe how a child ended: how the first of its pods that ended did. `drained` as of `decide`."""
     code = next(code for code in codes if code is not None)
     if code == EXIT_OK:
-        return "drained and exited" if drains else "exited before the run finished"
+        return "drained and exited" if drained else "exited before the run finished"
     return f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"

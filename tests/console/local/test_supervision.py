@@ -85,6 +85,16 @@ def test_a_service_that_worked_may_repeat_an_error_once_more() -> None:
     assert decision == GiveUp(f"trainer died of the same error {ALIKE} times in a row", 1)
 
 
+def test_drains_are_no_deaths() -> None:
+    _, record = decide("generator-0", Record(), [1], lived_s=1.0, committed_step=3, over=False, redis_served=True)
+    for _ in range(20):
+        decision, record = decide(
+            "generator-0", record, [0], lived_s=1.0, committed_step=3, over=False, redis_served=True, drained=True
+        )
+        assert decision == Start(0.5)
+    assert record.deaths == 1
+
+
 def test_no_service_is_restarted_after_the_end() -> None:
     for code in (0, 1, 2, -9):
         assert decide("generator-0", STUCK, [code], **{**SHORT, "over": True}) == (Ended(), STUCK)
@@ -112,5 +122,5 @@ def test_crashes_are_described_in_words() -> None:
     assert account([None, -9]) == "was killed by signal 9"
     assert account([1]) == "failed with exit code 1"
     assert account([0]) == "exited before the run finished"
-    assert account([0], drains=True) == "drained and exited"
-    assert account([1], drains=True) == "failed with exit code 1"
+    assert account([0], drained=True) == "drained and exited"
+    assert account([1], drained=True) == "failed with exit code 1"
