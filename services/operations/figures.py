@@ -8,7 +8,7 @@ from itertools import pairwise
 REWARD = "reward/train/mean"
 LAG_MEAN, LAG_MAX = "staleness/trained/mean", "staleness/trained/max"
 GENERATED, TRAINED = "throughput/generated/tokens_per_s", "throughput/trained/tokens_per_s"
-LENGTH, STEP_S = "length/train/mean", "time/step_s"
+LENGTH, STEP_S = "length/train/mean", "time/elapsed_s"
 NOTHING = "–"  # shown for a missing value
 RECENT_STEPS = 20  # steps from which the time left is estimated
 

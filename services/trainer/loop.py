@@ -101,6 +101,7 @@ class TrainLoop:
             self._catch_up()
             self._sync()
             self._finish_sync()
+            self._throughput.start(time.monotonic())
             while self.step + 1 < self.config.run.steps:
                 state = self._next_plan()
                 if state.stopping:

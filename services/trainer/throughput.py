@@ -23,6 +23,10 @@ class Throughput:
         """Take the plans up to `prepared_step` as made before."""
         self._known = prepared_step
 
+    def start(self, now: float) -> None:
+        """Count the time of the next step from `now`, when the trainer is ready for it."""
+        self._recorded = now
+
     def record(self, step: int, tokens: float, generated: float, now: float) -> dict[str, float]:
         """Return the rates of a step that trained `tokens`.
 

@@ -17,11 +17,12 @@ CHARTED = (
     "time_s", "reward/train/mean", "reward/train/std", "reward/gen/mean", "reward/train/zero_std_share",
     "staleness/trained/mean", "staleness/trained/max", "throughput/generated/tokens_per_s", "throughput/trained/tokens_per_s",
     "length/train/mean", "length/gen/mean", "tokens/train/sum", "entropy/train/mean", "logprob_gap/train/mean",
-    "gradient/train/norm", "replay/buffer/groups", "fleet/generators", "time/step_s", "time/train_s", "time/sync_s",
-    "time/transfer_s", "sync/attempts", "sync/share", "sync/changed", "checkpoint/failed", "loss/train/sum", "kl/train/mean",
-    "clip_low/train/fraction", "clip_high/train/fraction", "solve_rate/train/0", "solve_rate/train/100", "mfu/train/compute",
+    "gradient/train/norm", "replay/buffer/groups", "fleet/generators", "time/elapsed_s", "time/train_s", "time/sync_s",
+    "time/wait_s", "time/transfer_s", "sync/attempts", "sync/share", "sync/changed", "checkpoint/failed", "loss/train/sum",
+    "kl/train/mean", "clip_low/train/fraction", "clip_high/train/fraction", "solve_rate/train/0", "solve_rate/train/100",
+    "mfu/train/compute",
 )  # fmt: skip
-"""Metrics kept of every step (docs/metrics.md): about 260 bytes per step in memory."""
+"""Metrics kept of every step (docs/metrics.md): about 270 bytes per step in memory."""
 LARGEST = frozenset({"staleness/trained/max", "sync/attempts", "checkpoint/failed"})
 MOST_POINTS = 2000
 

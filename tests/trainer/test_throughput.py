@@ -16,6 +16,12 @@ def test_rates_cover_the_time_since_the_last_record() -> None:
     assert rates.record(1, 400, 1_600, 112.0) == {TRAINED: 200.0, GENERATED: 300.0, ELAPSED: 2.0}
 
 
+def test_the_first_step_is_timed_from_when_the_trainer_was_ready() -> None:
+    rates = Throughput(100.0)
+    rates.start(108.0)
+    assert rates.record(0, 400, 1_000, 110.0) == {TRAINED: 200.0, GENERATED: 500.0, ELAPSED: 2.0}
+
+
 def test_plans_from_before_a_restart_have_no_generation_rate() -> None:
     rates = Throughput(500.0)
     rates.resume(prepared_step=8)

@@ -23,7 +23,8 @@ def test_a_run_of_any_length_is_downsampled() -> None:
 
 
 def test_missing_and_nonfinite_values_are_gaps() -> None:
-    rows = {0: keep({"time/step_s": math.nan}), 1: keep({"time/step_s": 2.0}), 2: keep({"time/step_s": math.inf}), 3: keep({})}
-    assert drawn(rows, 9)[1]["time/step_s"] == [None, 2.0, None, None]
-    assert drawn(rows, 2)[1]["time/step_s"] == [2.0, None]
+    times = [{"time/elapsed_s": seconds} for seconds in (math.nan, 2.0, math.inf)]
+    rows = {step: keep(record) for step, record in enumerate([*times, {}])}
+    assert drawn(rows, 9)[1]["time/elapsed_s"] == [None, 2.0, None, None]
+    assert drawn(rows, 2)[1]["time/elapsed_s"] == [2.0, None]
     assert drawn({}, 9) == ([], {key: [] for key in CHARTED})

@@ -19,7 +19,7 @@ from services.operations.history import recorded
 CURVES = (
     "reward/train/mean", "reward/gen/mean", "reward/train/zero_std_share", "length/train/mean", "entropy/train/mean",
     "kl/train/mean", "gradient/train/norm", "logprob_gap/train/mean", "staleness/trained/mean",
-    "throughput/trained/tokens_per_s", "time/step_s",
+    "throughput/trained/tokens_per_s", "time/elapsed_s",
 )  # fmt: skip
 """Metrics compared without `--metric` (docs/metrics.md)."""
 BARS = "▁▂▃▄▅▆▇█"

@@ -17,7 +17,7 @@ def made(folder: Path, name: str, rate: float, *overrides: str) -> Path:
     run = folder / name
     run.mkdir()
     (run / "config.toml").write_text(to_toml(load(folder / "run.toml", [f"run.name={name}", *overrides], environ={})))
-    lines = [{"step": step, "reward/train/mean": rate * step, "time/step_s": 1.0} for step in range(40)]
+    lines = [{"step": step, "reward/train/mean": rate * step, "time/elapsed_s": 1.0} for step in range(40)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 40, "rew')
     (run / "evaluations.jsonl").write_text(json.dumps({"eval/version": 40, "eval/main/pass@1": rate}) + "\n")
     return run
@@ -38,7 +38,7 @@ def test_configurations_curves_and_evaluations_are_compared(tmp_path: Path, caps
     [curve] = [line for line in lines if line.startswith("reward/train/mean")]
     assert curve.split()[2::2] == ["0.375", "0.75"]
     assert curve.split()[3][-1] == "█", "both curves share a scale"
-    assert not any("time/step_s" in line for line in lines)
+    assert not any("time/elapsed_s" in line for line in lines)
 
 
 def test_a_run_without_steps_is_compared_and_a_missing_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,12 +23,12 @@ function Tiles({ frame, about, metrics }) {
   const fleet = generators(frame);
   const wanted = state.scale.wanted ?? about?.facts["generator.count"];
   const lag = metrics["staleness/trained/max"];
-  const waits = metrics["time/step_s"] - metrics["time/train_s"] - metrics["time/sync_s"];
+  const share = (part) => percent(metrics[`time/${part}_s`] / metrics["time/elapsed_s"]);
   return html`<dl class="tiles">
     <${Tile} label="Reward" value=${fixed(metrics["reward/train/mean"], 3)} note=${frame.steps.last < 0 ? "no step yet" : `± ${fixed(metrics["reward/train/std"], 2)} in step ${frame.steps.last}`} />
     <${Tile} label="Max lag" value=${count(lag)} unit=${bound === undefined ? "" : `of ${bound} allowed`} kind=${lag > bound ? "bad" : ""} note=${`mean ${fixed(metrics["staleness/trained/mean"], 2)} steps`} />
     <${Tile} label="Generated" value=${count(metrics["throughput/generated/tokens_per_s"])} unit="tok/s" note=${`trained ${count(metrics["throughput/trained/tokens_per_s"])} tok/s`} />
-    <${Tile} label="Step" value=${duration(metrics["time/step_s"])} note=${`training ${percent(metrics["time/train_s"] / metrics["time/step_s"])}, sync ${percent(metrics["time/sync_s"] / metrics["time/step_s"])}${waits > 0 ? `, waiting ${percent(waits / metrics["time/step_s"])}` : ""}`} />
+    <${Tile} label="Step" value=${duration(metrics["time/elapsed_s"])} note=${`training ${share("train")}, sync ${share("sync")}, waiting for data ${share("wait")}`} />
     <${Tile} label="Slots in use" value=${count(state.slots_used)} unit=${`of ${count(state.slots)}`} note=${html`<${Meter} value=${state.slots_used} of=${state.slots} label="Slots in use" />`} />
     <${Tile} label="Generators working" value=${fleet.atWork} unit=${wanted === undefined ? "" : `of ${wanted} desired`} kind=${fleet.atWork < wanted ? "warn" : ""} note=${`${version(state.published_version)} published`} />
   </dl>`;
@@ -75,7 +75,7 @@ const CHARTS = [
   ["Reward", "mean of completions", (v) => fixed(v, 3), [["trained", "reward/train/mean", 1], ["generated", "reward/gen/mean", 2, [4, 3]]]],
   ["Lag", "steps", (v) => fixed(v, 2), [["mean", "staleness/trained/mean", 1], ["max", "staleness/trained/max", 2, [4, 3]]]],
   ["Throughput", "tokens/s", count, [["generated", "throughput/generated/tokens_per_s", 1], ["trained", "throughput/trained/tokens_per_s", 2]]],
-  ["Step time", "s", duration, [["step", "time/step_s", 1], ["training", "time/train_s", 2], ["sync", "time/sync_s", 3]]],
+  ["Step time", "s", duration, [["step", "time/elapsed_s", 1], ["training", "time/train_s", 2], ["sync", "time/sync_s", 3], ["waiting", "time/wait_s", 4]]],
   ["Length", "tokens per completion", (v) => fixed(v, 1), [["trained", "length/train/mean", 1], ["generated", "length/gen/mean", 2, [4, 3]]]],
   ["Groups without signal", "all rewards equal", (v) => percent(v), [["trained", "reward/train/zero_std_share", 1]]],
   ["Prompts solved", "share of groups", (v) => percent(v), [["by every completion", "solve_rate/train/100", 1], ["by none", "solve_rate/train/0", 2, [4, 3]]]],

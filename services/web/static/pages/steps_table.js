@@ -15,7 +15,7 @@ export const StepsTable = ({ steps, label, empty, bound }) =>
       { head: "Generated tok/s", num: true, cell: (row) => count(row.metrics["throughput/generated/tokens_per_s"]) },
       { head: "Trained tok/s", num: true, cell: (row) => count(row.metrics["throughput/trained/tokens_per_s"]) },
       { head: "Length", num: true, title: "mean completion tokens", cell: (row) => fixed(row.metrics["length/train/mean"], 1) },
-      { head: "Took", num: true, cell: (row) => duration(row.metrics["time/step_s"]) },
+      { head: "Took", num: true, title: "since the step before", cell: (row) => duration(row.metrics["time/elapsed_s"]) },
       { head: "When", num: true, cell: (row) => html`<${Ago} at=${row.metrics.time_s} />` },
     ]}
   />`;
