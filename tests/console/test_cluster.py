@@ -109,12 +109,12 @@ class Cluster:
             site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
             await site.start()
             self.port = runner.addresses[0][1]
-            self._up.set()
 
         async def end() -> None:
             await runners[0].cleanup()
 
         self._loop.run_until_complete(begin())
+        self._loop.call_soon(self._up.set)  # in the loop that `close` stops: a stop before it would be lost
         self._loop.run_forever()
         self._loop.run_until_complete(end())
         self._loop.close()
