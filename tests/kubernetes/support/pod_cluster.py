@@ -73,7 +73,6 @@ class PodCluster:
             await runner.setup()
             await web.TCPSite(runner, ADDRESS, 0, ssl_context=context).start()
             self.port = runner.addresses[0][1]
-            self._up.set()
 
         async def end() -> None:
             for name in list(self.pods):
@@ -88,6 +87,7 @@ class PodCluster:
                 await process.wait()
 
         self._loop.run_until_complete(begin())
+        self._loop.call_soon(self._up.set)  # in the loop that `close` stops: a stop before it would be lost
         self._loop.run_forever()
         self._loop.run_until_complete(end())
         self._loop.close()
