@@ -81,6 +81,7 @@ def test_the_check_mounts_what_it_reads_and_is_deleted() -> None:
     values = {"rewards": {"files": {"a.py": "x = 1\n"}}, "environment": {"existingConfigMap": "ours", "internet": True}}
     values["storage"] = {"data": {"existingClaim": "prompts"}}
     values["config"] = {
+        "verifiers": [{"kind": "python", "function": "/srv/grpo/rewards/a.py:score"}],
         "environments": [{"name": "e", "kind": "python", "function": "/srv/grpo/environments/e.py:E"}],
         "data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/x.jsonl", "environment": "e"}]},
     }

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,7 @@ from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
 from services.operations.bundles import format as bundles
 from services.operations.bundles.format import Bundle, BundleError, Origin, RecordedStep
-from services.operations.bundles.gathering import Judged, gather
+from services.operations.bundles.gathering import Judged, StepReader
 from services.protocol.errors import NotFound
 from services.protocol.messages import Header
 from services.protocol.payloads import Payload
@@ -63,13 +63,19 @@ async def record(run: str, step: int, redis_url: str, out: Path | None, weights:
             raise ConsoleError("grpo record needs the run's folder, which is not on this machine", EXIT_CONFIG)
         config, name, checkpoints = attached.config, attached.name, CheckpointFolder(attached.folder.checkpoints)
         judged, until = _judged(config), time.monotonic() + wait_s
-        state = await _reached(attached, step, "prepared", until)
+        reader, first = StepReader(attached.store, judged), step // config.checkpoint.every_steps * config.checkpoint.every_steps
+
+        async def read(state: RunState) -> None:
+            """Read what is prepared since the checkpoint that is due before the step: the next one covers it."""
+            await reader.read_ahead(first, min(state.prepared_step, step), state.incarnation)
+
+        state = await _reached(attached, step, "prepared", until, read)
         before = _before(await present(attached.store, checkpoints), state, step)
-        try:  # before the step is trained, if possible: a checkpoint may cover it soon afterwards
-            steps, groups = await gather(attached.store, before.step + 1 if before else 0, step, judged)
+        state = await _reached(attached, step, "trained", until, read)
+        try:
+            steps, groups = await reader.gather(before.step + 1 if before else 0, step)
         except NotFound as error:
             raise ConsoleError(str(error), EXIT_CONFIG) from None
-        state = await _reached(attached, step, "trained", until)
         steps = await _with_metrics(attached.store, steps, step)
         after = await _after(attached.store, checkpoints, config, step, until)
         server = (await attached.store.payloads.info_of_all("server"))[0]
@@ -100,10 +106,18 @@ async def record(run: str, step: int, redis_url: str, out: Path | None, weights:
     return EXIT_OK
 
 
-async def _reached(attached: Attached, step: int, how: Literal["prepared", "trained"], until: float) -> RunState:
-    """Return the run's state once the step is prepared, or trained, waiting at most `until`."""
+async def _reached(
+    attached: Attached,
+    step: int,
+    how: Literal["prepared", "trained"],
+    until: float,
+    seen: Callable[[RunState], Awaitable[None]] | None = None,
+) -> RunState:
+    """Return the run's state once the step is prepared, or trained, waiting at most `until`. `seen` is called for each state."""
     while True:
         state = await existing(attached)
+        if seen is not None:
+            await seen(state)
         last = state.prepared_step if how == "prepared" else state.committed_step
         if last >= step and (how == "prepared" or await attached.store.inspection.step_record(step)):
             return state
