@@ -29,7 +29,7 @@ demo-tools: $(INSTALLED)  ## warm-start a tiny model that knows how tools are ca
 
 # Hundreds of tests kill, stop and time real processes; those wait more than they compute, so there are more workers than cores.
 # `make test-fast`, about a minute, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.
-WORKERS ?= 4
+WORKERS ?= 6
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
 test: $(INSTALLED) debian  ## all tests; their time goes to build/suite_seconds.json

@@ -204,18 +204,18 @@ def test_generators_are_scaled_up_and_down(tmp_path: Path, capsys: pytest.Captur
     assert "restarting" not in output
     with launched(*arguments, FAKE_STEP_S="0.1") as console:
         wait_until(lambda: len(generators()) == 2, "as many as were wanted last")
+        for wrong, why in (
+            (("generators", "-1"), "-1"),
+            (("trainers", "2"), "trainers"),
+            (("generators", "10001"), "more than 10000"),
+        ):
+            assert main(["scale", *wrong, str(run)]) == 2
+            assert why in capsys.readouterr().err
         assert main(["stop", str(run)]) == 0
         console.send_signal(signal.SIGINT)
         console.communicate(timeout=LIMIT_S)
     restarts = json.loads((run / "summary.json").read_text())["restarts"]
     assert set(restarts.values()) == {0}
-    for wrong, why in (
-        (("generators", "-1"), "-1"),
-        (("trainers", "2"), "trainers"),
-        (("generators", "10001"), "more than 10000"),
-    ):
-        assert main(["scale", *wrong, str(run)]) == 2
-        assert why in capsys.readouterr().err
 
 
 def test_killing_the_console_ends_its_services(tmp_path: Path) -> None:
