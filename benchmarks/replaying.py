@@ -33,7 +33,7 @@ from services.config import load_resolved
 from services.console.bundles.record import POLL_S
 from services.console.local.redis_server import RedisServer
 from services.operations import account
-from services.operations.bundles.gathering import Judged, gather
+from services.operations.bundles.gathering import Judged, StepReader
 from services.store import Store
 from tests.runs.test_run import write_run
 from tests.support import flow
@@ -199,7 +199,9 @@ async def recorder_s(folder: Path, groups: int, step_s: float) -> float:
         await store.steps.prepare(team.leader, plan, ranks, 0, [1.0] * groups)
         await store.client.execute_command("CONFIG", "RESETSTAT")
         for _ in range(RECORDINGS):
-            await gather(store, 0, 0, lambda *_: Judged("", ""))
+            reader = StepReader(store, lambda *_: Judged("", ""))
+            await reader.read_ahead(0, 0, 1)
+            await reader.gather(0, 0)
             for _ in range(round(step_s / POLL_S)):
                 await store.run.state()
         stats = await store.client.info("commandstats")
