@@ -10,11 +10,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from examples.arithmetic.model import complete, make_model, save_model
-from examples.arithmetic.teaching import LEARNING_RATE, Lesson, batches, learn
-from examples.arithmetic.tokenizer import END, SPECIAL, save_tokenizer, train_tokenizer
+from examples.arithmetic.model import complete, save_model
+from examples.arithmetic.teaching import LEARNING_RATE, learn
 from examples.code.moves import asked, call, moves, printing, told
-from examples.tools.moves import CHAT_TEMPLATE, TOOL, TOOLS, question
+from examples.tools.moves import question
+from examples.tools.teaching import begin
 from services.config import RunConfig
 
 VOCABULARY = 460  # upper limit: 7 special tokens, 256 bytes and the merges, which make what is around numbers few tokens
@@ -23,19 +23,12 @@ HELD_OUT = 200  # questions
 
 def teach(config: RunConfig, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Fill `folder` with model and tokenizer; return the model's mean reward."""
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    shuffle = random.Random(options.seed)
-    shown = [move for _ in range(options.conversations) for move in moves(shuffle)]
-    tokenizer = train_tokenizer((move.context + move.said for move in shown), (*SPECIAL, TOOL, TOOLS), VOCABULARY)
-    save_tokenizer(tokenizer, folder, config.model.max_tokens, CHAT_TEMPLATE)
-    lessons = [Lesson(tokenizer.encode(move.context).ids, tokenizer.encode(move.said + END).ids) for move in shown]
-    model = make_model(tokenizer.get_vocab_size(), config.model.max_tokens)
+    model, tokenizer, given = begin(moves, VOCABULARY, config, folder, options)
 
     def judge(model: Qwen3ForCausalLM) -> float:
         return _reward(model, tokenizer, config.sampling.max_tokens, options.seed)
 
-    learn(model, batches(lessons, shuffle), options.steps, LEARNING_RATE, judge)
+    learn(model, given, options.steps, LEARNING_RATE, judge)
     save_model(model, folder)
     return {"reward_temperature_1": judge(model)}
 

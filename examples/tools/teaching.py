@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
 from examples.arithmetic.model import complete, make_model, save_model
 from examples.arithmetic.teaching import LEARNING_RATE, Lesson, batches, learn
 from examples.arithmetic.tokenizer import END, SPECIAL, save_tokenizer, train_tokenizer
 from examples.tools.calculator import Calculator
-from examples.tools.moves import CHAT_TEMPLATE, TOOL, TOOLS, moves, question
+from examples.tools.moves import CHAT_TEMPLATE, TOOL, TOOLS, Move, moves, question
 from services.config import RunConfig
 from services.environment.chat.format import ChatFormat, message_of
 from services.environment.chat.messages import normalised
@@ -29,19 +31,26 @@ HELD_OUT = 200  # questions
 
 def teach(config: RunConfig, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Fill `folder` with model and tokenizer; return its mean reward and the share of questions that it calls a tool for."""
+    model, _, given = begin(moves, VOCABULARY, config, folder, options)
+    judge = Player(config, folder, options.seed)
+    learn(model, given, options.steps, LEARNING_RATE, judge)
+    measured = {"reward_temperature_1": judge(model), "tool_calls": judge.calls}
+    save_model(model, folder)
+    return measured
+
+
+def begin(
+    moves: Callable[[random.Random], list[Move]], vocabulary: int, config: RunConfig, folder: Path, options: argparse.Namespace
+) -> tuple[Qwen3ForCausalLM, Tokenizer, Iterator[list[Lesson]]]:
+    """Save the tokenizer of an example's moves in `folder`; return an untrained model, the tokenizer, and batches of lessons."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     shuffle = random.Random(options.seed)
     shown = [move for _ in range(options.conversations) for move in moves(shuffle)]
-    tokenizer = train_tokenizer((move.context + move.said for move in shown), (*SPECIAL, TOOL, TOOLS), VOCABULARY)
+    tokenizer = train_tokenizer((move.context + move.said for move in shown), (*SPECIAL, TOOL, TOOLS), vocabulary)
     save_tokenizer(tokenizer, folder, config.model.max_tokens, CHAT_TEMPLATE)
     lessons = [Lesson(tokenizer.encode(move.context).ids, tokenizer.encode(move.said + END).ids) for move in shown]
-    model = make_model(tokenizer.get_vocab_size(), config.model.max_tokens)
-    judge = Player(config, folder, options.seed)
-    learn(model, batches(lessons, shuffle), options.steps, LEARNING_RATE, judge)
-    measured = {"reward_temperature_1": judge(model), "tool_calls": judge.calls}
-    save_model(model, folder)
-    return measured
+    return make_model(tokenizer.get_vocab_size(), config.model.max_tokens), tokenizer, batches(lessons, shuffle)
 
 
 class Player:
