@@ -111,13 +111,12 @@ async def _reached(
     step: int,
     how: Literal["prepared", "trained"],
     until: float,
-    seen: Callable[[RunState], Awaitable[None]] | None = None,
+    seen: Callable[[RunState], Awaitable[None]],
 ) -> RunState:
     """Return the run's state once the step is prepared, or trained, waiting at most `until`. `seen` is called for each state."""
     while True:
         state = await existing(attached)
-        if seen is not None:
-            await seen(state)
+        await seen(state)
         last = state.prepared_step if how == "prepared" else state.committed_step
         if last >= step and (how == "prepared" or await attached.store.inspection.step_record(step)):
             return state

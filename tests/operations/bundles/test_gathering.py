@@ -1,4 +1,4 @@
-"""Reading the steps of a bundle while a run goes on: real Redis."""
+"""The steps of a bundle are read while the run trains: real Redis."""
 
 from __future__ import annotations
 
