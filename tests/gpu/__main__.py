@@ -1,7 +1,8 @@
 """`python -m tests.gpu [--dry] [--json] [--out FOLDER]`: everything that one GPU can test, in order of value.
 
 Each stage runs in a separate process under a time limit. `results.json` in the output folder is written after every stage, so
-that measurements survive a stop at any point. Exit code 1 if a stage failed.
+that measurements survive a stop at any point. With `--resume`, stages that it has, and that did not fail, are not run again. Exit
+code 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SUMMARY = {"mfu_16k": ("step_16k", "mfu"), "loss_error": ("losses", "worst_error
 def run_stage(stage: Stage, folder: Path, dry: bool, left_s: float) -> dict[str, Any]:
     """Run a stage in a separate process. Return its figures, or `failure`."""
     command = [sys.executable, "-m", "tests.gpu.stage", stage.name, str(folder), *(["--dry"] if dry else [])]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # packages may lie in a folder
+    environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environ.pop("TORCH_COMPILE_DISABLE", None)  # FlexAttention needs it
     if dry:
         environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -47,6 +49,14 @@ def run_stage(stage: Stage, folder: Path, dry: bool, left_s: float) -> dict[str,
     return {**json.loads(done.stdout.splitlines()[-1]), "seconds": seconds}
 
 
+def earlier(results: Path, dry: bool) -> dict[str, dict[str, Any]]:
+    """Return the stages of an earlier command of the same kind that did not fail."""
+    if not results.exists():
+        return {}
+    held = json.loads(results.read_text())
+    return {name: figures for name, figures in held["figures"].items() if held["dry"] == dry and "failure" not in figures}
+
+
 def summary(found: dict[str, dict[str, Any]], dry: bool) -> dict[str, Any]:
     """Return the last line of the output."""
     repeated = {name: found.get(stage, {}).get(key) for name, (stage, key) in SUMMARY.items()}
@@ -61,15 +71,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "build" / "gpu")), help="output folder")
     parser.add_argument("--only", nargs="*", default=[], help="names of stages")
+    parser.add_argument("--resume", action="store_true", help="keep the results in the output folder, except failures")
     parser.add_argument("--limit-s", type=float, default=1200.0, help="seconds for all stages together")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results, begun = options.out / "results.json", time.monotonic()
-    found: dict[str, dict[str, Any]] = {}
+    found = earlier(results, options.dry) if options.resume else {}
     with tempfile.TemporaryDirectory(prefix="grpo-gpu-") as place:
         for stage in STAGES:
             left_s = options.limit_s - (time.monotonic() - begun)
-            if (options.only and stage.name not in options.only) or left_s < 10:
+            if (options.only and stage.name not in options.only) or stage.name in found or left_s < 10:
                 continue
             figures = found[stage.name] = run_stage(stage, Path(place), options.dry, left_s)
             print(f"{stage.name:16} {json.dumps(figures)}", file=sys.stderr, flush=True)
