@@ -6,7 +6,11 @@ groups were generated before it began: it gives them no rate.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+
+WINDOW = 4
+"""Steps over which tokens are counted as generated: groups of several steps may end together."""
 
 
 class Throughput:
@@ -16,12 +20,15 @@ class Throughput:
         """`now`: monotonic seconds. `devices`: of the trainer. `peak_tflops`: of one of them, 0 if unknown, for no MFU."""
         self._devices, self._peak_tflops = devices, peak_tflops
         self._recorded = now  # when the last step was recorded
-        self._generated = 0.0  # the counter in the plan of that step
+        self._generated: float | None = 0.0  # the counter in the plan of that step; None: of a step of another process
         self._known = -1  # last step whose plan was made before this process trained
+        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # seconds and generated tokens of the last steps
 
     def resume(self, prepared_step: int) -> None:
         """Take the plans up to `prepared_step` as made before."""
         self._known = prepared_step
+        if prepared_step >= 0:
+            self._generated = None
 
     def start(self, now: float) -> None:
         """Count the time of the next step from `now`, when the trainer is ready for it."""
@@ -33,11 +40,13 @@ class Throughput:
         `generated`: tokens generated since dataprep's leader started, when it planned the step. The counter falls when another
         leads: what it counts then was generated since.
         """
-        elapsed_s, made = now - self._recorded, generated - self._generated
+        elapsed_s, before = now - self._recorded, self._generated
         self._recorded, self._generated = now, generated
         rates = {"throughput/trained/tokens_per_s": tokens / elapsed_s, "time/elapsed_s": elapsed_s}
-        if step > self._known:
-            rates["throughput/generated/tokens_per_s"] = (made if made >= 0 else generated) / elapsed_s
+        if step > self._known and before is not None:
+            self._window.append((elapsed_s, generated - before if generated >= before else generated))
+            seconds, tokens_made = map(sum, zip(*self._window, strict=True))
+            rates["throughput/generated/tokens_per_s"] = tokens_made / seconds
         return rates
 
     def utilization(self, record: Mapping[str, float]) -> dict[str, float]:
