@@ -57,8 +57,7 @@ def preflight(
 def check_again(config: RunConfig, held: RunConfig, gpus: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
     """Return the findings about a run on this machine that has begun as `held`: what it needs besides its data and functions.
 
-    Evaluation may change, so that its rows are read then. While processes of an earlier start still run, memory and ports are
-    theirs: then the machine is not looked at.
+    Evaluation may change, so that its rows are read then.
     """
 
     def model_files() -> Iterable[Finding]:
@@ -67,22 +66,30 @@ def check_again(config: RunConfig, held: RunConfig, gpus: Sequence[str], environ
         except ConfigError as error:
             yield told("model", error)
 
-    looks: list[Look] = [("packages", lambda: packages(config)), ("model", model_files)]
-    found = holder(Path(config.run.dir) / config.run.name)
-    if found is None or found.readers:
-        looks += _machine(config, gpus, own=True)
-    looks.append(("secrets", lambda: secrets.secrets(config, environ, own=True)))
+    looks: list[Look] = [
+        ("packages", lambda: packages(config)),
+        ("model", model_files),
+        *_machine(config, gpus, own=True),
+        ("secrets", lambda: secrets.secrets(config, environ, own=True)),
+    ]
     if config.evaluation != held.evaluation and there("tokenizers") and there("jinja2"):
         looks.append(("data", lambda: evaluation_data(config)))
     return without_repeats(gathered(looks))
 
 
 def _machine(config: RunConfig, gpus: Sequence[str], own: bool, pod: bool = False) -> list[Look]:
-    """Return the machine's checks."""
-    return [
+    """Return the machine's checks. Memory and ports are not checked while the run's own processes use them."""
+    looks: list[Look] = [
         ("disk", lambda: resources.disk(config)),
-        ("memory", lambda: resources.memory(config, gpus)),
         ("GPUs for this run", lambda: resources.fleet(config, gpus)),
+    ]
+    found = holder(Path(config.run.dir) / config.run.name)
+    if found is not None and not found.readers:
+        said = f"not checked, since run {config.run.name} is running and uses them"
+        return [*looks, ("memory and ports", lambda: [note("memory and ports", said)])]
+    return [
+        *looks,
+        ("memory", lambda: resources.memory(config, gpus)),
         ("ports", lambda: resources.ports(config, own, pod)),
     ]
 

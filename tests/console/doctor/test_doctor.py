@@ -245,7 +245,9 @@ def test_a_resumed_run_is_checked_for_what_may_change(tmp_path: Path, config: Ru
     monkeypatch.setattr(packages, "there", lambda name: name != "obstore")
     assert faults("sync.backend=store", "sync.folder=s3://bucket/run", "api.token_file=/nonexistent") == {"packages", "secrets"}
     with FolderLock(tmp_path / "small", 0.0, say=print):
-        assert faults(*changed) == {"evaluation source test"}, "memory and ports are used by the run itself"
+        assert faults(*changed) == {"evaluation source test", "disk"}, "memory and ports are used by the run itself"
+        found = check_again(load(tmp_path / "run.toml", changed, environ={}), config, [], {})
+        assert only(found, "memory and ports").line.endswith("not checked, since run small is running and uses them")
 
 
 def test_existing_checkpoints_count_towards_the_required_space(
