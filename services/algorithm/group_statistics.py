@@ -108,6 +108,7 @@ class _Groups:
         self.by_outcome = {True: [0, 0], False: [0, 0]}  # solved or not -> tokens and segments of such rollouts
         self.turned = self.turns = self.most_turns = 0  # rollouts that ran in environments, and their turns
         self.environment_s = 0.0
+        self.tool_calls = self.malformed_calls = 0
         self.judged = 0  # groups of which a verifier says what is solved
         self.solve_rates = [0] * len(SOLVE_RATES)
         self.scores: dict[str, float] = {}  # of verifiers that every group has: a generator reports which it has
@@ -136,6 +137,8 @@ class _Groups:
             self.turns += sum(header.turns)
             self.most_turns = max(self.most_turns, *header.turns)
             self.environment_s += sum(header.tool_s)
+            self.tool_calls += sum(header.tool_calls)
+            self.malformed_calls += sum(header.malformed_calls)
         self.scores = {name: total + sum(header.scores[name]) for name, total in self.scores.items() if name in header.scores}
         if header.solved:
             solved = sum(header.solved)
@@ -183,5 +186,7 @@ class _Groups:
             f"turns/{scope}/mean": self.turns / self.turned,
             f"turns/{scope}/max": float(self.most_turns),
             f"environment_s/{scope}/mean": self.environment_s / self.turned,
+            f"tool_calls/{scope}/mean": self.tool_calls / self.turned,
+            f"malformed_calls/{scope}/mean": self.malformed_calls / self.turned,
             f"segments/{scope}/mean": self.segments / self.rollouts,
         }

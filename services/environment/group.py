@@ -172,7 +172,8 @@ class GroupRunner:
             payload=group.claim.payload if payload else "", payload_bytes=payload, generator=generator,
             generate_s=generated - group.started, score_s=time.monotonic() - generated,
             truncated=[each.truncated for each in done], turns=[each.turns for each in done],
-            tool_s=[each.environment_s for each in done],
+            tool_s=[each.environment_s for each in done], tool_calls=[each.tool_calls for each in done],
+            malformed_calls=[each.malformed_calls for each in done],
         )  # fmt: skip
 
     async def _rollout(

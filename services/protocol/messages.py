@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Schema version of all messages and of the key layout; stored in the run's hash and checked by every service."""
 
 
@@ -69,6 +69,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     contexts: list[int] = []  # [s] number of its context: 0 the prompt, others from 1 as they first occur; empty: all 0
     turns: list[int] = []  # [n] turns of the policy; empty: one each
     tool_s: list[float] = []  # [n] seconds that its environment took; empty: none
+    tool_calls: list[int] = []  # [n] tools that the policy called; empty: none
+    malformed_calls: list[int] = []  # [n] turns whose tool calls could not be parsed; empty: none
 
     @property
     def owners(self) -> list[int]:

@@ -64,6 +64,8 @@ def make_header(
     truncated: Sequence[bool] | None = None,
     turns: Sequence[int] = (),
     tool_s: Sequence[float] = (),
+    tool_calls: Sequence[int] = (),
+    malformed_calls: Sequence[int] = (),
 ) -> Header:
     """Return the header of a finished group of n rollouts.
 
@@ -85,7 +87,8 @@ def make_header(
         source=ticket.source, trace=ticket.trace,
         tool_tokens=[sum(end - start for start, end in c.tool_spans) for c in completions],
         solved=solved, rollout=_owners(rollouts), context_tokens=own if any(numbers) else [],
-        contexts=numbers if any(numbers) else [], turns=list(turns), tool_s=list(tool_s),
+        contexts=numbers if any(numbers) else [], turns=list(turns), tool_s=list(tool_s), tool_calls=list(tool_calls),
+        malformed_calls=list(malformed_calls),
     )  # fmt: skip
 
 

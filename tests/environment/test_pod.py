@@ -125,6 +125,7 @@ async def test_a_custom_class_runs_in_every_rollout(tmp_path: Path, server: Redi
             assert header.rewards == [1.0] * N
             assert header.scores == {"world": [1.0] * N, "world.turns": [3.0] * N}
             assert (header.turns, header.truncated) == ([3] * N, [False] * N)
+            assert header.tool_calls == header.malformed_calls == [0] * N
             sampled = sum(header.lengths) - sum(header.tool_tokens)
             assert 3 * N <= sampled < len(payload.tokens)
 

@@ -28,10 +28,11 @@ TURNS = 4
 
 @dataclass
 class Policy:
-    """Replies deterministically to a conversation and seed; the turn `cut` is truncated."""
+    """Replies deterministically to a conversation and seed, after the texts `said`; the turn `cut` is truncated."""
 
     chat: ChatFormat
     cut: int = -1
+    said: tuple[str, ...] = ()
     asked: list[int] = field(default_factory=list)
 
     async def sample(
@@ -40,7 +41,8 @@ class Policy:
         """Return words that depend only on the conversation and the seed."""
         turn = int(request.rsplit(".", 1)[1])
         self.asked.append(turn)
-        said = hashlib.blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=4).hexdigest()
+        own = hashlib.blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=4).hexdigest()
+        said = self.said[turn] if turn < len(self.said) else own
         ids = np.array(self.chat.encode_plain(said), np.int32)
         finish = "length" if turn == self.cut else "stop"
         return Generated(ids, np.full(len(ids), -0.5, np.float32), [Span(0, 0, len(ids))], finish)
@@ -93,6 +95,16 @@ async def test_a_rollout_taken_over_ends_as_if_uninterrupted(cut: int, max_turns
             assert compared(await converse(taken, program, prompt)) == expected
             assert len(committed) == len(records), "no more turns than without the loss"
             assert policy.asked == list(range(already, expected[4])), "sampled turns are not sampled again"
+
+
+async def test_tool_calls_are_counted_and_those_that_cannot_be_parsed() -> None:
+    """A turn may call several tools, and one that is malformed calls none."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    policy = Policy(chat_of(FAMILIES[0]), said=(call + call, "<tool_call>{", call))
+    echo = PythonEnvironment(name="echo", kind="python", function=f"{PROGRAMS}:Echo", options={"turns": 1})
+    async with process(echo) as program:
+        done = await converse(rollout(policy, [], 10)[0], program, [{"role": "user", "content": "say 0"}])
+    assert (done.turns, done.tool_calls, done.malformed_calls) == (4, 3, 1)
 
 
 async def test_traces_follow_the_conventions_for_generative_ai(tmp_path: Path) -> None:

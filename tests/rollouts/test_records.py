@@ -84,12 +84,13 @@ def test_segments_are_stored_with_owners_and_contexts() -> None:
         [_segment(4, 7, 8)],
         [_segment(1, 9, 9, 9), _segment(2)],
     ]
-    header = _header(rollouts, turns=[3, 1, 2], tool_s=[0.5, 0.0, 0.25])
+    header = _header(rollouts, turns=[3, 1, 2], tool_s=[0.5, 0.0, 0.25], tool_calls=[2, 0, 1], malformed_calls=[0, 0, 1])
     assert (header.lengths, header.owners) == ([2, 3, 1, 4, 1, 2], [0, 0, 0, 1, 2, 2])
     assert (header.context_tokens, header.contexts) == ([0, 3, 1, 0, 3, 0], [0, 1, 2, 0, 1, 0])
     assert header.context_sizes == [2, 3, 1, 2, 3, 2]
     assert (header.truncated, header.newest) == ([True, False, False], [0, 0, 4, 0, 0, 0])
     assert (header.turns, header.tool_s) == ([3, 1, 2], [0.5, 0.0, 0.25])
+    assert (header.tool_calls, header.malformed_calls) == ([2, 0, 1], [0, 0, 1])
     payload = codec.decode(pack_payload(ticket(0, [7, 8], group_size=3), rollouts, ["a", "b", "c"]), Payload)
     assert (payload.owners.tolist(), payload.notes) == (header.owners, ["a", "b", "c"])
     assert [context.tolist() for context in payload.own_contexts] == [[], [9, 9, 9], [5], [], [9, 9, 9], []]

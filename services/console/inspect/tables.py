@@ -143,14 +143,20 @@ def _versions(found: CompletionSegment) -> str:
     return versions or _range(found.oldest, found.newest)
 
 
+def _times(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count > 1 else ''}"
+
+
 def _line(found: Completion) -> str:
     scores = "  ".join(f"{verifier} {_number(score)}" for verifier, score in found.scores.items())
     tools = f", {found.tool_tokens} from tools" if found.tool_tokens else ""
     turns = f", {found.turns} turns" if (found.turns or 1) > 1 else ""
     waited = f", {duration(found.tool_s)} in its environment" if found.tool_s else ""
+    calls = f", {_times(found.tool_calls, 'tool call')}" if found.tool_calls else ""
+    malformed = f", {_times(found.malformed_calls, 'malformed call')}" if found.malformed_calls else ""
     return (
         f"{found.index}: reward {_number(found.reward)}  advantage {_number(found.advantage)}  {scores}  "
-        f"{_or_dash(found.length)} tokens{tools}{turns}{waited}{', truncated' if found.truncated else ''}"
+        f"{_or_dash(found.length)} tokens{tools}{turns}{calls}{malformed}{waited}{', truncated' if found.truncated else ''}"
     )
 
 

@@ -18,6 +18,7 @@ from services.protocol.messages import Header
 from services.store import HeaderEntry, Settlement
 
 ROUNDING = 1e-8  # of sums of floats, relative
+_OWN = ("solved", "turns", "tool_s", "tool_calls", "malformed_calls")  # columns with a value for each rollout, or none
 
 
 def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) -> Settlement:
@@ -62,7 +63,7 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
         return f"the header has {n} rewards, but sampling.group_size is {maximum}{remedy}"
     columns = {
         "truncated": header.truncated, **{f"scores of {k}": v for k, v in header.scores.items()},
-        **{name: column for name in ("solved", "turns", "tool_s") if (column := getattr(header, name))},
+        **{name: column for name in _OWN if (column := getattr(header, name))},
     }  # fmt: skip
     for name, column in columns.items():
         if len(column) != n:
@@ -75,6 +76,8 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
         return fault
     if any(turns < 1 for turns in header.turns) or not all(0 <= seconds < math.inf for seconds in header.tool_s):
         return f"turns {header.turns} or seconds of tools {header.tool_s} are impossible"
+    if min([*header.tool_calls, *header.malformed_calls], default=0) < 0:
+        return f"numbers of tool calls {header.tool_calls} or malformed ones {header.malformed_calls} are impossible"
     if not 1 <= header.prompt_tokens <= config.data.max_prompt_tokens:
         return f"prompt of {header.prompt_tokens} tokens is outside 1..{config.data.max_prompt_tokens}"
     return segment_fault(header, n) or _length_fault(header, config) or _version_fault(header, next_step)

@@ -80,6 +80,10 @@ class Completion(Answer):
     """Turns of the policy."""
     tool_s: float | None
     """Seconds that its environment took."""
+    tool_calls: int | None
+    """Tools that the policy called."""
+    malformed_calls: int | None
+    """Turns whose tool calls could not be parsed; the policy was told why."""
     segments: list[CompletionSegment]
     """Its segments: one, unless its history was rewritten."""
     note: dict[str, Any] | None = None
@@ -108,6 +112,8 @@ def read_completions(
                 newest=max((s.newest for s in segments if s.newest is not None), default=None),
                 tool_tokens=_total(segment.tool_tokens for segment in segments),
                 turns=_at(header.turns, i) if header.turns else 1, tool_s=_at(header.tool_s, i) if header.tool_s else 0.0,
+                tool_calls=_at(header.tool_calls, i) if header.tool_calls else 0,
+                malformed_calls=_at(header.malformed_calls, i) if header.malformed_calls else 0,
                 segments=segments, note=_note(payload, i),
             )
         )  # fmt: skip

@@ -30,8 +30,8 @@ _SHARED = (
 )  # fmt: skip
 """Columns with one value for all rows of a group."""
 _OWN = (
-    "sample", "reward", "solved", "truncated", "length", "tool_tokens", "turns", "tool_s", "oldest", "newest", "completion",
-    "notes", "segments",
+    "sample", "reward", "solved", "truncated", "length", "tool_tokens", "turns", "tool_s", "tool_calls", "malformed_calls",
+    "oldest", "newest", "completion", "notes", "segments",
 )  # fmt: skip
 """Columns with a value for each row."""
 GroupKey = tuple[str, int, str, int]
@@ -180,6 +180,7 @@ def _figures(header: Header, places: Sequence[Sequence[int]] | None) -> dict[str
         "reward": header.rewards, "solved": header.solved, "truncated": header.truncated,
         "length": over(header.lengths, sum), "tool_tokens": over(header.tool_tokens, sum),
         "turns": header.turns or [1] * count, "tool_s": header.tool_s or [0.0] * count,
+        "tool_calls": header.tool_calls or [0] * count, "malformed_calls": header.malformed_calls or [0] * count,
         "oldest": over(header.oldest, min), "newest": over(header.newest, max),
     }  # fmt: skip
 

@@ -226,18 +226,21 @@ async def test_a_rollout_lists_its_segments(store: Store, run: Path, show: Show)
     made = make_header(
         claimed.ticket, rollouts, {}, [1.0, 0.0, 0.0, 0.0], [], payload=claimed.payload, payload_bytes=len(body), generator="e",
         generate_s=1.0, score_s=0.0, truncated=[True, False, False, False], turns=[3, 1, 1, 1], tool_s=[1.5, 0.0, 0.0, 0.0],
+        tool_calls=[1, 0, 0, 0], malformed_calls=[2, 0, 0, 0],
     )  # fmt: skip
     assert await store.tickets.submit("e", claimed, made, body, 60)
     await settle(store, team)
     found = await tell(show, verbs.group, "0-0", 0, 16)
     first, _, third, _ = found["completions"]
     assert (found["size"], first["turns"], first["tool_s"], first["truncated"]) == (4, 3, 1.5, True)
+    assert (first["tool_calls"], first["malformed_calls"], third["tool_calls"]) == (1, 2, 0)
     assert first["length"] == sum(len(tokens(run, text)) for text, _ in texts[0])
     assert [segment["index"] for segment in first["segments"] + third["segments"]] == [0, 1, 3]
     assert [segment["parts"][0]["passage"]["text"] for segment in first["segments"]] == ["5", "6!"]
     assert [segment["context"] and segment["context"]["text"] for segment in first["segments"]] == [None, "say six"]
     _, text = await show(verbs.group, "0-0", 0, 16)
-    for expected in ("3 turns, 1.5 s in its environment, truncated", "0, segment 1: context", "say six", "0, segment 1: "):
+    in_short = "3 turns, 1 tool call, 2 malformed calls, 1.5 s in its environment, truncated"
+    for expected in (in_short, "0, segment 1: context", "say six", "0, segment 1: "):
         assert expected in text
     assert "2, segment" not in text, "it has one segment"
     assert "2: context, " in text

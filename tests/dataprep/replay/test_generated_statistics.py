@@ -59,6 +59,18 @@ def test_metrics_match_hand_computed_values() -> None:
     assert record["length/drift"] == 1
 
 
+def test_rollouts_in_environments_are_averaged_over_alone() -> None:
+    """Completions of sources without an environment have no turns, and do not count."""
+    calls = {"turns": [3, 1], "tool_s": [0.5, 1.0], "tool_calls": [4, 1], "malformed_calls": [0, 1]}
+    several = msgspec.structs.replace(_header([1.0, 0.0], [4, 8, 2]), rollout=[0, 1, 1], oldest=[0] * 3, newest=[0] * 3, **calls)
+    record = _seen([several, msgspec.structs.replace(_header([0.0, 1.0]), turns=[2, 2]), _header([1.0, 0.0])])
+    assert (record["turns/gen/mean"], record["turns/gen/max"], record["environment_s/gen/mean"]) == (2.0, 3, 1.5 / 4)
+    assert (record["tool_calls/gen/mean"], record["malformed_calls/gen/mean"]) == (5 / 4, 1 / 4)
+    assert record["segments/gen/mean"] == 7 / 6
+    plain = _seen([_header([1.0, 0.0])])
+    assert not [name for name in plain if name.startswith(("turns/", "environment_s/", "tool_calls/", "malformed_calls/"))]
+
+
 def test_lengths_are_split_by_outcome_and_zero_std_by_kind() -> None:
     several = msgspec.structs.replace(_header([1.0, 0.0], [4, 8, 2]), rollout=[0, 1, 1], oldest=[0] * 3, newest=[0] * 3)
     record = _seen([several, _header([0.0, 0.0], [20, 30]), _header([1.0, 1.0], [6, 8]), _header([0.5, 0.5], solved=[])])

@@ -46,6 +46,7 @@ def _header(**fields: Any) -> Header:
         "truncated": [False] * 4, "oldest": [0] * S, "newest": [1] * S, "generator": "e", "generate_s": 0.1, "score_s": 0.1,
         "source": "turns", "tool_tokens": [10, 0, 0, 0, 5, 0], "rollout": OWNERS, "context_tokens": [0, 30, 0, 0, 7, 7],
         "contexts": [0, 1, 0, 0, 2, 2], "turns": [3, 1, 1, 2], "tool_s": [0.5, 0.0, 0.0, 2.0],
+        "tool_calls": [2, 0, 0, 1], "malformed_calls": [1, 0, 0, 0],
     }  # fmt: skip
     return Header(**{**given, **fields})
 
@@ -56,7 +57,7 @@ def _action(header: Header, config: RunConfig) -> str:
 
 def test_rollouts_of_several_segments_are_trained_on() -> None:
     assert _action(_header(), _config()) == "insert"
-    assert _action(_header(turns=[], tool_s=[]), _config()) == "insert"
+    assert _action(_header(turns=[], tool_s=[], tool_calls=[], malformed_calls=[]), _config()) == "insert"
     assert _action(_header(lengths=[95, 70, 3, 4, 5, 6]), _config()) == "insert"  # 5 + 95 and 30 + 70
 
 
@@ -77,6 +78,9 @@ def test_rollouts_of_several_segments_are_trained_on() -> None:
         ({"turns": [1, 1, 1]}, "3 turns, but 4 rewards"),
         ({"turns": [1, 0, 1, 1]}, "turns .* are impossible"),
         ({"tool_s": [1.0, float("nan"), 1.0, 1.0]}, "seconds of tools .* are impossible"),
+        ({"tool_calls": [2, 0, 0]}, "3 tool_calls, but 4 rewards"),
+        ({"tool_calls": [2, -1, 0, 1]}, "numbers of tool calls .* are impossible"),
+        ({"malformed_calls": [0, 0, 0, -1]}, "malformed ones .* are impossible"),
         ({"truncated": [False] * 6}, "6 truncated, but 4 rewards"),
         ({"tool_tokens": [0, 3, 0, 0, 0, 0]}, "tool tokens .* do not fit into lengths"),
         ({"lengths": [96, 2, 3, 4, 5, 6]}, r"segments of \[101, 32, 8, 9, 12, 13\] tokens .* model.max_tokens = 100"),
@@ -94,8 +98,9 @@ def test_invalid_segments_are_dead_lettered(fields: dict[str, Any], message: str
 
 def _without_the_last() -> Header:
     return _header(
-        rewards=[0.0, 1.0, 0.5], scores={}, truncated=[False] * 3, turns=[], tool_s=[], rollout=OWNERS[:4],
-        lengths=[60, 2, 3, 4], oldest=[0] * 4, newest=[1] * 4, tool_tokens=[0] * 4, context_tokens=[], contexts=[],
+        rewards=[0.0, 1.0, 0.5], scores={}, truncated=[False] * 3, turns=[], tool_s=[], tool_calls=[], malformed_calls=[],
+        rollout=OWNERS[:4], lengths=[60, 2, 3, 4], oldest=[0] * 4, newest=[1] * 4, tool_tokens=[0] * 4, context_tokens=[],
+        contexts=[],
     )  # fmt: skip
 
 

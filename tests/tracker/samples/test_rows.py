@@ -25,7 +25,7 @@ from tests.support.harness import ticket
 HEADER = Header(
     "0-0", 5, 0, 0, "0-0.7", 100, 2, [2, 3, 1], [1.0, 0.0], {"exact": [1.0, 0.0]}, [False, True], [0, 1, 2], [0, 2, 2],
     "g", 0.1, 0.2, "main", [1, 0, 0], solved=[True, False], rollout=[0, 0, 1], context_tokens=[0, 4, 0], contexts=[0, 1, 0],
-    turns=[3, 1], tool_s=[0.5, 0.0],
+    turns=[3, 1], tool_s=[0.5, 0.0], tool_calls=[2, 0], malformed_calls=[0, 1],
 )  # fmt: skip
 PAYLOAD = Payload(
     np.array([1, 2], np.int32), np.array([2, 3, 1], np.int32), np.arange(6, dtype=np.int32), -np.arange(6, dtype=np.float32) / 3,
@@ -49,6 +49,7 @@ def rows_of(one: EndedGroup, payload: Payload | None, kind: Kind, gaps: Gaps | N
 def test_segments_and_tool_tokens_are_in_the_row() -> None:
     first, second = rows_of(group(codec.encode(HEADER)), PAYLOAD, "centered")
     assert (first["length"], first["tool_tokens"], first["turns"], first["oldest"], first["newest"]) == (5, 1, 3, 0, 2)
+    assert [(each["tool_calls"], each["malformed_calls"]) for each in (first, second)] == [(2, 0), (0, 1)]
     assert [segment["length"] for segment in first["segments"]] == [2, 3]
     assert [segment["context_tokens"] for segment in first["segments"]] == [2, 4]
     assert list(first["tokens"]) == [0, 1, 2, 3, 4]
@@ -128,7 +129,7 @@ def test_batched_groups_have_the_same_rows_as_alone() -> None:
     """Columns are built per file: groups of other sizes, or without tokens, gaps or header, must not shift them."""
     plain = msgspec.structs.replace(
         HEADER, lengths=[2, 3, 1], rewards=[1.0, 0.0, 0.5], scores={"exact": [1.0, 0.0, 0.5], "form": [0.0, 1.0]}, rollout=[],
-        contexts=[], context_tokens=[], turns=[], tool_s=[], solved=[], truncated=[False] * 3,
+        contexts=[], context_tokens=[], turns=[], tool_s=[], tool_calls=[], malformed_calls=[], solved=[], truncated=[False] * 3,
     )  # fmt: skip
     flat = msgspec.structs.replace(PAYLOAD, rollout=PAYLOAD.rollout[:0], context_lengths=PAYLOAD.rollout[:0], notes=[])
     fewer = msgspec.structs.replace(plain, rewards=[1.0, 3.0])  # than it has completions

@@ -63,6 +63,8 @@ const Completion = ({ completion, most }) =>
       <div><dt>Length</dt><dd>${count(completion.length)} tokens</dd></div>
       ${completion.tool_tokens > 0 && html`<div><dt>From tools</dt><dd>${count(completion.tool_tokens)} tokens</dd></div>`}
       ${completion.turns > 1 && html`<div><dt>Turns</dt><dd>${count(completion.turns)}</dd></div>`}
+      ${completion.tool_calls > 0 && html`<div><dt>Tool calls</dt><dd>${count(completion.tool_calls)}</dd></div>`}
+      ${completion.malformed_calls > 0 && html`<div><dt>Malformed calls</dt><dd>${count(completion.malformed_calls)}</dd></div>`}
       ${completion.tool_s > 0 && html`<div><dt>Environment time</dt><dd>${duration(completion.tool_s)}</dd></div>`}
     </dl>
     ${completion.segments.map((segment, i) => {
