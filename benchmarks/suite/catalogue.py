@@ -160,9 +160,9 @@ SUITE = (
             *_side("trl_async", "TRL's asynchronous trainer"),
         ),
         ("--seeds", "0", "1", "2"),
-        gap="On two cores generators and trainer share what TRL's single process has to itself, and the model is so small that "
-        "call overhead dominates a step. Larger models, and a device for each side, would help; before the first step, loading "
-        "less in six processes.",
+        gap="Under a bound of 1 a step takes half of the time from a group's claim to the end of its training, which is mostly "
+        "call overhead for so small a model, while a quarter of the two cores is idle (howto/scale.md). Larger models, and a "
+        "device for each side, would help; before the first step, loading less in six processes.",
         axes=REWARD,
     ),
     Benchmark(
