@@ -117,6 +117,14 @@ async def test_vllms_own_metrics_are_served_with_the_pods_labels(served: Served)
     assert charted == documented <= names
 
 
+async def test_vllm_reads_its_variables_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    held = envs.VLLM_HOST_IP
+    monkeypatch.setenv("VLLM_HOST_IP", "192.0.2.1")
+    assert held == envs.VLLM_HOST_IP != "192.0.2.1"
+
+
 async def test_top_k_logprobs_are_of_the_truncated_distribution(served: Served) -> None:
     made = await served.engine.generate("k", prompt(1), 1, SamplingParameters(32, top_k=1))
     np.testing.assert_allclose(made.logprobs, 0.0, atol=1e-6)

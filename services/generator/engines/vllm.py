@@ -69,6 +69,7 @@ class VllmEngine:
         await asyncio.to_thread(self._load)
         self._weights = WorkerWeights(self._llm, config, self.stages)
         garbage_collection.freeze()  # as vLLM's own server does
+        _cache_environment(True)
         await self._llm.update_weight_version("-1")
         await self._llm.get_supported_tasks()  # vLLM keeps the answer: later requests are registered without waiting
 
@@ -257,6 +258,7 @@ class VllmEngine:
         llm, self._started, self._weights = self._started, None, None
         try:
             if llm is not None:
+                _cache_environment(False)
                 _release(llm)
                 async with asyncio.timeout(2 * _CLOSE_S):
                     await asyncio.to_thread(llm.shutdown, _CLOSE_S)
@@ -268,6 +270,13 @@ class VllmEngine:
             if child.name.startswith("EngineCore") and child.pid not in self._strangers:
                 child.kill()
                 child.join(1.0)
+
+
+def _cache_environment(cached: bool) -> None:
+    """Have vLLM read its variables once, as its engine core does: it looks one up for every token."""
+    from vllm.envs import disable_envs_cache, enable_envs_cache
+
+    (enable_envs_cache if cached else disable_envs_cache)()
 
 
 def _release(llm: AsyncLLM) -> None:
