@@ -105,8 +105,8 @@ class GeneratorPod:
         status, state = self.service.status, self.service.view.state
         if not self._loaded.is_set():
             return "loading"
-        load, round_phase = self.engine.gauges(), self._metrics.rounds.phase
-        sampling = bool(load.running or load.waiting)
+        round_phase = self._metrics.rounds.phase
+        sampling = self.rollouts.in_flight.busy or self.rollouts.evaluating
         if status.paused:
             return "paused"
         if round_phase in STOPPED or (round_phase and not sampling):

@@ -28,24 +28,24 @@ class InFlight:
         self._running: set[str] = set()
         self._restarting: set[str] = set()  # stopped, and to be restarted
 
+    @property
+    def busy(self) -> bool:
+        """Return whether the engine has a completion to sample."""
+        return bool(self._running)
+
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
     ) -> Generated:
         """Do as `Engine.generate`; discard a `prefix` of other weights if completions must have a single version."""
         if self._mode == "keep":
-            return await self._engine.generate(request_id, prompt, seed, sampling, prefix)
+            return await self._sampled(request_id, prompt, seed, sampling, prefix)
         while True:
             await self._open.wait()
             if prefix is not None and any(span.version != self._engine.version for span in prefix.spans):
                 prefix = self._give_up(prefix)
-            self._running.add(request_id)
-            self._idle.clear()
             try:
-                done = await self._engine.generate(request_id, prompt, seed, sampling, prefix)
+                done = await self._sampled(request_id, prompt, seed, sampling, prefix)
             finally:
-                self._running.discard(request_id)
-                if not self._running:
-                    self._idle.set()
                 stopped = request_id in self._restarting
                 self._restarting.discard(request_id)
             if done.finish != "aborted" or not stopped:
@@ -67,6 +67,18 @@ class InFlight:
     def resume(self) -> None:
         """Resume after the weights were applied, or after the round proceeded without this pod."""
         self._open.set()
+
+    async def _sampled(
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None
+    ) -> Generated:
+        self._running.add(request_id)
+        self._idle.clear()
+        try:
+            return await self._engine.generate(request_id, prompt, seed, sampling, prefix)
+        finally:
+            self._running.discard(request_id)
+            if not self._running:
+                self._idle.set()
 
     def _give_up(self, done: Generated) -> None:
         self._metrics.discarded_tokens.inc(len(done.tokens))
