@@ -26,6 +26,8 @@ from services.trainer.model import configuration, lora
 
 ADAPTER = "adapter"
 """Folder inside an export that holds its adapters."""
+OF_LOADING = ("is_local", "local_files_only")
+"""What transformers would write of how a tokenizer was loaded, which depends on the process."""
 
 
 def write(module: Any, config: RunConfig, step: int, folder: Path, rank: int, zero_stage: int) -> None:
@@ -70,6 +72,8 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         if isinstance(config.data.chat_template, str):  # a template's text, or the name of one of the tokenizer's
             tokenizer.chat_template = tokenizer.get_chat_template(config.data.chat_template)
+        for name in OF_LOADING:
+            tokenizer.init_kwargs.pop(name, None)
         tokenizer.save_pretrained(partial)
         _generation_config(module, tokenizer, config.sampling).save_pretrained(partial)
         facts = {

@@ -10,6 +10,7 @@ peft's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,9 @@ def save(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir()
-    model.peft_config[ADAPTER].save_pretrained(folder)
+    settings = copy.copy(model.peft_config[ADAPTER])
+    settings.target_modules = sorted(settings.target_modules)  # a set, whose order is another one in each process
+    settings.save_pretrained(folder)
     adapters = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value for name, value in state.items() if name.endswith(MATRICES)
     }

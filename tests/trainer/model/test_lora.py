@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,9 @@ def test_an_export_of_the_checkpoint_equals_that_of_the_run(
     assert exporting.write(config, folder / "checkpoints", None, tmp_path / "export").step == 0
     written, expected = (atomic_folders.check(one) for one in (tmp_path / "export", folder / "export"))
     assert written == expected, "every file is bitwise equal"
+    named = json.loads((tmp_path / "export" / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert named == sorted(named), "not in the order of a set, which is another one in each process"
+    assert "local" not in (tmp_path / "export" / "tokenizer_config.json").read_text(), "nothing of how it was loaded"
 
 
 @pytest.mark.slow
