@@ -195,6 +195,19 @@ async def test_the_overview_has_pass_at_k_once_rounds_exist(visit: Visit, store:
     await visit(at(url, look))
 
 
+async def test_the_overview_charts_tool_calls_of_runs_with_environments(visit: Visit, store: Store, url: str) -> None:
+    record = {"step": 0.0, "time_s": 1.0, "run/incarnation": 1.0, "reward/train/mean": 0.5}
+    calls = {"turns/train/mean": 3.25, "tool_calls/train/mean": 2.5, "malformed_calls/train/mean": 0.125}
+    await store.monitor.record(record | calls)
+
+    def look(page: Any) -> None:
+        page.wait_for_selector("figure.chart:has-text('Environments') .legend >> text=malformed calls")
+        shown = page.inner_text("figure.chart:has-text('Environments') .legend")
+        assert [value in shown for value in ("3.25", "2.50", "0.13")] == [True] * 3
+
+    await visit(at(url, look))
+
+
 async def test_a_group_without_tokens_links_to_the_sample_log(visit: Visit, store: Store, url: str) -> None:
     await store.client.setbit(store.keys.trained(0), 9, 1)
 

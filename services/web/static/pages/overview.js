@@ -79,6 +79,7 @@ const CHARTS = [
   ["Length", "tokens per completion", (v) => fixed(v, 1), [["trained", "length/train/mean", 1], ["generated", "length/gen/mean", 2, [4, 3]]]],
   ["Groups without signal", "all rewards equal", (v) => percent(v), [["trained", "reward/train/zero_std_share", 1]]],
   ["Prompts solved", "share of groups", (v) => percent(v), [["by every completion", "solve_rate/train/100", 1], ["by none", "solve_rate/train/0", 2, [4, 3]]]],
+  ["Environments", "per rollout", (v) => fixed(v, 2), [["turns", "turns/train/mean", 1], ["tool calls", "tool_calls/train/mean", 2], ["malformed calls", "malformed_calls/train/mean", 3]]],
   ["Loss", "", (v) => short(v), [["loss", "loss/train/sum", 1]]],
   ["Gradient norm", "", (v) => short(v), [["norm", "gradient/train/norm", 1]]],
   ["Entropy", "nats per token", (v) => fixed(v, 3), [["entropy", "entropy/train/mean", 1]]],
