@@ -6,11 +6,12 @@ import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
 from services.protocol.messages import RankPlan
@@ -184,9 +185,9 @@ def test_packing_matches_a_hand_computed_row() -> None:
     assert _places(packing) == [[0, 1], [2, 3, 4], [2, 3, 5, 6], [2, 3, 7]]
     assert (packing.own.tolist(), packing.longest_own) == ([0, 2, 5, 7, 8], 3)
     assert (packing.whole.tolist(), packing.longest) == ([0, 2, 5, 9, 12], 4)
-    assert sorted(packing.owned.tokens.tolist()) == list(range(8))
-    assert packing.shared.tokens.tolist() == [2, 3, 2, 3]
-    slots = packing.owned.slots.tolist() + packing.shared.slots.tolist()
+    assert packing.filled[packing.owned].tolist() == list(range(8))
+    assert packing.shared.tokens.tolist() == packing.filled[packing.shared.slots].tolist() == [2, 3, 2, 3]
+    slots = packing.owned.tolist() + packing.shared.slots.tolist()
     assert len(set(slots)) == 12, "no two tokens share a slot"
     longer = packing.longer(3)
     assert _places(longer) == [*_places(packing), [8, 9, 10]]
@@ -295,13 +296,36 @@ def test_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
     """A prompt shared by 300 responses, each with the same small gradient: a bfloat16 sum would stall at 256."""
     packing = _packing([(1, [1] * 300)])
     states = torch.zeros(301, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    size = sum(count * length for count, length in packing.shapes)
-    laid: torch.Tensor = attention._Lay.apply(states, packing.owned, packing.shared, size)  # type: ignore[assignment]
+    laid: torch.Tensor = attention._Lay.apply(states, packing, packing.shared)  # type: ignore[assignment]
     (gradient,) = torch.autograd.grad(laid.sum(), states)
     assert float(gradient[0]) == 300
     gathered: torch.Tensor = attention._Gather.apply(states, packing.sequences)  # type: ignore[assignment]
     (gradient,) = torch.autograd.grad(gathered.sum(), states)
     assert float(gradient[0]) == 300
+
+
+class _Passes(TorchDispatchMode):
+    """Notes the operations on states, [n, heads, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.ndim == 3:
+            self.names.append(func.name())
+        return result
+
+
+def test_laying_tokens_out_and_taking_them_back_is_one_pass_each() -> None:
+    """On a GPU every further pass over queries, keys or values takes as long as a third of their attention."""
+    packing = _packing(SMALL)
+    states = torch.randn(int(packing.own[-1]), 2, 4)
+    with _Passes() as passes:
+        laid: Any = attention._Lay.apply(states, packing, packing.shared)
+        assert torch.equal(attention._Take.apply(laid, packing), states)  # type: ignore[arg-type]
+    assert passes.names == ["aten::index_select"] * 2
 
 
 def test_padding_at_most_doubles_the_work() -> None:

@@ -65,7 +65,7 @@ def packed_attention(
         what = "dropout" if dropout else "an attention mask of its own"
         raise UnsupportedModel(f"{type(module).__name__} uses {what} in attention, which packed rows do not support")
     packing = packing or row.packing
-    if packing is None or len(packing.owned.tokens) != query.shape[2]:
+    if packing is None or len(packing.owned) != query.shape[2]:
         raise UnsupportedModel(f"{type(module).__name__} attends to {query.shape[2]} tokens, which are not those of the row")
     if s_aux is not None and len(s_aux) != query.shape[1]:
         raise UnsupportedModel(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads")
@@ -118,25 +118,40 @@ def takes_groups(q: Tensor, v: Tensor, masked: bool) -> bool:
 
 
 class _Lay(torch.autograd.Function):
-    """Lays tokens out in their places, with zeros elsewhere. `shared` tokens have several places.
+    """Lays tokens out in their places, [P, ...] from [T, ...], in one pass. Padding holds any token, and its gradient is 0.
 
-    The gradient of owned tokens moves back the same way; `index_select` would add it up token by token, which only shared tokens
-    need. Shared tokens have many contributions, so they are summed in float32 or wider.
+    The gradient of owned tokens is read from their places; `index_select` would add it up token by token, which only shared
+    tokens need. Shared tokens have many contributions, so they are summed in float32 or wider. Queries have none: without
+    `shared`, places of tokens that others own are padding.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, owned: Places, shared: Places | None, size: int) -> Tensor:
-        ctx.owned, ctx.shared, ctx.size = owned, shared, len(states)
-        laid = _moved(states, owned.tokens, owned.slots, size)
-        return laid if shared is None else laid.index_copy_(0, shared.slots, states.index_select(0, shared.tokens))
+    def forward(ctx: Any, states: Tensor, packing: Packing, shared: Places | None) -> Tensor:
+        ctx.packing, ctx.shared = packing, shared
+        return states.index_select(0, packing.filled)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,), owned, shared = gradients, ctx.owned, ctx.shared
-        back = _moved(gradient, owned.slots, owned.tokens, ctx.size)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), shared = gradients, ctx.shared
+        back = gradient.index_select(0, ctx.packing.owned)
         if shared is not None:
             back = _added(back, gradient.index_select(0, shared.slots), shared.tokens)
-        return back, None, None, None
+        return back, None, None
+
+
+class _Take(torch.autograd.Function):
+    """Takes owned tokens from their places, [T, ...] from [P, ...]. The gradient is 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, packing: Packing) -> Tensor:
+        ctx.packing = packing
+        return states.index_select(0, packing.owned)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), packing = gradients, ctx.packing
+        laid = gradient.new_zeros(len(packing.filled), *gradient.shape[1:])
+        return laid.index_copy_(0, packing.owned, gradient), None
 
 
 class _Gather(torch.autograd.Function):
@@ -159,21 +174,17 @@ def _added(to: Tensor, gradients: Tensor, places: Tensor) -> Tensor:
     return to.to(wide).index_add_(0, places, gradients.to(wide)).to(to.dtype)
 
 
-def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
-    return states.new_zeros(size, *states.shape[1:]).index_copy_(0, target, states.index_select(0, origin))
-
-
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> Tensor:
     """Compute the attention of every batch of sequences, [T, heads, E].
 
-    Padding is zeros after the end of each sequence. The queries of prompts that others own are zeros too, and their output is
-    dropped.
+    Padding is after the end of each sequence, where no query of the sequence sees it. Its output, and that of the queries of
+    prompts that others own, is dropped.
     """
     sizes = [count * length for count, length in packing.shapes]
     shared = packing.shared if len(packing.shared.tokens) else None
 
     def pad(states: Tensor, shared: Places | None) -> list[Tensor]:  # [T, heads, D] -> [count, heads, length, D] of each batch
-        flat: Tensor = _Lay.apply(states, packing.owned, shared, sum(sizes))  # pyright: ignore[reportAssignmentType]
+        flat: Tensor = _Lay.apply(states, packing, shared)  # pyright: ignore[reportAssignmentType]
         return [
             piece.view(*shape, *states.shape[1:]).transpose(1, 2)
             for piece, shape in zip(flat.split(sizes), packing.shapes, strict=True)
@@ -190,8 +201,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule
                 keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
             output = _causal(queries, keys, values, scores.scaling, window, grouped)
         outputs.append(output.transpose(1, 2).reshape(-1, q.shape[1], v.shape[-1]))
-    back = Places(packing.owned.slots, packing.owned.tokens)
-    return _Lay.apply(torch.cat(outputs), back, None, len(q))  # pyright: ignore[reportReturnType]
+    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return _Take.apply(whole, packing)  # pyright: ignore[reportReturnType]
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, grouped: bool) -> Tensor:

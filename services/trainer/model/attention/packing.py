@@ -37,7 +37,8 @@ class Packing:
     longest_own: int
     longest: int
     shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
-    owned: Places  # [T]
+    filled: Tensor  # [P] int64: the token of the row at each place of the batches; any token at places of padding
+    owned: Tensor  # [T] int64: the place of each token in the sequence that owns it
     shared: Places  # [S - T]: a prompt's tokens in the sequences that do not own it
 
     @classmethod
@@ -56,6 +57,8 @@ class Packing:
         sequences = torch.where(theirs, begins[owner], first[owner] - before[owner]) + offset
         slots, shapes = _batches(whole)
         slots = slots[owner] + offset
+        filled = torch.zeros(sum(count * length for count, length in shapes), dtype=torch.int64)
+        filled[slots] = sequences
         return cls(
             own=F.pad(ends, (1, 0)).to(torch.int32),
             whole=F.pad(whole.cumsum(0), (1, 0)).to(torch.int32),
@@ -63,7 +66,8 @@ class Packing:
             longest_own=max(lengths),
             longest=int(whole.max()),
             shapes=shapes,
-            owned=Places(sequences[~theirs], slots[~theirs]),
+            filled=filled,
+            owned=slots[~theirs],  # in the order of the row, whose tokens lie as the sequences that own them
             shared=Places(sequences[theirs], slots[theirs]),
         )
 
