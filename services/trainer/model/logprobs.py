@@ -108,7 +108,11 @@ def _differentiated(
     logits = _logits(hidden, matrix, bias, rule)
     slope = None if rule.cap is None else 1 - (logits / rule.cap).square()  # of the cap
     gradient = _logit_gradient(logits.div_(temperature).sub_(normaliser[:, None]), entropy, for_logprobs, for_entropy)
-    gradient.scatter_add_(-1, targets[:, None], for_logprobs[:, None])
+    if torch.compiler.is_compiling():  # joins the same pass over [c, V]; scattering needs the whole gradient in memory first
+        places = torch.arange(gradient.shape[1], device=gradient.device)
+        gradient = gradient + torch.where(places == targets[:, None], for_logprobs[:, None], 0.0)
+    else:
+        gradient.scatter_add_(-1, targets[:, None], for_logprobs[:, None])
     gradient = gradient.div_(temperature)
     if slope is not None:
         gradient.mul_(slope)

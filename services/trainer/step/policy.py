@@ -48,6 +48,11 @@ LOGPROB_CHUNK_TOKENS = 1024
 products of the output matrix less efficient.
 """
 
+COMPILED_CHUNK_TOKENS = 4 * LOGPROB_CHUNK_TOKENS
+"""The same with `trainer.compile`. Compiled passes need no copies in float32, so four times as many tokens take as much memory,
+and their products keep all multiprocessors of a large GPU busy.
+"""
+
 STATE, RANDOM = "state", "random"
 """Stems of the names of a rank's files: weights with optimizer, and random generators."""
 
@@ -226,7 +231,7 @@ class Policy:
         return model.load(
             self.config.model,
             self.config.sampling.temperature,
-            LOGPROB_CHUNK_TOKENS,
+            COMPILED_CHUNK_TOKENS if self.config.trainer.compile else LOGPROB_CHUNK_TOKENS,
             Computing.of(self.config.trainer),
             self._team,
             self.config.lora,

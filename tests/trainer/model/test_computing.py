@@ -21,7 +21,8 @@ from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.flexible import RowMasks, flexible
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
-from services.trainer.model.logprobs import compiled_chunks
+from services.trainer.model.logprobs import PLAIN as PLAIN_RULE
+from services.trainer.model.logprobs import _differentiated, compiled_chunks
 from services.trainer.ranks import World
 from services.trainer.step.policy import LOGPROB_CHUNK_TOKENS, Policy
 from tests.gpu.numerics import row_mask
@@ -36,6 +37,7 @@ def compiler() -> Iterator[None]:
     """The compiler, which test processes otherwise avoid."""
     import torch._dynamo
 
+    torch._dynamo.reset()  # forgets what it has decided not to compile
     with torch._dynamo.config.patch(disable=False):
         yield
 
@@ -90,6 +92,23 @@ def test_compiled_blocks_and_logprobs_match_eager(tiny_model: Path, compiler: No
     compiled_chunks.cache_clear()
     assert_same(found, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4, "the parts of a block, and both passes of the logprobs"
+
+
+def test_the_compiled_gradient_of_logits_is_one_pass(compiler: None) -> None:
+    """Scattering into it would need all of it in memory, in float32."""
+    seen: list[str] = []
+
+    def noting(graph: Any, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.manual_seed(0)
+    hidden, matrix, targets = torch.randn(5, 4), torch.randn(9, 4), torch.tensor([0, 8, 3, 3, 1])
+    given = (hidden, matrix, None, targets, 0.7, PLAIN_RULE, torch.randn(5), torch.rand(5), torch.randn(5), None, False)
+    found, _ = torch.compile(_differentiated, backend=noting)(*given)
+    torch.testing.assert_close(found, _differentiated(*given)[0])
+    assert "where" in " ".join(seen)
+    assert "scatter" not in " ".join(seen)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
