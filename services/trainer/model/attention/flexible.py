@@ -22,6 +22,9 @@ from services.trainer.model.attention.packing import Packing
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+KERNEL = {"BACKEND": "TRITON"}
+"""For rows of fewer than 128 tokens, as a model is proven with, it would choose a kernel for decoding instead."""
+
 
 @dataclass
 class RowMasks:
@@ -65,7 +68,7 @@ def sees(packing: Packing, window: int | None = None) -> Rule:
 def flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> Tensor:
     """Compute the attention of a row, [T, heads, E]: q [T, heads, D], k [T, kv heads, D], v [T, kv heads, E]; no sinks."""
     query, key, value = (states.transpose(0, 1)[None] for states in (q, k, v))
-    run: Any = _compiled() if q.is_cuda else flex_attention
+    run: Any = functools.partial(_compiled(), kernel_options=KERNEL) if q.is_cuda else flex_attention
     output = run(
         query, key, value, score_mod=None if scores.softcap is None else _cap(scores.softcap),
         block_mask=masks.of(packing, scores.window, q.device), scale=scores.scaling, enable_gqa=q.shape[1] != k.shape[1],
