@@ -1,15 +1,18 @@
 """`python -m tests.gpu [--dry] [--json] [--out FOLDER]`: everything that one GPU can test, in order of value.
 
 Each stage runs in a separate process under a time limit. `results.json` in the output folder is written after every stage, so
-that measurements survive a stop at any point. With `--resume`, stages that it has, and that did not fail, are not run again. Exit
-code 1 if a stage failed.
+that measurements survive a stop at any point. With `--resume`, stages that it has are not run again, except those that failed. A
+stage begins only if its time limit fits into `--limit-s`; the others are named as `left`. Exit code 1 if a stage failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,48 +23,77 @@ from typing import Any
 from tests.gpu.stages import STAGES, Stage
 
 ROOT = Path(__file__).parents[2]
-LAST_LINES = 12  # lines kept of a failed stage's output
+LAST_LINES = 12  # lines kept of a failed stage's output in its figures
+LOG_BYTES = 200_000  # kept of a stage's output in logs.txt
 SUMMARY = {"mfu_16k": ("step_16k", "mfu"), "loss_error": ("losses", "worst_error"), "nccl": ("collective", "nccl")}
-"""Figures that the summary repeats: their stage and name."""
+"""Figures that the summary repeats: the name of their stage, or the start of several names, of which the largest counts."""
 
 
-def run_stage(stage: Stage, folder: Path, dry: bool, left_s: float) -> dict[str, Any]:
-    """Run a stage in a separate process. Return its figures, or `failure`."""
-    command = [sys.executable, "-m", "tests.gpu.stage", stage.name, str(folder), *(["--dry"] if dry else [])]
+def run_stage(stage: Stage, folder: Path, log: Path, dry: bool) -> dict[str, Any]:
+    """Run a stage in a separate process, whose other output goes to `log`. Return its figures, or `failure`."""
+    given = [stage.function, str(stage.limit_s), str(folder), *(["--dry"] if dry else [])]
+    command = [sys.executable, "-m", "tests.gpu.stage", *given]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # packages may lie in a folder
-    environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **stage.environ}
     environ.pop("TORCH_COMPILE_DISABLE", None)  # FlexAttention needs it
     if dry:
         environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    started, limit = time.monotonic(), min(stage.limit_s, left_s)
-    with (folder / f"{stage.name}.log").open("w+") as log:
+    started, output = time.monotonic(), ""
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as process,
+    ):
         try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True, timeout=limit, check=False
-            )
+            output, _ = process.communicate(timeout=stage.limit_s)
+            how = f"exit code {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            return {"failure": f"took longer than {limit:.0f} s", "seconds": round(limit, 1)}
-        log.seek(0)
-        said = (log.read() + done.stdout).splitlines()
+            how = f"took longer than {stage.limit_s:.0f} s"
+        finally:  # what it started must not keep the GPU from the next stage
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     seconds = round(time.monotonic() - started, 1)
-    if done.returncode:
-        return {"failure": f"exit code {done.returncode}: " + "\n".join(said[-LAST_LINES:]), "seconds": seconds}
-    return {**json.loads(done.stdout.splitlines()[-1]), "seconds": seconds}
+    if how:
+        said = (log.read_text(errors="replace") + output).splitlines()
+        return {"failure": f"{how}: " + "\n".join(said[-LAST_LINES:]), "seconds": seconds}
+    return {**json.loads(output.splitlines()[-1]), "seconds": seconds}
 
 
 def earlier(results: Path, dry: bool) -> dict[str, dict[str, Any]]:
-    """Return the stages of an earlier command of the same kind that did not fail."""
-    if not results.exists():
-        return {}
-    held = json.loads(results.read_text())
-    return {name: figures for name, figures in held["figures"].items() if held["dry"] == dry and "failure" not in figures}
+    """Return the figures of an earlier command of the same kind."""
+    held = json.loads(results.read_text()) if results.exists() else {"dry": dry, "figures": {}}
+    return held["figures"] if held["dry"] == dry else {}
 
 
-def summary(found: dict[str, dict[str, Any]], dry: bool) -> dict[str, Any]:
+def summary(found: dict[str, dict[str, Any]], dry: bool, left: list[str]) -> dict[str, Any]:
     """Return the last line of the output."""
-    repeated = {name: found.get(stage, {}).get(key) for name, (stage, key) in SUMMARY.items()}
+    repeated = {name: _largest(found, *place) for name, place in SUMMARY.items()}
     failed = [name for name, figures in found.items() if "failure" in figures]
-    return {"dry": dry, "stages": len(found), "failed": len(failed), "failed_stages": failed, **repeated, "figures": found}
+    return {
+        "dry": dry, "stages": len(found), "failed": len(failed), "failed_stages": failed, "left": left, **repeated,
+        "figures": found,
+    }  # fmt: skip
+
+
+def _largest(found: dict[str, dict[str, Any]], start: str, key: str) -> float | None:
+    """Return the largest figure of the stages whose names begin with `start`."""
+    values = [figures.get(key) for name, figures in found.items() if name.startswith(start)]
+    return max((value for value in values if value is not None), default=None)
+
+
+def deliver(out: Path, found: dict[str, dict[str, Any]], dry: bool, left: list[str]) -> dict[str, Any]:
+    """Write `results.json` and `logs.txt`, and copy them to the folder that `$OUT` names. Return the summary."""
+    result = summary(found, dry, left)
+    written = out / "results.new"
+    written.write_text(json.dumps(result, indent=2))
+    written.replace(out / "results.json")
+    logs = [f"=== {log.stem}\n" + log.read_text(errors="replace")[-LOG_BYTES:] for log in sorted(out.glob("*.log"))]
+    (out / "logs.txt").write_text("\n".join(logs))
+    if (given := os.environ.get("OUT")) and Path(given).resolve() != out.resolve():
+        for name in ("results.json", "logs.txt"):
+            shutil.copy(out / name, given)
+    return result
 
 
 def main() -> int:
@@ -69,26 +101,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="toy sizes, on the CPU")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "build" / "gpu")), help="output folder")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="output folder")
     parser.add_argument("--only", nargs="*", default=[], help="names of stages")
     parser.add_argument("--resume", action="store_true", help="keep the results in the output folder, except failures")
-    parser.add_argument("--limit-s", type=float, default=1200.0, help="seconds for all stages together")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="seconds for all stages together")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    results, begun = options.out / "results.json", time.monotonic()
-    found = earlier(results, options.dry) if options.resume else {}
-    with tempfile.TemporaryDirectory(prefix="grpo-gpu-") as place:
-        for stage in STAGES:
-            left_s = options.limit_s - (time.monotonic() - begun)
-            if (options.only and stage.name not in options.only) or stage.name in found or left_s < 10:
+    out, begun = options.out, time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    known = earlier(out / "results.json", options.dry) if options.resume else {}
+    found = {name: figures for name, figures in known.items() if "failure" not in figures}
+    left: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="grpo-gpu-", ignore_cleanup_errors=True) as place:
+        for stage in sorted(STAGES, key=lambda stage: stage.name in known):  # what failed earlier is run last
+            if (options.only and stage.name not in options.only) or stage.name in found:
                 continue
-            figures = found[stage.name] = run_stage(stage, Path(place), options.dry, left_s)
+            if begun + options.limit_s < time.monotonic() + stage.limit_s:
+                left.append(stage.name)
+                continue
+            figures = found[stage.name] = run_stage(stage, Path(place), out / f"{stage.name}.log", options.dry)
             print(f"{stage.name:16} {json.dumps(figures)}", file=sys.stderr, flush=True)
-            written = results.with_suffix(".new")
-            written.write_text(json.dumps(summary(found, options.dry), indent=2))
-            written.replace(results)
-    result = summary(found, options.dry)
-    print(json.dumps(result, indent=2) if options.json else f"{len(found)} stages, {result['failed']} failed: {results}")
+            deliver(out, found, options.dry, left)
+    result = deliver(out, found, options.dry, left)
+    print(json.dumps(result, indent=2) if options.json else f"{len(found)} stages, {result['failed']} failed: {out}")
     return 1 if result["failed"] else 0
 
 

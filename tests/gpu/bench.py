@@ -49,6 +49,11 @@ class Bench:
         """Return the data type of training."""
         return torch.float32 if self.dry else torch.bfloat16
 
+    @property
+    def gpu(self) -> str | None:
+        """Return the name of the GPU: stages of different commands may run on different ones."""
+        return None if self.dry else torch.cuda.get_device_name(0)
+
     def size(self, real: int, toy: int) -> int:
         """Return the size for this device."""
         return toy if self.dry else real

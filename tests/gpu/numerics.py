@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from services.config.loss import POLICIES, Loss
 from services.trainer import losses
@@ -24,12 +27,15 @@ def device(bench: Bench) -> Figures:
     import transformers
     from torch.cuda import nccl
 
-    figures: Figures = {"torch": torch.__version__, "transformers": transformers.__version__}
+    figures: Figures = {
+        "torch": torch.__version__, "transformers": transformers.__version__, "cores": os.cpu_count(),
+        "compiler": shutil.which(os.environ.get("CC", "gcc")),  # without one, nothing can be compiled for the GPU either
+    }  # fmt: skip
     if not bench.dry:
         seen = torch.cuda.get_device_properties(0)
         figures |= {
             "name": seen.name, "memory_gib": round(seen.total_memory / 2**30, 1), "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, nccl.version())),
+            "nccl": ".".join(map(str, nccl.version())), "cudnn": torch.backends.cudnn.version(),
         }  # fmt: skip
     size = bench.size(8192, 128)
     one = torch.randn(size, size, device=bench.device, dtype=bench.dtype)
@@ -101,12 +107,15 @@ def _states(bench: Bench, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def _dense(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
-    """Attention of a row with a mask, in float64 on the CPU, [T, heads, D]."""
-    query, key, value = (each.detach().double().cpu()[0] for each in states)
+    """Attention of a row with a mask, in float64, [T, heads, D]: one head after the other, whose scores take 2 GB on a GPU."""
+    query, key, value = (each.detach().double()[0] for each in states)
     key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
-    # As a batch of one: without that dimension torch would keep all scores, 34 GB for the row of a GPU.
-    found = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=row_mask(packing))
-    return found[0].transpose(0, 1)
+    hidden = ~row_mask(packing).to(query.device)
+    found = torch.empty_like(query)
+    for head in range(len(query)):
+        scores = query[head] @ key[head].T * query.shape[-1] ** -0.5
+        found[head] = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ value[head]
+    return found.transpose(0, 1)
 
 
 def row_mask(packing: Packing, window: int | None = None) -> torch.Tensor:
@@ -146,7 +155,17 @@ def packed_attention(bench: Bench) -> Figures:
     def each_alone() -> None:
         F.scaled_dot_product_attention(alone[0], alone[1], alone[2], is_causal=True, enable_gqa=True).float().sum().backward()
 
-    return {"errors": errors, "tokens": tokens, "speed_ratio": bench.timed(each_alone) / bench.timed(packed)}
+    seconds, others = bench.timed(packed), dict[str, float | str]()
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(kernel):
+            try:
+                others[kernel.name.lower()] = bench.timed(packed)
+            except RuntimeError as error:  # on a CPU there is no cuDNN
+                others[kernel.name.lower()] = str(error).splitlines()[0]
+    return {
+        "errors": errors, "tokens": tokens, "speed_ratio": bench.timed(each_alone) / seconds, "seconds": seconds,
+        "kernels": others,
+    }  # fmt: skip
 
 
 def flex_attention(bench: Bench) -> Figures:

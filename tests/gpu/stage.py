@@ -1,23 +1,28 @@
-"""Run one stage: `python -m tests.gpu.stage NAME FOLDER [--dry]`. The last line of standard output is its figures, as JSON."""
+"""Run one stage: `python -m tests.gpu.stage MODULE:FUNCTION LIMIT_S FOLDER [--dry]`. The last line of standard output is its
+figures, as JSON.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import sys
 from pathlib import Path
 
 from tests.gpu.bench import Bench
-from tests.gpu.stages import STAGES
+
+LAST_S = 5.0  # before the limit, the stack of every thread is printed, which shows what a stage was waiting for
 
 
 def main() -> None:
     """Run the stage."""
-    name, folder, *flags = sys.argv[1:]
-    [stage] = [stage for stage in STAGES if stage.name == name]
-    module, function = stage.function.split(":")
-    figures = getattr(importlib.import_module(module), function)(Bench(Path(folder), "--dry" in flags))
-    print(json.dumps(figures), flush=True)
+    function, limit_s, folder, *flags = sys.argv[1:]
+    faulthandler.dump_traceback_later(float(limit_s) - LAST_S)
+    module, _, name = function.partition(":")
+    bench = Bench(Path(folder), "--dry" in flags)
+    figures = getattr(importlib.import_module(module), name)(bench)
+    print(json.dumps({**figures, "gpu": bench.gpu}), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.gpu.__main__ import ROOT, main, run_stage
+from tests.gpu.__main__ import ROOT, main, run_stage, summary
 from tests.gpu.bench import Bench
-from tests.gpu.stages import STAGES
+from tests.gpu.stages import STAGES, Stage
 from tests.support.preloading.starter import PLAIN
 
 RANKS = "tests.gpu.training"
@@ -44,7 +44,7 @@ def test_a_stage_reports_figures(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_training_stages_and_a_whole_run_succeed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.gpu", "--dry", "--json", "--out", str(tmp_path), "--only"]
-    names = ["step_8k", "determinism", "checkpoint", "whole_run"]  # the other steps differ only in size
+    names = ["step_8k", "ragged_16k", "step_32k", "determinism", "checkpoint", "whole_run"]  # others differ in size, or compile
     done = subprocess.run(
         [*command, *names], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
@@ -60,7 +60,7 @@ def test_training_stages_and_a_whole_run_succeed(tmp_path: Path) -> None:
 def test_flex_attention_runs_with_its_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLAIN, "1")  # preloaded processes have no compiler
     [stage] = [stage for stage in STAGES if stage.name == "flex_attention"]
-    figures = run_stage(stage, tmp_path, True, 100)
+    figures = run_stage(stage, tmp_path, tmp_path / "log", True)
     assert "failure" not in figures, figures["failure"]
     assert figures["worst_error"] < 1e-5
 
@@ -87,7 +87,7 @@ def test_a_machine_without_a_package_index_gets_all_that_the_stages_import() -> 
 
 
 def test_a_failed_stage_is_named_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.gpu.__main__.STAGES", (STAGES[0].__class__("none", "tests.gpu.numerics:none", 30), STAGES[0]))
+    monkeypatch.setattr("tests.gpu.__main__.STAGES", (Stage("none", "tests.gpu.numerics:none", 30), STAGES[0]))
     monkeypatch.setattr(sys, "argv", ["tests.gpu", "--dry", "--out", str(tmp_path), "--only", "none", "device"])
     assert main() == 1
     found = json.loads((tmp_path / "results.json").read_text())
@@ -98,3 +98,35 @@ def test_a_failed_stage_is_named_and_the_others_run(tmp_path: Path, monkeypatch:
     assert main() == 1
     again = json.loads((tmp_path / "results.json").read_text())["figures"]
     assert (again["device"], "failure" in again["none"]) == ({"kept": 1}, True), "what failed is run again, and nothing else"
+    assert list(again) == ["device", "none"], "and after all that have not run"
+
+
+def hang(bench: Bench) -> None:
+    """A stage that hangs, as does a process that it started."""
+    other = subprocess.Popen(["sleep", "600"])
+    (bench.folder / "other").write_text(str(other.pid))
+    other.wait()
+
+
+def test_a_stage_that_hangs_says_where_and_is_killed_with_its_processes(tmp_path: Path) -> None:
+    figures = run_stage(Stage("hang", "tests.gpu.test_stages:hang", 20), tmp_path, tmp_path / "log", True)
+    assert figures["failure"].startswith("took longer than 20 s: ")
+    assert "in hang" in (tmp_path / "log").read_text()
+    assert not Path("/proc", (tmp_path / "other").read_text()).exists()
+
+
+def test_a_stage_begins_only_if_its_limit_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu.__main__.STAGES", (Stage("long", "tests.gpu.numerics:device", 300), STAGES[0]))
+    monkeypatch.setenv("OUT", str(tmp_path / "given"))
+    (tmp_path / "given").mkdir()
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "--dry", "--out", str(tmp_path / "out"), "--limit-s", "200"])
+    assert main() == 0
+    found = json.loads((tmp_path / "given" / "results.json").read_text())
+    assert (list(found["figures"]), found["left"]) == (["device"], ["long"])
+    assert "=== device" in (tmp_path / "given" / "logs.txt").read_text()
+
+
+def test_the_summary_has_the_best_of_all_steps() -> None:
+    found = {"step_16k": {"mfu": 0.2}, "step_16k_compiled": {"mfu": 0.4}, "step_16k_flex": {"failure": "none"}}
+    assert summary(found, False, [])["mfu_16k"] == 0.4
+    assert summary({"step_16k": {"mfu": None}}, True, [])["mfu_16k"] is None

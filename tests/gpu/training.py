@@ -19,7 +19,8 @@ from tests.gpu.bench import QWEN3_06B, QWEN3_17B, Bench, Figures, Shape
 from tests.support.models.tiny_model import make_config, make_samples, plan_of
 
 GROUP = 8
-ROWS = 2
+ROWS = 4
+KERNELS = 20  # that a profile lists
 
 
 def step_8k(bench: Bench) -> Figures:
@@ -32,14 +33,24 @@ def step_16k(bench: Bench) -> Figures:
     return _step(bench, QWEN3_06B, 16_384)
 
 
+def step_16k_compiled(bench: Bench) -> Figures:
+    """Train rows of 16k tokens at 0.6B with `trainer.compile`."""
+    return _step(bench, QWEN3_06B, 16_384, compile=True)
+
+
+def step_16k_flex(bench: Bench) -> Figures:
+    """Train rows of 16k tokens at 0.6B with `trainer.compile` and FlexAttention, which needs a GPU."""
+    return _step(bench, QWEN3_06B, 16_384, compile=True, attention="auto" if bench.dry else "flex")
+
+
 def step_32k(bench: Bench) -> Figures:
-    """Train rows of 32k tokens at 0.6B."""
-    return _step(bench, QWEN3_06B, 32_768)
+    """Train rows of 32k tokens at 0.6B, whose activations need 70 GB unless some are recomputed."""
+    return _step(bench, QWEN3_06B, 32_768, gradient_checkpointing="selective")
 
 
 def step_17b_16k(bench: Bench) -> Figures:
-    """Train rows of 16k tokens at 1.7B."""
-    return _step(bench, QWEN3_17B, 16_384)
+    """Train rows of 16k tokens at 1.7B, whose activations and state need 86 GB unless some are recomputed."""
+    return _step(bench, QWEN3_17B, 16_384, gradient_checkpointing="selective")
 
 
 def _config(bench: Bench, shape: Shape, row_tokens: int, **trainer: Any) -> RunConfig:
@@ -49,26 +60,28 @@ def _config(bench: Bench, shape: Shape, row_tokens: int, **trainer: Any) -> RunC
         run={"dir": str(bench.folder / "runs")},
         model={"dtype": dtype, "max_tokens": row_tokens},
         sampling={"temperature": 1.0, "max_tokens": row_tokens // 2},
-        trainer={"row_tokens": row_tokens, "gradient_checkpointing": not bench.dry, **trainer},
+        trainer={"row_tokens": row_tokens, "gradient_checkpointing": False, **trainer},
         loss={"kl_beta": 0.0},
         optimizer={"learning_rate": 1e-6},
     )
 
 
-def _payloads(bench: Bench, row_tokens: int, vocabulary: int) -> dict[str, Payload]:
-    """A group that fills each row: a prompt and eight responses."""
-    random, prompt = np.random.default_rng(0), row_tokens // 16
-    length = (row_tokens - prompt) // GROUP
-    return {
-        f"0-{row}.1": Payload(
+def _payloads(bench: Bench, row_tokens: int, vocabulary: int, ragged: int | None = None) -> dict[str, Payload]:
+    """A group that fills each row: a prompt and eight responses, of equal length or, by the seed `ragged`, of any."""
+    random, prompt = np.random.default_rng(ragged or 0), row_tokens // 16
+    size = (row_tokens - prompt) // GROUP
+    payloads = {}
+    for row in range(ROWS):
+        lengths = np.full(GROUP, size) if ragged is None else random.integers(size // 4, size, GROUP)
+        count = int(lengths.sum())
+        payloads[f"0-{row}.1"] = Payload(
             prompt=random.integers(2, vocabulary, prompt).astype(np.int32),
-            lengths=np.full(GROUP, length, np.int32),
-            tokens=random.integers(2, vocabulary, GROUP * length).astype(np.int32),
-            logprobs=np.full(GROUP * length, -np.log(vocabulary), np.float32),
+            lengths=lengths.astype(np.int32),
+            tokens=random.integers(2, vocabulary, count).astype(np.int32),
+            logprobs=np.full(count, -np.log(vocabulary), np.float32),
             spans=np.zeros((0, 4), np.int32),
         )
-        for row in range(ROWS)
-    }
+    return payloads
 
 
 def _train(policy: Policy, payloads: Mapping[str, Payload], step: int) -> Trained:
@@ -79,26 +92,74 @@ def _train(policy: Policy, payloads: Mapping[str, Payload], step: int) -> Traine
     return policy.train(built, plan)
 
 
-def _step(bench: Bench, shape: Shape, row_tokens: int) -> Figures:
+def _tokens(payloads: Mapping[str, Payload]) -> int:
+    return sum(len(payload.prompt) + int(payload.lengths.sum()) for payload in payloads.values())
+
+
+def _timed(bench: Bench, policy: Policy, payloads: Mapping[str, Payload], step: int) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step, and its metrics."""
+    bench.wait()
+    started = time.perf_counter()
+    metrics = _train(policy, payloads, step).metrics
+    bench.wait()
+    return time.perf_counter() - started, metrics
+
+
+def _step(bench: Bench, shape: Shape, row_tokens: int, **trainer: Any) -> Figures:
     row_tokens = bench.size(row_tokens, row_tokens // 128)
-    policy = Policy(_config(bench, shape, row_tokens), World())
+    policy = Policy(_config(bench, shape, row_tokens, **trainer), World())
     payloads = _payloads(bench, row_tokens, policy.vocabulary)
-    metrics = _train(policy, payloads, 0).metrics
+    first, _ = _timed(bench, policy, payloads, 0)  # compiles, and plans kernels
     bench.forget_peak()
-    seconds: list[float] = []
-    for step in range(1, bench.size(4, 2)):
-        bench.wait()
-        started = time.perf_counter()
-        metrics = _train(policy, payloads, step).metrics
-        bench.wait()
-        seconds.append(time.perf_counter() - started)
-    tokens = sum(len(payload.prompt) + int(payload.lengths.sum()) for payload in payloads.values())
+    found = [_timed(bench, policy, payloads, step) for step in range(1, bench.size(5, 2))]
+    seconds, metrics = min(found, key=lambda each: each[0])
     flops, peak = metrics["flops/train/sum"], policy.peak_tflops
     return {
-        "tokens_per_s": round(tokens / min(seconds)), "peak_mib": round(bench.peak_mib()), "row_tokens": row_tokens,
+        "tokens_per_s": round(_tokens(payloads) / seconds), "peak_mib": round(bench.peak_mib()), "row_tokens": row_tokens,
         "parameters": sum(weight.numel() for weight in policy.module.parameters()),
-        "mfu": flops / min(seconds) / (1e12 * peak) if peak else None, "tflops": 1e-12 * flops / min(seconds),
+        "mfu": flops / seconds / (1e12 * peak) if peak else None, "tflops": 1e-12 * flops / seconds,
+        "first_step_s": round(first, 2), "steps_s": [round(each, 4) for each, _ in found],
         "phases_s": {name: round(value, 4) for name, value in metrics.items() if name.startswith("time/train/")},
+    }  # fmt: skip
+
+
+def ragged_16k(bench: Bench) -> Figures:
+    """Train rows of responses of any length, for which a batch has another shape in every row. Nothing is compiled."""
+    row_tokens = bench.size(16_384, 128)
+    policy = Policy(_config(bench, QWEN3_06B, row_tokens), World())
+    _timed(bench, policy, _payloads(bench, row_tokens, policy.vocabulary), 0)
+    flops, tokens, seconds, again = 0.0, 0, list[float](), list[float]()
+    for step in range(1, bench.size(5, 2)):
+        payloads = _payloads(bench, row_tokens, policy.vocabulary, step)
+        took, metrics = _timed(bench, policy, payloads, 2 * step - 1)
+        seconds.append(took)
+        again.append(_timed(bench, policy, payloads, 2 * step)[0])
+        flops, tokens = flops + metrics["flops/train/sum"], tokens + _tokens(payloads)
+    peak = policy.peak_tflops
+    return {
+        "tokens_per_s": round(tokens / sum(seconds)), "new_shapes_mfu": flops / sum(seconds) / (1e12 * peak) if peak else None,
+        "same_shapes_mfu": flops / sum(again) / (1e12 * peak) if peak else None,
+        "new_shapes_s": [round(each, 4) for each in seconds], "same_shapes_s": [round(each, 4) for each in again],
+    }  # fmt: skip
+
+
+def profile(bench: Bench) -> Figures:
+    """List the kernels that take the time of a step of rows of 16k tokens at 0.6B with `trainer.compile`."""
+    from torch.profiler import ProfilerActivity
+
+    row_tokens = bench.size(16_384, 128)
+    policy = Policy(_config(bench, QWEN3_06B, row_tokens, compile=True), World())
+    payloads = _payloads(bench, row_tokens, policy.vocabulary)
+    for step in range(2):
+        _timed(bench, policy, payloads, step)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA]) as profiled:
+        seconds, _ = _timed(bench, policy, payloads, 2)
+    key = "self_cpu_time_total" if bench.dry else "self_device_time_total"
+    events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, key))
+    busy = sum(getattr(event, key) for event in events)
+    return {
+        "step_s": round(seconds, 4), "busy_s": round(1e-6 * busy, 4),
+        "kernels_ms": [[event.key[:100], event.count, round(1e-3 * getattr(event, key), 2)] for event in events[:KERNELS]],
     }  # fmt: skip
 
 

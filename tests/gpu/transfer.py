@@ -24,6 +24,7 @@ from services.weights.versions.encoder import whole_shards
 from tests.gpu.bench import Bench, Figures
 
 LIMIT_S = 60.0
+JOIN_S = 45.0  # for processes to start, meet and broadcast; NCCL, which rejects two ranks on one GPU, could wait for ever
 
 
 def deltas(bench: Bench) -> Figures:
@@ -111,7 +112,15 @@ def _broadcast(bench: Bench, ranks: int) -> float:
     context = processes.get_context("spawn")
     answers: Any = context.Queue()
     arguments = (ranks, free_port(), bench.dry, bench.size(2**30, 2**16), answers)
-    spawn(_rank, args=arguments, nprocs=ranks, join=True)
+    started: Any = spawn(_rank, args=arguments, nprocs=ranks, join=False)
+    deadline = time.monotonic() + JOIN_S
+    try:
+        while not started.join(max(0.0, deadline - time.monotonic()), grace_period=5):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{ranks} ranks did not broadcast within {JOIN_S:g} s")
+    finally:
+        for process in started.processes:
+            process.kill()
     return answers.get(timeout=LIMIT_S)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from services.config import to_toml
 from tests.gpu.bench import Bench, Figures
 from tests.support.harness import save_model_folder, small_config
 
 STEPS = 4
+LIMIT_S = 160.0  # for the run; the first kernels of a GPU take seconds to load
+STOP_S = 20.0  # for its services to stop, whose last lines say what they were waiting for
 
 
 def whole_run(bench: Bench) -> Figures:
@@ -22,13 +25,25 @@ def whole_run(bench: Bench) -> Figures:
         folder, None, "run.name=whole", f"run.steps={STEPS}", "generator.count=1", "checkpoint.every_steps=2",
         'generator.engine="tests.gpu.transformers_engine:TransformersEngine"', "sampling.max_tokens=8",
         "sync.backend=gloo",  # the engine has no NCCL, which a trainer with a GPU of its own would choose
+        "generator.lease_s=60", "fleet.ttl_s=60",  # the engine computes in the event loop, also while CUDA starts
         'api.token_file=""', 'redis.password_file=""', 'verifiers=[{kind="regex", pattern="[0-4]"}]',
     )  # fmt: skip
     path = folder / "whole.toml"
     path.write_text(to_toml(config))
     command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        try:
+            said, _ = run.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            run.terminate()
+            said, _ = run.communicate(timeout=STOP_S)
+    assert run.returncode == 0, said[-2000:] + _last_lines(folder)
     summary = json.loads((folder / "whole" / "summary.json").read_text())
     assert summary["steps"] == STEPS
     return {name: summary[name] for name in ("steps", "lost", "doubled", "max_lag")}
+
+
+def _last_lines(folder: Path) -> str:
+    """Return the end of each service's log."""
+    logs = sorted(folder.rglob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
