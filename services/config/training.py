@@ -145,8 +145,8 @@ class Trainer(Section):
     """`auto`: FlashAttention's kernel for sequences of different lengths if it is installed, otherwise PyTorch's over padded
     sequences. `flex`: PyTorch's FlexAttention, which pads nothing; needs a GPU, and has not run on one yet."""
     compile: bool = False
-    """Compile the model's blocks and the logprobs with torch.compile. The first steps then take minutes longer. Has not run on a
-    GPU yet."""
+    """Compile the model's blocks and the logprobs with torch.compile. The first steps then take minutes longer. Without
+    gradient_checkpointing, the logits of a row are kept, 2 bytes x vocabulary a token. Has not run on a GPU yet."""
     deterministic: bool = False
     """Use deterministic kernels, and rows that do not depend on the number of ranks. With zero_stage 0 and float32 (or adapters),
     gradients are also summed in fixed point, so that loss, gradient and weights are bit-identical for any number of data-parallel

@@ -43,6 +43,11 @@ class Computing:
         return cls(trainer.gradient_checkpointing, trainer.compile, trainer.attention == "flex")
 
     @property
+    def keeps_logits(self) -> bool:
+        """Whether backward finds the products of the output layer: where speed is wanted and nothing is recomputed."""
+        return self.compiled and not self.checkpointing
+
+    @property
     def proven(self) -> tuple[str, ...]:
         """The part that a model's verification depends on; empty for the default, so that earlier results stay valid."""
         return (*(["compiled"] if self.compiled else []), *(["flex"] if self.flex else []))

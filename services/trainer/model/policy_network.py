@@ -76,7 +76,9 @@ def load(
     _silence(model)
     recompute(model, computing)
     row.flex = computing.flex
-    head = LogprobHead(model.get_output_embeddings(), config.fp32_head, logit_rule(model.config), computing.compiled)
+    head = LogprobHead(
+        model.get_output_embeddings(), config.fp32_head, logit_rule(model.config), computing.compiled, computing.keeps_logits
+    )
 
     def attach() -> Scorer:
         model.set_output_embeddings(head)

@@ -22,7 +22,7 @@ from services.trainer.model.attention.flexible import RowMasks, flexible
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import PLAIN as PLAIN_RULE
-from services.trainer.model.logprobs import _differentiated, compiled_chunks
+from services.trainer.model.logprobs import LogitRule, _differentiated, compiled_chunks, token_logprobs
 from services.trainer.ranks import World
 from services.trainer.step.policy import LOGPROB_CHUNK_TOKENS, Policy
 from tests.gpu.numerics import row_mask
@@ -92,6 +92,24 @@ def test_compiled_blocks_and_logprobs_match_eager(tiny_model: Path, compiler: No
     compiled_chunks.cache_clear()
     assert_same(found, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4, "the parts of a block, and both passes of the logprobs"
+
+
+def test_products_that_are_kept_are_not_computed_again_and_give_the_same_bits() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(40, 8, dtype=torch.bfloat16, requires_grad=True)
+    targets, found = torch.arange(11), list[list[Tensor]]()
+    counts: list[int] = []
+    for keep in (False, True):
+        logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, 4, rule=LogitRule(0.5, 3.0), keep=keep)
+        with Products() as products:
+            found.append([logprobs, entropy, *torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))])
+        counts.append(products.count)
+    for again, kept in zip(*found, strict=True):
+        assert torch.equal(again, kept)
+    assert counts == [9, 6], "three chunks"
+    assert [Computing(each, compiled=True).keeps_logits for each in (False, True, "selective")] == [True, False, False]
+    assert not PLAIN.keeps_logits
 
 
 def test_the_compiled_gradient_of_logits_is_one_pass(compiler: None) -> None:
