@@ -20,8 +20,8 @@ FLASH = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 """Makes FlashAttention PyTorch's first choice on Hopper, too, instead of cuDNN, which plans every new shape of a batch."""
 
 STAGES = (
-    Stage("device", "tests.gpu.numerics:device", 90),
-    Stage("losses", "tests.gpu.numerics:all_losses", 90),
+    Stage("device", "tests.gpu.numerics:device", 120),
+    Stage("losses", "tests.gpu.numerics:all_losses", 120),
     Stage("step_16k", "tests.gpu.training:step_16k", 180),
     Stage("collective", "tests.gpu.transfer:collective", 120),
     Stage("step_16k_compiled", "tests.gpu.training:step_16k_compiled", 240),
