@@ -19,6 +19,9 @@ class Stage:
 FLASH = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 """Makes FlashAttention PyTorch's first choice on Hopper, too, instead of cuDNN, which plans every new shape of a batch."""
 
+VARIABLE = {"TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "1"}
+"""Makes cuDNN use one plan for sequences of any length."""
+
 STAGES = (
     Stage("device", "tests.gpu.numerics:device", 120),
     Stage("losses", "tests.gpu.numerics:all_losses", 120),
@@ -34,6 +37,7 @@ STAGES = (
     Stage("profile", "tests.gpu.training:profile", 240),
     Stage("ragged_16k", "tests.gpu.training:ragged_16k", 150),
     Stage("ragged_16k_flash", "tests.gpu.training:ragged_16k", 150, FLASH),
+    Stage("ragged_16k_variable", "tests.gpu.training:ragged_16k", 150, VARIABLE),
     Stage("flex_attention", "tests.gpu.numerics:flex_attention", 120),
     Stage("shared_memory", "tests.gpu.transfer:shared_memory", 90),
     Stage("patches", "tests.gpu.transfer:patches", 60),
