@@ -40,5 +40,5 @@ if [ "$size" -gt "$limit_mib" ]; then
     exit 1
 fi
 echo "$size MiB in $folder for Python $python. There, in the repository's root, run:"
-echo "python3 -m pip install --quiet --no-index --no-deps --target /tmp/packages $folder/*.whl &&" \
-    "PYTHONPATH=/tmp/packages python3 -m tests.gpu --json"
+echo "python3 -m pip install --quiet --no-index --no-deps --no-compile --target /tmp/packages $folder/*.whl &&" \
+    "PYTHONPATH=/tmp/packages python3 -m tests.gpu --json --resume"
