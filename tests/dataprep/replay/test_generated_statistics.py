@@ -73,10 +73,11 @@ def test_rollouts_in_environments_are_averaged_over_alone() -> None:
 
 def test_lengths_are_split_by_outcome_and_zero_std_by_kind() -> None:
     several = msgspec.structs.replace(_header([1.0, 0.0], [4, 8, 2]), rollout=[0, 1, 1], oldest=[0] * 3, newest=[0] * 3)
-    record = _seen([several, _header([0.0, 0.0], [20, 30]), _header([1.0, 1.0], [6, 8]), _header([0.5, 0.5], solved=[])])
-    assert (record["length/gen/solved"], record["length/gen/unsolved"]) == ((4 + 6 + 8) / 3, (8 + 2 + 20 + 30) / 4)
-    assert [record[f"zero_std/gen/{kind}"] for kind in ("zero", "solved", "nonzero")] == [0.25] * 3
-    assert record["reward/gen/zero_std_share"] == 0.75
+    equal = [_header([0.5, 0.5], solved=[]), _header([0.5, 0.5], [1, 5], solved=[False, True])]
+    record = _seen([several, _header([0.0, 0.0], [20, 30]), _header([1.0, 1.0], [6, 8]), *equal])
+    assert (record["length/gen/solved"], record["length/gen/unsolved"]) == ((4 + 6 + 8 + 5) / 4, (8 + 2 + 20 + 30 + 1) / 5)
+    assert [record[f"zero_std/gen/{kind}"] for kind in ("zero", "solved", "nonzero")] == [0.2, 0.2, 0.4]
+    assert record["reward/gen/zero_std_share"] == 0.8
     assert "length/gen/unsolved" not in _seen([_header([1.0, 2.0])]), "a mean of no values is omitted"
     assert not {"length/gen/solved", "length/gen/unsolved"} & _seen([_header([1.0, 2.0], solved=[])]).keys()
 
@@ -180,13 +181,15 @@ def test_running_sums_equal_numpy_over_all_headers(headers: list[Header]) -> Non
 
 
 def test_rewards_are_per_rollout_and_lengths_per_segment() -> None:
-    owners = {"rollout": [0, 0, 0, 1], "oldest": [1, 1, 3, 3], "newest": [1, 3, 3, 3], "tool_tokens": [0, 2, 0, 0]}
+    owners = {"rollout": [0, 0, 0, 1], "oldest": [1, 2, 3, 3], "newest": [1, 3, 3, 3], "tool_tokens": [0, 2, 0, 0]}
     header = msgspec.structs.replace(_header([1.0, 0.0], [2, 4, 6, 8], truncated=[True, False]), **owners)
     record = _seen([header]) | trained([header], 3, [0], ONE)
     assert (record["reward/gen/mean"], record["reward/gen/std"], record["solve_rate/gen/25_50"]) == (0.5, 0.5, 1.0)
     assert (record["length/gen/mean"], record["length/gen/min"], record["length/gen/max"]) == (5.0, 2.0, 8.0)
     assert (record["length/gen/stop_share"], record["tokens/gen/tool_share"]) == (0.5, 0.1)
-    assert (record["staleness/trained/mean"], record["staleness/trained/mixed_share"]) == (2 * 6 / 20, 0.25)
+    assert [record[f"staleness/trained/{stat}"] for stat in ("mean", "max", "mixed_share")] == [(2 * 2 + 4) / 20, 2, 0.25]
+    assert record["staleness/trained/off_policy_share"] == (2 + 4) / 20
+    assert record["staleness/trained/p99"] == pytest.approx(1.97)  # 0, 0, 1, 2: linearly between the last two
 
 
 def test_a_small_spread_around_a_large_mean_stays_precise() -> None:
