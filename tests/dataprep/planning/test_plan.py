@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 
 from services.dataprep.planning.balance import deal, spread
 from services.dataprep.planning.packing import LAID_OUT, Response, pack
-from services.dataprep.planning.plan import CROSSOVER_TOKENS, Layout, PlanGroup, PlanningError, plan_step
+from services.dataprep.planning.plan import CROSSOVER_TOKENS, Layout, PlanGroup, PlanningError, Segments, cost, plan_step
 from services.protocol.messages import RankPlan, Sample, StepPlan
 
 
 def _group(
     name: str, prompt: int, lengths: list[int], trained: list[bool] | None = None, fresh: bool = True,
-    tools: list[int] | None = None, weight: float = 1.0, equal: bool = False,
+    tools: list[int] | None = None, weight: float = 1.0, equal: bool = False, segments: Segments | None = None,
 ) -> PlanGroup:  # fmt: skip
     size = len(lengths)
     advantages = np.zeros(size) if equal else np.linspace(-1, 1, size)
     mask = np.ones(size, bool) if trained is None else np.array(trained)
     tool_tokens = np.zeros(size, int) if tools is None else np.array(tools)
-    return PlanGroup(name, f"{name}.1", prompt, np.array(lengths), advantages, mask, tool_tokens, fresh, weight)
+    return PlanGroup(
+        name, f"{name}.1", prompt, np.array(lengths), advantages, mask, tool_tokens, fresh, weight, segments=segments
+    )
 
 
 def _log_normal(groups: int, size: int, mean: int, seed: int) -> list[PlanGroup]:
@@ -140,7 +142,7 @@ def test_a_plan_matches_a_hand_computed_one():
 def test_groups_without_a_gradient_get_the_first_rows(
     groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, same_rows: bool
 ):
-    """Unless they are a tenth of the mini-batch or less."""
+    """Unless they are less than a tenth of the mini-batch."""
     plan, of_ranks = plan_step(0, groups, Layout(ranks, row_tokens, mini, same_rows=same_rows, scored_apart=True))
     teaching = {group.payload for group in groups if group.advantages[group.trained].any()}
     tokens = {group.payload: group.prompt_tokens + int(group.lengths.sum()) for group in groups}
@@ -151,7 +153,7 @@ def test_groups_without_a_gradient_get_the_first_rows(
         ]
         members = {sample.payload for rank in of_ranks for row in rank.rows[start : start + rows] for sample in row}
         start += rows
-        if sum(tokens[payload] for payload in members - teaching) > 0.1 * sum(tokens[payload] for payload in members):
+        if sum(tokens[payload] for payload in members - teaching) >= 0.1 * sum(tokens[payload] for payload in members):
             assert {False, True} not in kinds
             assert kinds == sorted(kinds, key=lambda kind: kind == {True})
 
@@ -160,6 +162,8 @@ def test_a_few_tokens_without_a_gradient_share_rows_with_the_others():
     groups = [_group("0-0", 5, [10, 10], equal=True), _group("0-1", 10, [100, 90])]
     assert plan_step(0, groups, Layout(1, 300, scored_apart=True))[0].rows_per_rank == 2
     assert plan_step(0, groups, Layout(1, 300))[0].rows_per_rank == 1
+    tenth = [_group("0-0", 2, [4, 4], equal=True), _group("0-1", 10, [40, 40])]
+    assert plan_step(0, tenth, Layout(1, 300, scored_apart=True))[0].rows_per_rank == 2
     groups += [_group("0-2", 10, [100, 90])]
     assert plan_step(0, groups, Layout(1, 500, scored_apart=True))[0].rows_per_rank == 1
 
@@ -206,11 +210,18 @@ def test_mini_batches_hold_whole_groups_of_near_equal_size():
 
 
 def test_a_response_longer_than_a_row_is_an_error():
-    with pytest.raises(PlanningError, match=r"completion 1 of group 0-9 has 110 tokens .* trainer.row_tokens = 109: raise"):
+    with pytest.raises(PlanningError, match=r"completion 1 of group 0-9 has 110 tokens with its prompt, .* = 109: raise"):
         plan_step(0, [_group("0-9", 10, [5, 100])], Layout(1, 109))
     plan_step(0, [_group("0-9", 10, [5, 100])], Layout(1, 110))
+    columns = Segments(np.zeros(2, int), np.arange(2), np.array([10, 50]))
+    with pytest.raises(PlanningError, match="completion 1 of group 0-9 has 110 tokens with its context, "):
+        plan_step(0, [_group("0-9", 10, [5, 60], segments=columns)], Layout(1, 109))
     with pytest.raises(PlanningError, match="no groups"):
         plan_step(0, [], Layout(1, 110))
+
+
+def test_costs_count_linear_layers_and_attention():
+    assert cost(np.array([100, 1000]), np.array([40, 0])).tolist() == [60 * 24_576 + 100**2, 1000 * 24_576 + 1000**2]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -267,6 +278,8 @@ def test_long_prompts_are_shared_within_the_attention_limit():
     assert sum(whole) / len(whole) > 0.9 * LAID_OUT * 16_384
     loads = [sum(_row_tokens(by_payload, row) for row in rank.rows) for rank in planned]
     assert max(loads) <= 1.03 * sum(loads) / len(loads)
+    fetches = sum(len({sample.payload for row in rank.rows for sample in row}) for rank in planned)
+    assert fetches <= len(groups) + 3  # a rank ends within a group at most
 
 
 def test_packing_falls_back_quickly_to_longest_first():
@@ -309,6 +322,24 @@ def test_packing_never_exceeds_the_budget(shares: list[list[tuple[int, list[int]
             assert sum(share[i].tokens for i in row) <= LAID_OUT * budget
     # Best fit opened the second of two rows because its first response did not fit into the first: together they exceed a row.
     assert rows <= max(1, *(2 * -(-sum(response.tokens for response in share) // budget) for share in responses))
+
+
+@pytest.mark.parametrize(
+    ("shares", "rows"),
+    [
+        ([[4, 8, 7]], [[[0], [1], [2]]]),  # in the order of contexts where longest first would not need fewer rows
+        ([[1, 9, 2]], [[[0, 2], [1]]]),  # what is left fills a gap
+        ([[2, 8, 4, 1]], [[[0, 2, 3], [1]]]),  # a gap is filled twice
+        ([[5, 5, 5, 5], [4, 4]], [[[0, 1], [2, 3]], [[0], [1]]]),  # with more rows than necessary, they are even
+        ([[5, 5, 5, 5], [8, 1, 1]], [[[0, 1], [2, 3]], [[0], [1, 2]]]),  # no more than the longest response allows
+        ([[4, 6, 5]], [[[0, 2], [1]]]),  # nearly even, where even is impossible
+        ([[3, 3, 5, 7]], [[[3, 1], [2, 0]]]),  # in order, three rows; longest first into the emptier row, two
+        ([[4, 4, 3, 3, 5]], [[[4, 0], [1, 2, 3]]]),  # longest first into the emptier row, three; by best fit, two
+    ],
+)
+def test_packing_matches_hand_computed_rows(shares: list[list[int]], rows: list[list[list[int]]]):
+    """Rows of 10 tokens, and contexts that no two responses share."""
+    assert pack([[Response(place, 0, tokens) for place, tokens in enumerate(share)] for share in shares], 10) == rows
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=40), st.integers(1, 8))
