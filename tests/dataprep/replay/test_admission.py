@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from services.dataprep.replay.admission import (
     Wait,
     decide,
     is_stale,
+    progress_of,
+    rules_of,
     tickets_to_issue,
 )
 from services.dataprep.replay.rate_limiter import RateLimiter
-from services.store.records import SweptTable
+from services.store.records import RunState, SweptTable
 from tests.dataprep.replay.admission_world import World
+from tests.support.models.tiny_model import make_config
 
 RULES = Rules(prompts_per_step=2, max_staleness=4)
 START = Progress(next_step=9, published=9, steps=100, free_slots=10)
@@ -41,6 +45,16 @@ def swept(*first: int, **more: Any) -> SweptTable:
 def looks(**more: Any) -> SweptTable:
     """The result of a sweep, given by counts only."""
     return swept(**more)
+
+
+def test_rules_and_progress_are_read_from_the_configuration_and_the_runs_hash() -> None:
+    admission = {"prompts_per_step": 3, "max_staleness": 2, "overtake_deadline_s": 50.0}
+    replay = {"max_uses": 2, "min_size": 4}
+    filters = {"zero_std": True, "active_sampling_bound": 5}
+    config = make_config(Path("model"), admission=admission, replay=replay, filters=filters)
+    assert rules_of(config) == Rules(3, 2, 50.0, "fifo", 2, 4, replaced=15)
+    state = RunState(100, 9, 4, 40, 6, 7, 6, -1, "dataprep-0", {}, "", "", "data", "config")
+    assert progress_of(state) == Progress(next_step=8, published=6, steps=100, free_slots=5)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +144,17 @@ def test_several_uses_take_one_place_in_each_of_several_steps() -> None:
     assert tickets_to_issue(looks(size=1, uses={1: 1}), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=2)) == 2
     # The run ends with step 4: the second use does not count.
     assert tickets_to_issue(looks(size=1, uses={1: 1}), Progress(4, 4, 5, 6), Rules(2, 2, max_uses=2)) == 1
+    # A filtered group takes one place in step 4: tickets start at 4 and 5.
+    assert tickets_to_issue(looks(gaps=(0,)), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=2)) == 2
+    # Two older groups have one use left, in step 4, and the third has two: a ticket starts at 5.
+    assert tickets_to_issue(looks(size=3, uses={0: 1, 1: 2}), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=2)) == 1
+
+
+def test_an_unordered_sampler_may_use_a_group_in_any_step() -> None:
+    # Six places in steps 4 to 6 are three tickets' uses; a ticket with two and a group with one leave places for one more.
+    rules = Rules(2, 2, sampler="uniform", max_uses=2)
+    assert tickets_to_issue(looks(), Progress(4, 4, 100, 6), rules) == 3
+    assert tickets_to_issue(looks(size=1, uses={1: 1}, outstanding=1), Progress(4, 4, 100, 6), rules) == 1
 
 
 seeds = st.integers(0, 2**32)
