@@ -20,8 +20,8 @@ STD_EPSILON = 1e-8
 def advantages(rewards: Sequence[float] | np.ndarray, kind: Kind) -> np.ndarray:
     """Return the advantages [..., n] float64 of the rewards [..., n] of groups of n; formulas in docs/semantics.md.
 
-    A group of equal rewards has advantages 0, exactly. Rewards are taken relative to the first, so that a large common part does
-    not round away their differences.
+    Rewards are taken relative to the first, so that a large common part does not round away their differences, and equal rewards
+    have advantages 0, exactly.
 
     `maxrl` is defined for rewards that are not negative. A group of mean 0 or below has advantages 0, since dividing by a
     negative mean would turn the better completions into the worse ones. Rewards of both signs may have a mean close to 0; the
@@ -44,15 +44,9 @@ def advantages(rewards: Sequence[float] | np.ndarray, kind: Kind) -> np.ndarray:
         found = np.where(positive, (found / np.where(positive, first + means, 1.0)).clip(-1.0, n - 1.0), 0.0)
     elif kind == "rloo":
         found *= n / (n - 1)  # r_i - mean of the others = (r_i - mean) n / (n - 1)
-    return np.where((r == first).all(axis=-1, keepdims=True), 0.0, found)
+    return found
 
 
 def trained(truncated: Sequence[bool] | np.ndarray, mask_truncated: bool) -> np.ndarray:
     """Return the mask [n] of the completions that are trained on."""
     return ~np.asarray(truncated, dtype=bool) if mask_truncated else np.ones(len(truncated), dtype=bool)
-
-
-def constant(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Return whether all completions of a group earned the same reward, so that there is nothing to learn from it."""
-    r = np.asarray(rewards, dtype=np.float64)
-    return bool((r == r[0]).all())
