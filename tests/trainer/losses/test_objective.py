@@ -131,6 +131,18 @@ def test_without_a_bonus_entropy_has_no_gradient() -> None:
     assert entropy.grad is None
 
 
+def test_only_some_losses_leave_a_token_of_advantage_0_without_a_gradient() -> None:
+    none, ones = torch.zeros(3), torch.ones(3)
+    plain = _plain()
+    assert not losses.has_gradient(none, ones, plain)
+    assert not losses.has_gradient(ones, none, plain)
+    assert not losses.has_gradient(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]), plain)
+    assert losses.has_gradient(torch.tensor([0.0, -0.1]), torch.ones(2), plain)
+    assert not losses.has_gradient(torch.zeros(0), torch.zeros(0), plain)
+    for other in (Loss(kl_beta=0.1), _plain(entropy_coefficient=0.1), _plain(policy="mine:loss")):
+        assert losses.has_gradient(none, ones, other)
+
+
 logprob = st.floats(-8, -0.01)
 one_token = st.tuples(logprob, logprob, logprob | st.just(float("nan")), logprob, st.floats(0, 3))
 one_response = st.tuples(st.lists(one_token, max_size=5), st.floats(-3, 3), st.floats(0, 1))

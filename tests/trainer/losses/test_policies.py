@@ -27,11 +27,14 @@ LN2 = math.log(2)
         ("dapo", 1.5, -2.0, 3.0, 3.0, 0, 0),  # a worse token that became likelier: never clipped
         ("grpo", 0.5, 1.0, -0.5, -0.5, 0, 0),
         ("grpo", 0.5, -1.0, 0.8, 0.0, 1, 0),
+        ("grpo", 1.0, -2.0, 2.0, 2.0, 0, 0),
         ("dr_grpo", 1.25, 1.0, -1.2, 0.0, 0, 1),
         ("dapo", 0.5, -1.0, 0.8, 0.0, 1, 0),
         ("dapo", 0.5, 0.0, 0.0, 0.0, 0, 0),
+        ("dapo", 1.5, 0.0, 0.0, 0.0, 0, 0),
         # theta = ln ratio - 1: -A sg(weight) theta, whose gradient is never cut
-        ("cispo", 1.5, 2.0, -2 * 1.272 * (math.log(1.5) - 1), -2 * 1.272, 0, 1),
+        ("cispo", 1.5, 0.5, -0.5 * 1.272 * (math.log(1.5) - 1), -0.5 * 1.272, 0, 1),
+        ("cispo", 1.5, 0.0, 0.0, 0.0, 0, 0),
         ("cispo", 1.5, -2.0, 2 * 1.272 * (math.log(1.5) - 1), 2 * 1.272, 0, 0),
         ("cispo", 0.5, -1.0, 0.5 * (-LN2 - 1), 0.5, 0, 0),  # no lower bound
         ("reinforce", 1.1, 1.0, -1.1 * (math.log(1.1) - 1), -1.1, 0, 0),

@@ -9,8 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from services.config.loss import Loss
-from services.trainer.losses import has_gradient
 from tests.support.models.rank_worker import Job, launch
 from tests.support.models.tiny_model import make_payloads, make_samples
 
@@ -78,15 +76,3 @@ def test_a_row_without_a_gradient_is_only_scored(name: str, results: dict[str, t
                 {key: other[key] for key in other.keys() - left_out}, rel=1e-5, abs=1e-7
             )
             assert (one["flops/train/sum"] < other["flops/train/sum"]) == (passes < rows)
-
-
-def test_only_some_losses_leave_a_token_of_advantage_0_without_a_gradient() -> None:
-    none, ones = torch.zeros(3), torch.ones(3)
-    plain = Loss(kl_beta=0.0)
-    assert not has_gradient(none, ones, plain)
-    assert not has_gradient(ones, none, plain)
-    assert not has_gradient(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]), plain)
-    assert has_gradient(torch.tensor([0.0, -0.1]), torch.ones(2), plain)
-    assert not has_gradient(torch.zeros(0), torch.zeros(0), plain)
-    for other in (Loss(kl_beta=0.1), Loss(kl_beta=0.0, entropy_coefficient=0.1), Loss(kl_beta=0.0, policy="mine:loss")):
-        assert has_gradient(none, ones, other)
