@@ -81,7 +81,7 @@ def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, r
             damaged[name] = str(fault)
     if damaged:
         raise Damaged(damaged)
-    return [_row(row, groups, row_tokens) if row else _empty_row() for row in plan.rows]
+    return [_row(row, groups, row_tokens) for row in plan.rows]
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,8 @@ def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -
         end += size
     if end > row_tokens:
         raise PlanMismatch(f"a row of {end} tokens exceeds trainer.row_tokens = {row_tokens}")
+    if not samples:  # one token without a target
+        ids, positions, lengths, contexts = [np.zeros(1)], [np.zeros(1)], [1], [(0, 0)]
     return PackedRow(
         samples=tuple(sample.response for sample in samples),
         segments=tuple(sample.index for sample in samples),
@@ -241,23 +243,6 @@ def _check_factors(sample: Sample) -> None:
 def _trained(sample: Sample, sampled: np.ndarray) -> np.ndarray:
     """Return the positions of the sample's tokens that are in the loss, [R of the sample] int64."""
     return np.flatnonzero(sampled) if sample.trained_tokens else np.zeros(0, np.int64)
-
-
-def _empty_row() -> PackedRow:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return PackedRow(
-        samples=(),
-        segments=(),
-        input_ids=torch.zeros(1, dtype=torch.int64),
-        positions=torch.zeros(1, dtype=torch.int64),
-        packing=Packing.of([1]),
-        predictors=nothing,
-        targets=nothing,
-        behaviour=torch.zeros(0),
-        advantages=torch.zeros(0),
-        weights=torch.zeros(0),
-        sample_of_token=nothing,
-    )
 
 
 def _join(parts: list[np.ndarray], dtype: type) -> Tensor:

@@ -59,13 +59,13 @@ def _with_tools(*spans: tuple[int, int, int]) -> Payload:
 
 
 def test_tool_tokens_are_context_and_never_targets() -> None:
-    (row,) = _build([[Sample("a", 2, 0.5, 2, 0.25), Sample("a", 0, -1.0, 1)]], _with_tools((2, 1, 2), (0, 0, 1)))
+    (row,) = _build([[Sample("a", 2, 0.5, 2, 0.25), Sample("a", 0, -1.0, 1, 0.0)]], _with_tools((2, 1, 2), (0, 0, 1)))
     assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
     assert row.predictors.tolist() == [1, 3, 5]
     assert row.targets.tolist() == [30, 32, 21]
     assert row.behaviour.tolist() == [-3, -5, -2]
     assert row.advantages.tolist() == [0.5, 0.5, -1]
-    assert row.weights.tolist() == [0.25, 0.25, 1]
+    assert row.weights.tolist() == [0.25, 0.25, 0]
     assert row.sample_of_token.tolist() == [0, 0, 1]
 
 
@@ -122,7 +122,10 @@ def test_random_tool_spans_never_train_a_wrong_token(spans: list[tuple[int, int,
 def test_an_empty_row_is_one_token_without_a_target() -> None:
     full, empty = _build([[Sample("a", 0, 1.0, 2)], []])
     assert len(full.targets) == 2
-    assert (len(empty.input_ids), len(empty.targets), empty.packing.whole.tolist()) == (1, 0, [0, 1])
+    assert (empty.input_ids.tolist(), empty.positions.tolist(), empty.packing.whole.tolist()) == ([0], [0], [0, 1])
+    for name in ("predictors", "targets", "behaviour", "advantages", "weights", "sample_of_token"):
+        mine, others = getattr(empty, name), getattr(full, name)
+        assert (mine.shape, mine.dtype) == ((0,), others.dtype), name
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2)), max_size=8), max_size=4))
