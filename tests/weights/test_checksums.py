@@ -81,6 +81,7 @@ def test_the_checksum_is_the_same_on_all_machines() -> None:
     numbers = torch.arange(5000, dtype=torch.int32)
     assert checksums([numbers]).tolist() == [[-6245662841737281971, 5524801111106019727]]
     assert checksums([torch.empty(0, 3)]).tolist() == [[0, 0]]
+    assert checksums([]).shape == (0, 2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
