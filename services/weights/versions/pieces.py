@@ -191,9 +191,7 @@ def _restored(stored: memoryview, raw: int, compressed: bool) -> np.ndarray:
         announced = zstandard.get_frame_parameters(stored).content_size
         if announced != raw:
             raise InvalidVersion(f"a compressed block of {announced} bytes instead of {raw}")
-        restored = _own.decompressor.decompress(stored, max_output_size=raw, allow_extra_data=False)
+        restored = _own.decompressor.decompress(stored, allow_extra_data=False)  # as many bytes as announced, or an error
     except zstandard.ZstdError as error:
         raise InvalidVersion(f"a damaged block: {error}") from None
-    if len(restored) != raw:
-        raise InvalidVersion(f"a compressed block of {len(restored)} bytes instead of {raw}")
     return np.frombuffer(restored, np.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,9 @@ def test_the_smallest_encoding_is_chosen(share: float, step: int, encoding: str)
     old = random.integers(0, 2**16, 100_000, np.uint16)
     change = random.random(old.size) < share
     new = np.where(change, old + 1 if step else random.integers(0, 2**16, old.size, np.uint16), old).astype(np.uint16)
-    assert pieces.encode(new, old).encoding == encoding
+    encoded = pieces.encode(new, old)
+    assert encoded.encoding == encoding
+    assert np.array_equal(restored(encoded, old), new)
 
 
 def test_a_fiftieth_of_the_weights_costs_about_a_byte_each() -> None:
@@ -89,7 +92,9 @@ def test_a_fiftieth_of_the_weights_costs_about_a_byte_each() -> None:
     old = random.integers(0, 2**16, 1 << 20, np.uint16)
     change = random.random(old.size) < 0.02
     new = (old + np.where(change, random.choice(np.array([1, 2**16 - 1], np.uint16), old.size), 0)).astype(np.uint16)
-    assert pieces.encode(new, old).nbytes < 1.2 * np.count_nonzero(change)
+    encoded = pieces.encode(new, old)
+    assert encoded.nbytes < 1.2 * np.count_nonzero(change)
+    assert np.array_equal(restored(encoded, old), new)
 
 
 @settings(max_examples=200, deadline=None)
@@ -133,14 +138,35 @@ def test_any_bytes_decode_to_positions_in_range_or_none(encoded: bytes, changed:
 
 
 def test_a_block_larger_than_announced_is_not_decompressed() -> None:
-    import zstandard
-
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
     with pytest.raises(InvalidVersion, match="a compressed block of 67108864 bytes instead of 8"):
         pieces.decode("dense", 8, [(memoryview(bomb), 8, True)], 8, np.dtype(np.uint8))
+    huge = bytes.fromhex("28b52ffde0") + (1 << 40).to_bytes(8, "little")  # a frame's magic number, what follows, and its size
+    with pytest.raises(InvalidVersion, match="a compressed block of 1099511627776 bytes instead of 8"):
+        pieces.decode("dense", 8, [(memoryview(huge), 8, True)], 8, np.dtype(np.uint8))
     streamed = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 26))
     with pytest.raises(InvalidVersion):
         pieces.decode("dense", 8, [(memoryview(streamed), 8, True)], 8, np.dtype(np.uint8))
+
+
+FRAME = zstandard.ZstdCompressor().compress(bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "changed", "block", "message"),
+    [
+        ("dense", 8, (bytes([2] * 9), 8, False), "a block of 9 bytes instead of 8"),
+        ("dense", 7, (bytes([2] * 8), 8, False), "another number of elements than announced"),
+        ("dense", 0, (FRAME + b"more", 8, True), "a damaged block: "),
+        ("dense", 0, (FRAME[:-1], 8, True), "a damaged block: "),
+        ("dense", 0, (b"no frame", 8, True), "a damaged block: "),
+        ("thin", 0, (bytes(8), 8, False), "unknown encoding 'thin'"),
+    ],
+)
+def test_contradictions_are_rejected(encoding: str, changed: int, block: tuple[bytes, int, bool], message: str) -> None:
+    stored, *rest = block
+    with pytest.raises(InvalidVersion, match=message):
+        pieces.decode(encoding, changed, [(memoryview(stored), *rest)], 8, np.dtype(np.uint8))
 
 
 @given(st.sets(st.integers(0, 2000), max_size=40), st.integers(1, 20))
