@@ -26,8 +26,6 @@ SAME, GAPS, BITMAP, DENSE, WHOLE = "same", "gaps", "bitmap", "dense", "whole"
 """How a piece is encoded: nothing changed; positions as gaps or as a bitmap, and the differences there; the differences of all
 elements; or the elements themselves, which alone need no base."""
 
-ANCHOR, DELTA = "anchor", "delta"
-
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
     """A run of bytes in a part."""
@@ -77,11 +75,6 @@ class VersionManifest(msgspec.Struct, frozen=True):
     pieces: list[TensorPiece]
     parts: list[DataPart]
     weights: list[Weight]
-
-    @property
-    def kind(self) -> str:
-        """Return `anchor` or `delta`."""
-        return ANCHOR if self.base is None else DELTA
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +168,7 @@ def _check_pieces(manifest: VersionManifest) -> None:
         itemsize = _itemsize(manifest.tensors[tensor])
         if [block.raw for block in piece.blocks] != _raw_sizes(piece, itemsize, manifest.base):
             raise InvalidVersion(f"a piece of {manifest.tensors[tensor].name!r} has blocks of impossible sizes")
-        if any(not -(2**63) <= value < 2**63 for value in piece.checksum):
+        if any(value >= 2**63 for value in piece.checksum):  # msgpack holds nothing below -2**63
             raise InvalidVersion("a checksum is beyond int64")
     if tensor != len(manifest.tensors) - 1 or end != _elements(manifest, tensor):
         raise InvalidVersion("the pieces do not cover the tensors")

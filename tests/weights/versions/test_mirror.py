@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from services.weights.collective import Deadline
 from services.weights.versions import delta as delta_module
 from services.weights.versions import encoder
 from services.weights.versions import mirror as mirror_module
-from services.weights.versions.manifest import DIGEST_BYTES, VersionManifest, decode, encode
+from services.weights.versions.manifest import DIGEST_BYTES, VersionManifest, Weight, decode, encode
 from services.weights.versions.mirror import NOTHING, WeightMirror
 from services.weights.versions.objects import Target
 from services.weights.versions.positions import InvalidVersion
@@ -56,6 +57,19 @@ def test_versions_are_applied_bitwise(ranks: int, monkeypatch: pytest.MonkeyPatc
         bring(mirror, wired(manifest), parts.items())
         assert mirror.held == (FENCE, version)
         assert_same_bits(dict(mirror.weights()), copies(trained))
+
+
+@pytest.mark.parametrize("count", [255, 256, 510, 511, 1021])
+def test_a_change_of_the_last_element_alone_is_applied(count: int) -> None:
+    """Its gap takes as many bytes as a manifest allows."""
+    weight = torch.nn.Parameter(torch.zeros(count))
+    publisher, mirror = Publisher({"one": weight}), WeightMirror()
+    bring(mirror, *_items(publisher.anchor()))
+    weight.data[-1] = 1.0
+    manifest, parts = publisher.delta()
+    assert manifest.pieces[0].encoding == "gaps"
+    bring(mirror, wired(manifest), parts.items())
+    assert_same_bits(dict(mirror.weights()), copies({"one": weight}))
 
 
 def test_an_anchor_of_the_base_is_the_last_version() -> None:
@@ -223,27 +237,42 @@ def variants(manifest: VersionManifest) -> list[tuple[str, VersionManifest]]:
     replace = msgspec.structs.replace
     first, *others = manifest.pieces
     block = replace(first.blocks[0], raw=10**15, stored=10**15)
-    tensors, weights = manifest.tensors, manifest.weights
+    gaps = replace(first.blocks[0], raw=first.changed + first.count // 255 + 1)
+    tensors, weights, beyond = manifest.tensors, manifest.weights, len(manifest.tensors)
+    adapter = [replace(tensors[0], name=name, shape=shape) for name, shape in (("a", [2, 257]), ("b", [300, 2]))]
+
+    def merged(*sources: int, scale: float = 1.0) -> VersionManifest:
+        return replace(manifest, tensors=[*tensors, *adapter], weights=[Weight("merged", list(sources), scale)])
+
     return [
         ("format 3", replace(manifest, format=3)),
         ("do not cover", replace(manifest, pieces=others)),
         ("do not cover", replace(manifest, pieces=manifest.pieces[:-1])),
+        ("do not cover", replace(manifest, pieces=[*manifest.pieces, replace(first, tensor=beyond)])),
         ("begins at", replace(manifest, pieces=[replace(first, start=1), *others])),
         ("begins at", replace(manifest, pieces=[replace(first, changed=first.count + 1), *others])),
         ("impossible sizes", replace(manifest, pieces=[replace(first, blocks=[block, *first.blocks[1:]]), *others])),
+        ("impossible sizes", replace(manifest, pieces=[replace(first, blocks=[gaps, *first.blocks[1:]]), *others])),
         ("impossible sizes", replace(manifest, pieces=[replace(first, encoding="runs"), *others])),
         ("impossible sizes", replace(manifest, base=None)),
         ("overlap", replace(manifest, pieces=[replace(first, offset=-1), *others])),
-        ("overlap", replace(manifest, pieces=[replace(first, part=5), *others])),
+        ("overlap", replace(manifest, pieces=[replace(first, part=1), *others])),
+        ("overlap", replace(manifest, pieces=[first, replace(others[0], offset=others[0].offset - 1), *others[1:]])),
         ("cannot hold", replace(manifest, parts=[replace(manifest.parts[0], nbytes=3)])),
         ("cannot hold", replace(manifest, parts=[replace(manifest.parts[0], name="../../etc/passwd")])),
         ("beyond int64", replace(manifest, pieces=[replace(first, checksum=(2**63, 0)), *others])),
         ("impossible type", replace(manifest, tensors=[replace(tensors[0], dtype="Tensor"), *tensors[1:]])),
         ("impossible type", replace(manifest, tensors=[replace(tensors[0], shape=[2**40, 2**40]), *tensors[1:]])),
         ("occurs twice", replace(manifest, tensors=[tensors[1], *tensors[1:]])),
-        ("do not exist", replace(manifest, weights=[replace(weights[0], sources=[99])])),
+        ("do not exist", replace(manifest, weights=[replace(weights[0], sources=[beyond])])),
         ("do not exist", replace(manifest, weights=[replace(weights[0], sources=[])])),
         ("of shapes", replace(manifest, weights=[replace(weights[0], sources=[0, 1, 2])])),
+        ("of shapes", merged(0, beyond, beyond + 1, scale=math.nan)),
+        ("of shapes", merged(0, beyond + 1, beyond)),
+        ("of shapes", merged(0, beyond, beyond)),
+        ("of shapes", merged(0, 4, 4)),  # a scalar
+        ("of shapes", merged(1, beyond, beyond + 1)),  # of one dimension
+        ("do not cover the tensors", merged(0, beyond, beyond + 1)),  # as it should be, but A and B have no pieces
     ]
 
 
