@@ -10,6 +10,7 @@ folder with a catalogue that only it writes, so a trainer that lost its place di
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 import msgspec
@@ -69,18 +70,18 @@ class Catalogue(msgspec.Struct, frozen=True):
             return []
         deltas = {entry.version: entry for entry in self.entries if entry.base is not None}
         anchors = {entry.version: entry for entry in self.entries if entry.base is None}
-        best, best_bytes = list[Entry](), -1
+        best, best_bytes = list[Entry](), math.inf
         suffix, size, at = list[Entry](), 0, version
         while True:
-            if at == held and (best_bytes < 0 or size <= best_bytes):
+            if at == held and size <= best_bytes:
                 return suffix
-            if at in anchors and (best_bytes < 0 or size + anchors[at].nbytes < best_bytes):
+            if at in anchors and size + anchors[at].nbytes < best_bytes:
                 best, best_bytes = [anchors[at], *suffix], size + anchors[at].nbytes
             step = deltas.get(at)
             if step is None or step.base is None:
                 break
             suffix, size, at = [step, *suffix], size + step.nbytes, step.base
-        if best_bytes < 0:
+        if not best:
             raise InvalidVersion(f"the store has no way to version {version} of trainer {self.fence}, newest is {self.newest}")
         return best
 
@@ -91,7 +92,7 @@ class Catalogue(msgspec.Struct, frozen=True):
     def trimmed(self) -> Catalogue:
         """Return the catalogue from the last anchor but one on: who has begun with that one can continue."""
         anchors = sorted(entry.version for entry in self.entries if entry.base is None)
-        first = anchors[-2] if len(anchors) > 1 else anchors[0] if anchors else 0
+        first = anchors[-2:][0] if anchors else 0
         kept = [entry for entry in self.entries if entry.version > first or (entry.version == first and entry.base is None)]
         return Catalogue(self.fence, kept)
 
