@@ -19,7 +19,7 @@ from services.weights.collective import Deadline
 from services.weights.versions import delta as delta_module
 from services.weights.versions import encoder
 from services.weights.versions import mirror as mirror_module
-from services.weights.versions.manifest import DIGEST_BYTES, VersionManifest, Weight, decode, encode
+from services.weights.versions.manifest import DIGEST_BYTES, TensorPiece, VersionManifest, Weight, decode, encode
 from services.weights.versions.mirror import NOTHING, WeightMirror
 from services.weights.versions.objects import Target
 from services.weights.versions.positions import InvalidVersion
@@ -230,6 +230,24 @@ def test_a_manifest_with_another_name_or_scale_is_rejected(pair) -> None:
     assert encoded.count(b"odd") == 2
     with pytest.raises(InvalidVersion, match="some of its bytes have changed"):
         decode(b"oda".join(encoded.rsplit(b"odd", 1)))
+
+
+def test_pieces_are_grouped_into_enough_work_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_module, "GROUP", 10)
+    pieces = [TensorPiece(0, 0, count, 0, "same", 0, 0, [], (0, 0)) for count in (5, 5, 9, 1, 4)]
+    assert list(delta_module.groups(pieces, range(5))) == [[0, 1], [2, 3], [4]]
+    assert list(delta_module.groups(pieces, [3, 4, 2, 0])) == [[3, 4, 2], [0]]
+    assert list(delta_module.groups(pieces, [])) == []
+
+
+def test_versions_are_alike_with_the_same_tensors_in_the_same_pieces(pair) -> None:
+    anchor, delta = pair[0][0], pair[1][0]
+    other_tensors = msgspec.structs.replace(delta, tensors=delta.tensors[::-1])
+    other_pieces = msgspec.structs.replace(delta, pieces=delta.pieces[::-1])
+    assert delta_module.alike([anchor])
+    assert delta_module.alike([anchor, delta])
+    assert not delta_module.alike([anchor, delta, other_tensors])
+    assert not delta_module.alike([anchor, other_pieces, delta])
 
 
 def variants(manifest: VersionManifest) -> list[tuple[str, VersionManifest]]:
