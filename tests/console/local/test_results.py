@@ -168,18 +168,35 @@ def test_rates_are_weighted_by_time_with_long_pauses_capped() -> None:
     steady = [row(i, float(i), r=10.0) for i in range(11)]
     night = [*steady, row(11, 40_000.0, r=1.0)]
     assert figures.average_rate(night, "r") == pytest.approx((10 * 10 + 10 * 1) / 20)
+    fast = [row(0, 0.0, r=999.0), row(1, 0.5, r=10.0), row(2, 0.75, r=40.0), row(3, 1.0), row(4, 0.5, r=1e6)]
+    assert figures.average_rate(fast, "r") == pytest.approx((0.5 * 10 + 0.25 * 40) / 0.75), "a clock that was set back counts 0"
+    assert figures.average_rate([row(step, 7.0, r=float(step)) for step in range(4)], "r") == 3.0
     assert figures.average_rate(rows[:1], "r") == 999.0
     assert figures.average_rate([], "r") is None
 
 
 def test_numbers_are_formatted_for_people() -> None:
-    assert [figures.duration(s) for s in (None, 4.21, 42.0, 187.0, 7387.0)] == ["–", "4.2 s", "42 s", "3:07", "2:03:07"]
+    assert [figures.duration(s) for s in (None, 4.21, 10.0, 42.0, 187.0)] == ["–", "4.2 s", "10 s", "42 s", "3:07"]
+    assert [figures.duration(s) for s in (7387.0, 3600.0)] == ["2:03:07", "1:00:00"]
     rows = [row(step, 3.0 * step) for step in range(5)]
     assert figures.left_s(rows, 10) == pytest.approx(15.0)
+    assert figures.left_s(rows, 5) == 0.0
     assert figures.left_s(rows[:1], 10) is None
     line = figures.step_line(row(4, 12.0, **{figures.REWARD: 0.25, figures.GENERATED: 1234.5}), 10, 15.0)
     assert line.startswith("step 4 (5/10)  reward 0.250  lag – (max –)  generated 1,234 tok/s  trained – tok/s")
     assert line.endswith("took –  left 15 s")
+    evaluated = {"eval/version": 6.0, "eval/all/pass@1": 0.5, "eval/gsm8k/pass@1": 0.25, "eval/gsm8k/pass@4": 1.0, "step": 6.0}
+    line = figures.evaluation_line(evaluated | {"eval/wall_s": 61.0})
+    assert line == "evaluation of version 6: gsm8k pass@1 0.250  gsm8k pass@4 1.000  took 1:01"
+    assert [figures.prompts_failed(count).partition(" failed")[0] for count in (1, 2, 1000)] == [
+        "1 prompt", "2 prompts", "1,000 prompts",
+    ]  # fmt: skip
+
+
+def test_the_time_left_is_estimated_from_the_last_twenty_steps() -> None:
+    spans = [20.0] * 9 + [5.0] + [3.0] * 19
+    rows = [row(step, sum(spans[:step])) for step in range(30)]
+    assert figures.left_s(rows, 40) == pytest.approx((5 + 19 * 3) / 20 * 10)
 
 
 def test_a_pause_hardly_changes_the_estimate_of_the_time_left() -> None:
