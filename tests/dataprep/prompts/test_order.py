@@ -327,6 +327,8 @@ def test_an_invalid_or_foreign_state_is_rejected():
         (_spans((5, 1.0), (3, 1.0)), draft.state, draft.epochs),
         (_spans((5, 1.0), (6, 1.0)), draft.state, {"a": draft.epochs["a"]}),
         (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["b"]}),
+        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": np.array([0, 5], "<i4").tobytes()}),
+        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"b": np.array([4, 5], "<i4").tobytes()}),
         (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:4]}),
         (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:7]}),
         (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:4] * 5}),
@@ -395,6 +397,11 @@ def test_a_curriculum_gets_the_rates_known_at_each_epoch():
     known = dict(zip(rows, given_rates, strict=True))
     assert (known[middle], known[hard]) == (0.5, 0.0)
     assert np.isnan(known[first[3]]), "the last one may not be settled yet"
+
+
+def test_a_curriculum_needs_no_exclusion():
+    order = _order(_spans((4, 1.0)), curriculum=lambda rows, rates, epoch: rows[::-1])
+    assert [pick.row for pick in _draw(order, 4, 0)] == permutation(5, 0, 4).tolist()[::-1]
 
 
 def test_a_raised_bound_brings_exhausted_sources_back():
