@@ -31,13 +31,14 @@ ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
         (FAILING, True, None, "paused", f"dataprep by grpo: prompts keep failing: 16 in a row{REMEDY}"),
         ({"stopping": "ada: enough"}, True, None, "running", "ending after this step: ada: enough"),
         ({"restore": 20, **LUNCH}, True, None, "running", "restoring the checkpoint of step 20"),
+        ({"restoring": 0}, True, None, "running", "restoring the checkpoint of step 0"),
         ({"finished": "trained 4 of 4 steps"}, False, None, "finished", "trained 4 of 4 steps"),
         ({}, False, None, "stopped", ""),
         (LUNCH, False, Condition("stopped"), "stopped", f"it starts paused: trainer by ada: lunch, since {moment(NOW)}"),
         ({}, False, Condition("stopped", "grpo run was killed"), "stopped", "grpo run was killed"),
         (
-            {"restore": 2}, False, Condition("finished", "trained 4 of 4 steps"), "stopped",
-            "trained 4 of 4 steps; it resumes from the checkpoint of step 2",
+            {"restore": 0}, False, Condition("finished", "trained 4 of 4 steps"), "stopped",
+            "trained 4 of 4 steps; it resumes from the checkpoint of step 0",
         ),
         ({}, False, Condition("failed", "trainer cannot run"), "failed", "trainer cannot run"),
         ({}, True, Condition("failed", "trainer cannot run"), "running", ""),
@@ -45,6 +46,10 @@ ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
 )  # fmt: skip
 def test_a_run_is_in_one_of_five_conditions(changes, live, left, word, detail) -> None:
     assert condition(replace(STATE, **changes), live=live, left=left) == Condition(word, detail)
+
+
+def test_a_condition_is_one_word_and_perhaps_a_detail() -> None:
+    assert [str(Condition("running")), str(Condition("failed", "no disk"))] == ["running", "failed: no disk"]
 
 
 def pod(kind: str, phase: str, number: int = 0) -> PodStatus:
@@ -68,7 +73,7 @@ LEADING, TRAINER, READY = pod("dataprep", "leading"), pod("trainer", "waiting fo
         (STATE, [LEADING, TRAINER, pod("generator", "unsynced")], "the first weights to reach a generator"),
         (STATE, [LEADING, TRAINER, READY], "the first groups of completions (3 of 16 slots in use)"),
         (replace(STATE, prepared_step=0), [LEADING, TRAINER, READY], "the first step to be trained"),
-        (replace(STATE, committed_step=2), [LEADING, TRAINER, READY, pod("generator", "loading", 1)], ""),
+        (replace(STATE, committed_step=0), [LEADING, TRAINER, READY, pod("generator", "loading", 1)], ""),
         (replace(STATE, committed_step=2), [LEADING, TRAINER], "the generators to start"),
         (replace(STATE, paused={"trainer": "ada"}), [], ""),
     ],
