@@ -298,6 +298,16 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
             ["trainer.compile=true", "trainer.gradient_checkpointing=selective"],
             'trainer.compile = true and trainer.gradient_checkpointing = "selective" are incompatible: set trainer.compile',
         ),
+        (["trainer.compile=true", "trainer.deterministic=true"], "trainer.deterministic = true are incompatible"),
+        (["trainer.compile=true", "trainer.zero_stage=3"], "trainer.zero_stage = 3 are incompatible"),
+        (
+            ["trainer.compile=true", "trainer.ranks=2", "trainer.sequence_parallel=2"],
+            "trainer.sequence_parallel = 2 are incompatible",
+        ),
+        (
+            ["lora.rank=4", "reference.kind=polyak", "loss.kl_beta=0.1"],
+            'lora.rank = 4 and reference.kind = "polyak" are incompatible: averaging adapters does not average the weights',
+        ),
         (
             ["sync.encoding=sparse"],
             'sync.encoding = "sparse" and sync.backend = "auto" are incompatible: it writes into the memory',
@@ -326,7 +336,8 @@ def test_incompatible_settings_are_rejected(file: Path, overrides: list[str], me
         ["trainer.ranks=4", "trainer.sequence_parallel=2"], ["loss.kl_beta=0.1"],
         ["reference.kind=polyak", "reference.every_steps=5", "loss.kl_beta=0.1"],
         ["optimizer.schedule=cosine", "optimizer.warmup_steps=99"],
-        ["model.fp32_head=true"],
+        ["model.fp32_head=true"], ["trainer.compile=true"], ["lora.rank=4"],
+        ["replay.min_size=32"], ["replay.samples_per_insert=1"],
         ["verifiers.0.kind=regex", "verifiers.0.pattern=x"],
         [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym", sources=["task"]}, {kind="exact"}]'],
         ["data.curriculum=services.dataprep.prompts.curriculum:easy_first"], ["filters.exclude_pass_rate=1"],
