@@ -23,6 +23,7 @@ TURNS = ["environments=[{kind='agent', name='e', command=['true']}]", "data.sour
 SOURCE, CLASS = "data.sources.0.environment=e", "environments.0.function=f.py:C"
 TOOLS = ["environments=[{kind='python', name='e', tools=['python']}]", SOURCE]
 SERVER = ["environments=[{kind='mcp', name='e', command=['true']}]", SOURCE]
+STORE = "sync.backend=store"
 REMOTE = "verifiers=[{kind='http', url='http://h'}]"
 
 
@@ -42,6 +43,7 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
         "with weight = -1, since only verifiers with a positive weight say what is solved",
         ["verifiers.0.weight=1"],
     ),
+    ("verifiers.0.solved_at=0.5", ["verifiers.0.weight=0"], "with weight = 0, since only", ["verifiers.0.weight=0.1"]),
     ("sampling.min_group_size=2", [], "without an environment, since then every completion", TURNS),
     ("admission.overtake_deadline_s=5", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
     ("admission.overtake_deadline_s=0", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
@@ -59,6 +61,10 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("environments.0.solved_at=1", TOOLS, "without function, which alone gives a score: set solved_at of", [*TOOLS, CLASS]),
     ("environments.0.solved_at=1", SERVER, "without function, which alone gives a score", [*SERVER, CLASS]),
     ("environments.0.memory_mib=99", SERVER, "without the tool python", [*SERVER, "environments.0.tools=['python']"]),
+    ("lora.alpha=8", [], "with lora.rank = 0: set lora.rank", ["lora.rank=4"]),
+    ("sync.encoding=delta", [STORE], 'with sync.backend = "store": remove the key: a store always has what changed', []),
+    ("sync.kv=recompute", ["sync.in_flight=drain"], 'with sync.in_flight = "drain"', []),
+    ("redis.ca_file=c", ["redis.url=redis://h:1"], "with redis.url = 'redis://h:1': use rediss://", ["redis.url=rediss://h:1"]),
     ("tracing.share=0.5", [], "without tracing.endpoint: set tracing.endpoint", ["tracing.endpoint='http://h:1'"]),
 ]
 """A key and its value; settings under which it has no effect; the message; settings under which it has an effect."""
@@ -91,6 +97,20 @@ def test_a_missing_interval_of_evaluation_is_one_fault_that_names_all_its_keys(t
     assert "have no effect with evaluation.every_steps = 0: set evaluation.every_steps, or remove them, or set" in str(
         caught.value
     )
+
+
+def test_keys_without_effect_for_one_reason_are_joined(tmp_path: Path) -> None:
+    keys = ["replay.priority=recency", "replay.priority_exponent=0.5", "replay.recency_half_life=3"]
+    two = "replay.priority_exponent = 0.5 and replay.recency_half_life = 3.0"
+    cure = 'set replay.sampler = "prioritized" or replay.remover = "lowest_priority"'
+    for given, named, defaults in (
+        (keys[1:], two, "1.0 and 1.0"),
+        (keys, f"replay.priority = 'recency', {two}", "'advantage', 1.0 and 1.0"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            configured(tmp_path, *given)
+        why = f'{named} have no effect with replay.sampler = "fifo" and replay.remover = "fifo": {cure}'
+        assert f"{why}, or remove them, or set them to their defaults, {defaults}" in str(caught.value)
 
 
 def test_a_default_without_effect_is_not_an_error(tmp_path: Path) -> None:
