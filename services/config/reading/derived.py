@@ -65,8 +65,8 @@ def derived(config: RunConfig) -> RunConfig:
 def shared_out(total: int, prompt: int | None, completion: int | None) -> tuple[int, int]:
     """Return the longest prompt and the longest completion in a context of `total` tokens; None: not set.
 
-    Where neither is set and their defaults do not fit, each gets half; where one is set, the other gets what it leaves, and its
-    default if that is nothing: then the two are refused.
+    Where neither is set and their defaults do not fit, the completion gets its default, but at most half, and the prompt what
+    is left. Where one is set, the other gets what it leaves, and its default if that is nothing: then the two are refused.
     """
     most_prompt, most_completion = _default(Data, "max_prompt_tokens"), _default(Sampling, "max_tokens")
     if prompt is None:
