@@ -110,19 +110,21 @@ def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda confi
 def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, faults: list[str]) -> RunConfig:
     faults, config, left = list(faults), None, copy.deepcopy(dict(tree))
     stood_in = set[str]()  # keys whose values were left out
+    left_out = set[tuple[str | int, ...]]()  # the same: that they are missing then is no fault of the user
     for _ in range(ROUNDS):
         try:
             config = RunConfig.model_validate(left)
             break
         except ValidationError as error:
-            errors = error.errors(include_url=False)
+            errors = [fault for fault in error.errors(include_url=False) if keys_of(fault) not in left_out]
             lines = [explained(fault) for fault in errors]
             faults += map(places.told, lines)
             stood_in.update(key for line in lines for key in places.named(line))
             faulty = {keys_of(fault): fault["type"] for fault in errors}
             gone = [without(left, keys) for keys, kind in faulty.items() if kind != "missing"]
-            if len(gone) < len(faulty) or not all(gone):
+            if not gone or len(gone) < len(faulty) or not all(gone):
                 break
+            left_out |= faulty.keys()
     if config is not None:
         config = _settled(config)
         rules = (

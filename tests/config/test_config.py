@@ -207,8 +207,10 @@ def test_every_pattern_is_described_in_words() -> None:
 
 
 def test_a_fault_of_a_section_does_not_print_all_of_it(file: Path) -> None:
-    assert fault(file, "evaluation.ks=[2]").endswith("evaluation.ks = [2]: pass@2 needs that many completions per prompt, but "
-        "evaluation.samples = 1; raise evaluation.samples or lower evaluation.ks")  # fmt: skip
+    assert fault(file, "evaluation.ks=[2]") == (
+        "command line: evaluation.ks = [2]: pass@2 needs that many completions per prompt, but evaluation.samples = 1; "
+        "raise evaluation.samples or lower evaluation.ks"
+    )
     told = fault(file, 'environments=[{name = "a", kind = "agent"}]')
     assert "environments.0: needs either function or command: set one of them" in told
 
@@ -218,6 +220,26 @@ def test_all_problems_are_named_at_once(file: Path) -> None:
     message = fault(file)
     for part in ("run.steps = 0", "fleet.ttl = 3", "section [model]", "section [data]"):
         assert part in message
+
+
+@pytest.mark.parametrize("wrong", ["sampling.temprature=1", "verifiers.0.weight=x", "nosuch=1", "run.steps=0"])
+def test_a_faulty_key_hides_no_broken_rule(file: Path, wrong: str) -> None:
+    told = fault(file, "trainer.mini_batches=17", wrong)
+    assert f"{wrong.partition('=')[0]} = " in told
+    assert "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16" in told
+
+
+def test_an_unknown_section_is_reported_where_its_keys_are_set(file: Path) -> None:
+    told = fault(file, "trainer.mini_batches=17", "nosuch.x=1", GRPO__OTHER__Y="2")
+    for part in ("command line: nosuch = {'x': 1} is not", "environment variable GRPO__OTHER__Y: other = ", "= 17 exceeds"):
+        assert part in told
+
+
+@pytest.mark.parametrize("wrong", ["data.sources.0.path=3", "model.path=[]"])
+def test_a_required_key_with_an_invalid_value_is_not_called_missing(file: Path, wrong: str) -> None:
+    told = fault(file, wrong)
+    assert f"{wrong.replace('=', ' = ')}: input should be a valid string" in told
+    assert "missing" not in told
 
 
 def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:

@@ -31,13 +31,13 @@ class KeyPlaces:
         self._set[key] = place
 
     def of(self, key: str) -> str:
-        """Return where a key is set, or the table or list that holds it; "" if it has its default."""
+        """Return where a key is set, or the table or list that holds it, or else a key below it; "" if it has its default."""
         for held in _upwards(key):
             if held in self._set:
                 return self._set[held]
             if held in self._lines:
                 return f"{self.file}:{self._lines[held]}"
-        return ""
+        return next((place for held, place in self._set.items() if held.startswith(f"{key}.")), "")
 
     @staticmethod
     def named(message: str) -> list[str]:
