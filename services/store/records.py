@@ -99,8 +99,6 @@ class SweptTable(msgspec.Struct, frozen=True):
     """Sampling weights of those groups."""
     reissue: int = 0
     """Outstanding tickets that a restore interrupted and that wait to be issued again."""
-    weight_sum: float = 0.0
-    """Sum of the weights in the table, or the number of groups if they have no weights."""
 
 
 class BufferedGroup(msgspec.Struct, frozen=True):

@@ -51,7 +51,7 @@ def make_step(
     """Plan the step that trains on these groups, which were drawn from the swept table."""
     headers = [group.header for group in groups]
     drawn = [swept.weights.get(group.group, 1.0) for group in groups]
-    weights = replay.importance(drawn, swept.weight_sum, swept.size, config.replay.importance_beta)
+    weights = replay.importance(drawn, config.replay.importance_beta)
     planned = [
         plan_group(group.header, config, group.uses == 0, float(weight)) for group, weight in zip(groups, weights, strict=True)
     ]

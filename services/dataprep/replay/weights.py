@@ -64,14 +64,15 @@ def weight(header: Header, given: np.ndarray, config: RunConfig, base: int) -> f
     return sampling_weight(priority, replay.priority_exponent)
 
 
-def importance(weights: Sequence[float], total: float, size: int, beta: float) -> np.ndarray:
-    """Return (N P)^-beta over the largest of these, [k], with P = weight / total (Schaul et al. 2016, section 3.4).
+def importance(weights: Sequence[float], beta: float) -> np.ndarray:
+    """Return (N P)^-beta over the largest of these, [k], with P = weight / sum of weights (Schaul et al. 2016, section 3.4).
 
-    Groups of weight 0 count as the rarest of the others. A step draws without replacement, so heavy groups are drawn slightly
-    less often than k independent draws of P would draw them, and are slightly overcorrected.
+    That is (weight / smallest weight)^-beta: N and the sum, of the whole table, cancel. Groups of weight 0 count as the rarest of
+    the others. A step draws without replacement, so heavy groups are drawn slightly less often than k independent draws of P
+    would draw them, and are slightly overcorrected.
     """
     w = np.asarray(weights, dtype=np.float64)
-    if not beta or not (w > 0).any() or total <= 0:
+    if not (w > 0).any():
         return np.ones(len(w))
-    corrected = (size * np.where(w > 0, w, w[w > 0].min()) / total) ** -beta
-    return corrected / corrected.max()
+    rarest = w[w > 0].min()
+    return (np.where(w > 0, w, rarest) / rarest) ** -beta

@@ -42,9 +42,7 @@ class ReplayTable(Facet):
         """
         stale = 0
         while True:  # a call drops at most a few hundred
-            counts, uses, gaps, first, weight_sum = await self._redis.call(
-                "sweep_and_peek", fence, max(oldest_fresh, 0), wanted, gaps_passed
-            )
+            counts, uses, gaps, first = await self._redis.call("sweep_and_peek", fence, max(oldest_fresh, 0), wanted, gaps_passed)
             named = {counts[i].decode(): int(counts[i + 1]) for i in range(0, len(counts), 2)}
             stale += named["stale"]
             if not named["stale"]:
@@ -56,7 +54,6 @@ class ReplayTable(Facet):
             gaps=tuple(map(int, gaps)),
             first=tuple((group, seq) for group, seq, _ in ahead),
             weights={group: weight for group, _, weight in ahead},
-            weight_sum=float(weight_sum),
         )
 
     async def groups(self, names: Sequence[str]) -> list[BufferedGroup]:

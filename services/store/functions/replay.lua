@@ -120,7 +120,7 @@ end)
 -- args: leader fence, oldest version that is fresh, groups wanted, gaps to skip. Returns at most as many of the remaining gaps as
 -- there are slots: more cannot matter.
 -- Returns {{name, count, …}, {times drawn, groups, …}, sequences of the remaining gaps, {group, sequence, weight, …} that the
--- sampler would draw first, sum of weights}.
+-- sampler would draw first}.
 register_leader('sweep_and_peek', {
   'oldest fresh', NATURAL, 'wanted', AMOUNT, 'passed', AMOUNT,
 }, function(prefix, args)
@@ -152,7 +152,7 @@ register_leader('sweep_and_peek', {
       'oldest_outstanding', oldest and tonumber(oldest) or -1, 'inserted', t.inserted, 'drawn', t.drawn,
       'requeued', redis.call('ZCARD', prefix .. ':requeued'), 'reissue', redis.call('ZCARD', prefix .. ':reissue'),
     },
-    uses, gaps, first, string.format('%.17g', t.weighted and t.weight_sum or t.size),
+    uses, gaps, first,
   }
 end)
 

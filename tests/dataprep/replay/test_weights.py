@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.algorithm.sampling_weights import HEAVIEST
+from services.algorithm.sampling_weights import HEAVIEST, LIGHTEST, sampling_weight
 from services.config.training import Replay
 from services.dataprep.replay import weights as replay
 from services.protocol.messages import Header
@@ -69,7 +69,7 @@ weights = st.lists(st.sampled_from([0.0, 1e-9, 1e9]) | st.floats(1e-6, 1e6), min
 @given(weights, st.floats(1e-9, 1e9), st.integers(0, 1000), st.floats(0, 1))
 def test_importance_weights_match_their_definition(w: list[float], rest: float, others: int, beta: float) -> None:
     total, size = math.fsum(w) + rest, len(w) + others
-    given_ = replay.importance(w, total, size, beta)
+    given_ = replay.importance(w, beta)
     assert given_.shape == (len(w),)
     assert given_.max() == 1.0
     assert given_.min() > 0
@@ -82,18 +82,19 @@ def test_importance_weights_match_their_definition(w: list[float], rest: float, 
 
 
 def test_importance_weights_match_hand_computed_values() -> None:
-    # N = 4, sum = 8: P = 1/2, 1/8, and a group of weight 0, which counts as the rarest of the others.
-    assert replay.importance([4.0, 1.0, 0.0], 8.0, 4, 1.0).tolist() == pytest.approx([0.25, 1.0, 1.0])
-    assert replay.importance([4.0, 1.0, 0.0], 8.0, 4, 0.5).tolist() == pytest.approx([0.5, 1.0, 1.0])
-    assert replay.importance([4.0, 1.0], 8.0, 4, 0.0).tolist() == [1.0, 1.0]
-    assert replay.importance([0.0, 0.0], 0.0, 4, 1.0).tolist() == [1.0, 1.0]
-    assert replay.importance([], 0.0, 0, 1.0).tolist() == []
+    # With N = 4 and the sum 8: P = 1/2, 1/8, and a group of weight 0, which counts as the rarest of the others.
+    assert replay.importance([4.0, 1.0, 0.0], 1.0).tolist() == [0.25, 1.0, 1.0]
+    assert replay.importance([4.0, 1.0, 0.0], 0.5).tolist() == [0.5, 1.0, 1.0]
+    assert replay.importance([0.5, 0.125], 1.0).tolist() == [0.25, 1.0]
+    assert replay.importance([4.0, 1.0], 0.0).tolist() == [1.0, 1.0]
+    assert replay.importance([0.0, 0.0], 1.0).tolist() == [1.0, 1.0]
+    assert replay.importance([], 1.0).tolist() == []
 
 
 def test_importance_weights_correct_unequal_probabilities() -> None:
     """With beta 1 and single draws, every group counts equally on average."""
     w, random = np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.random.default_rng(1)
-    corrected = replay.importance(w.tolist(), 16.0, 5, 1.0)
+    corrected = replay.importance(w.tolist(), 1.0)
     shares = np.bincount(random.choice(5, 100_000, p=w / 16), minlength=5) * corrected
     assert shares / shares.mean() == pytest.approx(np.ones(5), rel=0.05)
 
@@ -127,6 +128,24 @@ def test_the_recency_base_never_decreases() -> None:
 def test_a_header_of_any_version_has_a_valid_weight(tmp_path: Path, version: int) -> None:
     config = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority=recency")
     assert 0 <= replay.weight(header(version), np.zeros(4), config, 48) <= HEAVIEST
+
+
+def test_recency_counts_versions_from_the_base(tmp_path: Path) -> None:
+    config = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority=recency", "replay.recency_half_life=2")
+    mixed = msgspec.structs.replace(header(), oldest=[52, 50, 51, 53])
+    assert replay.weight(mixed, np.zeros(4), config, 48) == pytest.approx(2.0)
+    assert replay.weight(header(44), np.zeros(4), config, 48) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("priority", "exponent", "weight"),
+    [
+        (0.5, 2.0, 0.25), (3.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.0), (-1.0, 2.0, 0.0), (math.nan, 1.0, 0.0),
+        (1e-8, 1.0, 1e-8), (LIGHTEST / 2, 1.0, 0.0), (1e-300, 4.0, 0.0), (1e5, 2.0, HEAVIEST), (math.inf, 1.0, HEAVIEST),
+    ],
+)  # fmt: skip
+def test_sampling_weights_are_bounded_powers_of_priorities(priority: float, exponent: float, weight: float) -> None:
+    assert sampling_weight(priority, exponent) == pytest.approx(weight, rel=1e-12, abs=0.0)
 
 
 def test_weights_come_from_advantages_or_rewards(tmp_path: Path) -> None:

@@ -87,7 +87,6 @@ async def test_statistics_are_those_of_the_remaining_groups(store: Store, server
     sweep_and_peek = replace(
         await store.replay.sweep_and_peek(team.leader, 0, 3),
         weights=dict(zip(names, (1.0, 2.0, 3.0), strict=True)),
-        weight_sum=6.0,
     )
     for step in range(2):
         groups, made = await store.replay.groups(names), GeneratedStats(config.source_names)
