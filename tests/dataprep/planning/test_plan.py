@@ -350,6 +350,29 @@ def test_spread_assigns_every_item_once(costs: list[int], ranks: int):
     assert max(loads) <= sum(costs) / ranks + max(costs)
 
 
+@pytest.mark.parametrize(
+    ("costs", "movable", "shares"),
+    [
+        ([5, 5, 1, 9], [1, 1, 1, 1], [[0, 1], [2, 3]]),  # stretches of equal cost
+        ([4, 3, 2, 1], [1, 1, 1, 1], [[0, 3], [1, 2]]),  # 4 and 3 + 2 + 1: the 1 moves
+        ([6, 4, 7, 5], [1, 0, 1, 0], [[1, 2], [0, 3]]),  # 6 + 4 and 7 + 5: the 6 and the 7 change places
+        ([6, 4, 7, 5], [0, 1, 0, 1], [[0, 3], [1, 2]]),  # the 4 and the 5
+        ([6, 4, 7, 5], [1, 0, 0, 0], [[0, 1], [2, 3]]),  # nothing that the dearer share holds may move
+        ([6, 1, 1, 1, 1], [1] * 5, [[0], [1, 2, 3, 4]]),  # no swap would be closer
+        ([1, 1, 1, 1, 6], [1] * 5, [[0, 1, 2, 3], [4]]),
+        ([3, 3, 0], [1] * 3, [[0], [1, 2]]),  # what costs nothing, at the end
+    ],
+)
+def test_spread_matches_hand_computed_shares(costs: list[int], movable: list[int], shares: list[list[int]]):
+    assert spread(np.array(costs), 2, np.array(movable, bool)) == shares
+
+
+def test_swaps_even_out_what_stretches_cannot():
+    costs = np.random.default_rng(5).integers(1, 100, 200)
+    loads = [int(costs[share].sum()) for share in spread(costs, 8)]
+    assert max(loads) - min(loads) <= 2, "0.002 of the mean of 1,250"
+
+
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 8))
 def test_deal_distributes_equal_counts(tokens: list[int], parts: int):
     parts = min(parts, len(tokens))
