@@ -120,11 +120,9 @@ def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, fault
             lines = [explained(fault) for fault in errors]
             faults += map(places.told, lines)
             stood_in.update(key for line in lines for key in places.named(line))
-            faulty = {keys_of(fault): fault["type"] for fault in errors}
-            gone = [without(left, keys) for keys, kind in faulty.items() if kind != "missing"]
-            if not gone or len(gone) < len(faulty) or not all(gone):
-                break
-            left_out |= faulty.keys()
+            left_out.update(map(keys_of, errors))
+            for fault in errors:
+                without(left, keys_of(fault))
     if config is not None:
         config = _settled(config)
         rules = (

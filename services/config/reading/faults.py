@@ -121,20 +121,16 @@ def keys_of(fault: Any) -> tuple[str | int, ...]:
     return tuple(_located(fault)[0])
 
 
-def without(tree: dict[str, Any], location: Sequence[str | int]) -> bool:
-    """Remove from a tree what is at a location; return whether anything was there."""
+def without(tree: dict[str, Any], location: Sequence[str | int]) -> None:
+    """Remove from a tree what is at a location, if anything is, and not an entry of a list."""
     node: Any = tree
     for part in location[:-1]:
         if isinstance(node, list):
             node = cast("list[Any]", node)[int(part)]
-        elif isinstance(node, dict) and part in node:
-            node = cast("dict[Any, Any]", node)[part]
-        else:
-            return False
-    if isinstance(node, dict) and location and location[-1] in node:
-        del cast("dict[Any, Any]", node)[location[-1]]
-        return True
-    return False
+        elif isinstance(node, dict):
+            node = cast("dict[Any, Any]", node).get(part)
+    if isinstance(node, dict) and location:
+        cast("dict[Any, Any]", node).pop(location[-1], None)
 
 
 def _located(fault: Any) -> tuple[list[str | int], list[type[BaseModel]]]:
