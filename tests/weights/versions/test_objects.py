@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import time
@@ -108,6 +109,24 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="name"):
         objects.put("1/name", [b"x"])
     assert objects.names() == []
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    objects, memory = FolderObjects(tmp_path), memoryview(bytearray(8))
+    objects.put("name", [b"abcdefgh"])
+    reading = objects.read_into("name", 8, [(0, memory[:2]), (4, memory[4:])])
+    next(reading)
+    os.truncate(tmp_path / "name", 6)
+    with pytest.raises(OSError, match="name has 6 bytes instead of 8"):
+        next(reading)
+
+
+def test_a_file_is_read_whole_if_the_system_returns_less_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux returns at most 2 GiB."""
+    objects, memory, preadv = FolderObjects(tmp_path), memoryview(bytearray(8)), os.preadv
+    objects.put("name", [b"abcdefghij"])
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:3]], at))
+    assert [bytes(memory) for _ in objects.read_into("name", 10, [(1, memory)])] == [b"bcdefghi"]
 
 
 def test_an_unreachable_server_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
