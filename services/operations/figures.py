@@ -34,14 +34,15 @@ def duration(seconds: float | None) -> str:
 
 def left_s(rows: Sequence[Mapping[str, float]], steps: int) -> float | None:
     """Estimate the seconds to the last step from the last `RECENT_STEPS`; None before two steps are known."""
-    times = [row["time_s"] for row in rows[-RECENT_STEPS - 1 :]]
+    times = [row["time_s"] for row in rows[-RECENT_STEPS - 1 :] if "time_s" in row]
     spans = _without_pauses([later - earlier for earlier, later in pairwise(times)])
     return max(0.0, sum(spans) / len(spans) * (steps - 1 - rows[-1]["step"])) if spans else None
 
 
 def average_rate(rows: Sequence[Mapping[str, float]], key: str) -> float | None:
     """Return the mean of a rate over the run's time, each step weighted by the time since the previous one."""
-    spans = [(later["time_s"] - earlier["time_s"], later[key]) for earlier, later in pairwise(rows) if key in later]
+    timed = [row for row in rows if "time_s" in row]
+    spans = [(later["time_s"] - earlier["time_s"], later[key]) for earlier, later in pairwise(timed) if key in later]
     if not spans:
         return next((row[key] for row in rows if key in row), None)
     weights = _without_pauses([span for span, _ in spans])

@@ -171,6 +171,7 @@ def test_rates_are_weighted_by_time_with_long_pauses_capped() -> None:
     fast = [row(0, 0.0, r=999.0), row(1, 0.5, r=10.0), row(2, 0.75, r=40.0), row(3, 1.0), row(4, 0.5, r=1e6)]
     assert figures.average_rate(fast, "r") == pytest.approx((0.5 * 10 + 0.25 * 40) / 0.75), "a clock that was set back counts 0"
     assert figures.average_rate([row(step, 7.0, r=float(step)) for step in range(4)], "r") == 3.0
+    assert figures.average_rate([rows[0], {"step": 1.0, "r": 7.0}, rows[2]], "r") == 30.0, "a damaged record has no time"
     assert figures.average_rate(rows[:1], "r") == 999.0
     assert figures.average_rate([], "r") is None
 
@@ -181,6 +182,7 @@ def test_numbers_are_formatted_for_people() -> None:
     rows = [row(step, 3.0 * step) for step in range(5)]
     assert figures.left_s(rows, 10) == pytest.approx(15.0)
     assert figures.left_s(rows, 5) == 0.0
+    assert figures.left_s([*rows, {"step": 5.0}], 10) == pytest.approx(12.0)
     assert figures.left_s(rows[:1], 10) is None
     line = figures.step_line(row(4, 12.0, **{figures.REWARD: 0.25, figures.GENERATED: 1234.5}), 10, 15.0)
     assert line.startswith("step 4 (5/10)  reward 0.250  lag – (max –)  generated 1,234 tok/s  trained – tok/s")
