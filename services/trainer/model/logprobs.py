@@ -182,6 +182,7 @@ def token_logprobs(
     hidden [R, H] predicts targets [R] int64; weight [V, H], bias [V]. Both results are differentiable. With `fp32`, logits are a
     float32 product of bfloat16 states and weights, for which the matrix is copied once in forward and once in backward.
     """
+    keep = keep and torch.is_grad_enabled()  # inside `forward` it is not, and inputs need a gradient in any case
     return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, fp32, rule, compiled, keep)  # pyright: ignore[reportReturnType]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
 from services.console.doctor.resources import LOGITS_CHUNK
-from services.trainer.model import attention, policy_network
+from services.trainer.model import attention, logprobs, policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention, takes_groups
 from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.flexible import RowMasks, flexible
@@ -110,6 +111,26 @@ def test_products_that_are_kept_are_not_computed_again_and_give_the_same_bits() 
     assert counts == [9, 6], "three chunks"
     assert [Computing(each, compiled=True).keeps_logits for each in (False, True, "selective")] == [True, False, False]
     assert not PLAIN.keeps_logits
+
+
+def test_scoring_without_a_gradient_keeps_one_product_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference policy and groups without a gradient have no backward pass that would need them."""
+    held: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def product(hidden: Tensor, matrix: Tensor) -> Tensor:
+        nonlocal most
+        made = hidden @ matrix.T
+        held.append(weakref.ref(made))
+        most = max(most, sum(each() is not None for each in held))
+        return made
+
+    monkeypatch.setattr(logprobs, "_product", product)
+    hidden = torch.randn(12, 8, dtype=torch.bfloat16)
+    weight = torch.randn(40, 8, dtype=torch.bfloat16, requires_grad=True)
+    with torch.no_grad():
+        token_logprobs(hidden, weight, torch.arange(12), 0.7, 2, keep=True)
+    assert (len(held), most) == (6, 1)
 
 
 def test_the_compiled_gradient_of_logits_is_one_pass(compiler: None) -> None:
