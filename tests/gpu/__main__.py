@@ -38,26 +38,25 @@ def run_stage(stage: Stage, folder: Path, log: Path, dry: bool) -> dict[str, Any
     environ.pop("TORCH_COMPILE_DISABLE", None)  # FlexAttention needs it
     if dry:
         environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    started, output = time.monotonic(), ""
+    started, figures = time.monotonic(), folder / f"{stage.name}.json"
     with (
         log.open("w") as errors,
-        subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-        ) as process,
+        figures.open("w") as output,  # not a pipe, whose end would wait for what the stage leaves behind
+        subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=errors, start_new_session=True) as process,
     ):
         try:
-            output, _ = process.communicate(timeout=stage.limit_s)
-            how = f"exit code {process.returncode}" if process.returncode else ""
+            code = process.wait(stage.limit_s)
+            how = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             how = f"took longer than {stage.limit_s:.0f} s"
         finally:  # what it started must not keep the GPU from the next stage
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    seconds = round(time.monotonic() - started, 1)
+    seconds, said = round(time.monotonic() - started, 1), figures.read_text(errors="replace").splitlines()
     if how:
-        said = (log.read_text(errors="replace") + output).splitlines()
-        return {"failure": f"{how}: " + "\n".join(said[-LAST_LINES:]), "seconds": seconds}
-    return {**json.loads(output.splitlines()[-1]), "seconds": seconds}
+        lines = log.read_text(errors="replace").splitlines() + said
+        return {"failure": f"{how}: " + "\n".join(lines[-LAST_LINES:]), "seconds": seconds}
+    return {**json.loads(said[-1]), "seconds": seconds}
 
 
 def earlier(results: Path, dry: bool) -> dict[str, dict[str, Any]]:
@@ -103,21 +102,22 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="output folder")
     parser.add_argument("--only", nargs="*", default=[], help="names of stages")
-    parser.add_argument("--resume", action="store_true", help="keep the results in the output folder, except failures")
+    parser.add_argument("--resume", action="store_true", help="leave out stages that have succeeded, by the output folder")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="seconds for all stages together")
     options = parser.parse_args()
     out, begun = options.out, time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    known = earlier(out / "results.json", options.dry) if options.resume else {}
-    found = {name: figures for name, figures in known.items() if "failure" not in figures}
+    found = earlier(out / "results.json", options.dry) if options.resume else {}
+    done = {name for name, figures in found.items() if "failure" not in figures}
     left: list[str] = []
     with tempfile.TemporaryDirectory(prefix="grpo-gpu-", ignore_cleanup_errors=True) as place:
-        for stage in sorted(STAGES, key=lambda stage: stage.name in known):  # what failed earlier is run last
-            if (options.only and stage.name not in options.only) or stage.name in found:
+        for stage in sorted(STAGES, key=lambda stage: stage.name in found):  # what failed earlier is run last
+            if (options.only and stage.name not in options.only) or stage.name in done:
                 continue
             if begun + options.limit_s < time.monotonic() + stage.limit_s:
                 left.append(stage.name)
                 continue
+            found.pop(stage.name, None)
             figures = found[stage.name] = run_stage(stage, Path(place), out / f"{stage.name}.log", options.dry)
             print(f"{stage.name:16} {json.dumps(figures)}", file=sys.stderr, flush=True)
             deliver(out, found, options.dry, left)

@@ -110,6 +110,13 @@ def hang(bench: Bench) -> None:
     other.wait()
 
 
+def leave(bench: Bench) -> dict[str, int]:
+    """A stage that leaves a process behind, which has its standard output."""
+    other = subprocess.Popen(["sleep", "600"])
+    (bench.folder / "other").write_text(str(other.pid))
+    return {"figure": 1}
+
+
 def ended(pid: int) -> bool:
     """Whether a process is gone, or waits for its parent to notice that it has ended."""
     try:
@@ -125,6 +132,13 @@ def test_a_stage_that_hangs_says_where_and_is_killed_with_its_processes(tmp_path
     wait_until(lambda: ended(int((tmp_path / "other").read_text())))
 
 
+def test_a_process_that_a_stage_leaves_behind_is_killed_and_does_not_cost_its_figures(tmp_path: Path) -> None:
+    """Workers of compilers outlive a stage."""
+    figures = run_stage(Stage("leave", "tests.gpu.test_stages:leave", 60), tmp_path, tmp_path / "log", True)
+    assert (figures.get("figure"), "failure" in figures) == (1, False)
+    wait_until(lambda: ended(int((tmp_path / "other").read_text())))
+
+
 def test_a_stage_begins_only_if_its_limit_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.gpu.__main__.STAGES", (Stage("long", "tests.gpu.numerics:device", 300), STAGES[0]))
     monkeypatch.setenv("OUT", str(tmp_path / "given"))
@@ -134,6 +148,16 @@ def test_a_stage_begins_only_if_its_limit_fits(tmp_path: Path, monkeypatch: pyte
     found = json.loads((tmp_path / "given" / "results.json").read_text())
     assert (list(found["figures"]), found["left"]) == (["device"], ["long"])
     assert "=== device" in (tmp_path / "given" / "logs.txt").read_text()
+
+
+def test_a_failure_is_known_until_its_stage_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu.__main__.STAGES", (Stage("long", "tests.gpu.numerics:device", 300),))
+    held = {"dry": True, "figures": {"long": {"failure": "exit code 1: why"}}}
+    (tmp_path / "results.json").write_text(json.dumps(held))
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "--dry", "--resume", "--out", str(tmp_path), "--limit-s", "200"])
+    assert main() == 1
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert (found["figures"], found["failed_stages"], found["left"]) == (held["figures"], ["long"], ["long"])
 
 
 def test_the_summary_has_the_best_of_all_steps() -> None:
