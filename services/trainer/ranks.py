@@ -57,8 +57,8 @@ class World:
 
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if backend == "gloo":
-            # Its shared-memory collectives serve inference only, and would cost a compiler and 30 s on every new machine. Where
-            # there are GPUs, there are none of them, and only to ask which kernels can be built takes compilers and seconds.
+            # Its shared-memory collectives serve inference only, and would cost a compiler and 30 s on every new machine. With
+            # GPUs it does not have them, and this line would start compilers to find out which kernels can be built.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
 

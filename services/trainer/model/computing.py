@@ -44,7 +44,7 @@ class Computing:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether backward finds the products of the output layer: where speed is wanted and nothing is recomputed."""
+        """Whether the products of the output layer are kept for backward: if speed is wanted and nothing is recomputed."""
         return self.compiled and not self.checkpointing
 
     @property

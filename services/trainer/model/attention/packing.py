@@ -37,7 +37,7 @@ class Packing:
     longest_own: int
     longest: int
     shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
-    filled: Tensor  # [P] int64: the token of the row at each place of the batches; any token at places of padding
+    filled: Tensor  # [P] int64: the token of the row at each place of the batches; an arbitrary token at places of padding
     owned: Tensor  # [T] int64: the place of each token in the sequence that owns it
     shared: Places  # [S - T]: a prompt's tokens in the sequences that do not own it
 
