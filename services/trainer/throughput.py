@@ -22,7 +22,9 @@ class Throughput:
         self._recorded = now  # when the last step was recorded
         self._generated: float | None = 0.0  # the counter in the plan of that step; None: of a step of another process
         self._known = -1  # last step whose plan was made before this process trained
-        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # seconds and generated tokens of the last steps
+        # Seconds and generated tokens of the steps before, without the first: its groups began before the trainer was ready.
+        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW - 1)
+        self._counted = False
 
     def resume(self, prepared_step: int) -> None:
         """Take the plans up to `prepared_step` as made before."""
@@ -44,9 +46,12 @@ class Throughput:
         self._recorded, self._generated = now, generated
         rates = {"throughput/trained/tokens_per_s": tokens / elapsed_s, "time/elapsed_s": elapsed_s}
         if step > self._known and before is not None:
-            self._window.append((elapsed_s, generated - before if generated >= before else generated))
-            seconds, tokens_made = map(sum, zip(*self._window, strict=True))
+            made = elapsed_s, generated - before if generated >= before else generated
+            seconds, tokens_made = map(sum, zip(*self._window, made, strict=True))
             rates["throughput/generated/tokens_per_s"] = tokens_made / seconds
+            if self._counted:
+                self._window.append(made)
+            self._counted = True
         return rates
 
     def utilization(self, record: Mapping[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ TRAINED, GENERATED = "throughput/trained/tokens_per_s", "throughput/generated/to
 def test_rates_cover_the_time_since_the_last_record() -> None:
     rates = Throughput(100.0)
     assert rates.record(0, 400, 1_000, 110.0) == {TRAINED: 40.0, GENERATED: 100.0, ELAPSED: 10.0}
-    assert rates.record(1, 400, 1_600, 112.0) == {TRAINED: 200.0, GENERATED: 1_600 / 12, ELAPSED: 2.0}
+    assert rates.record(1, 400, 1_600, 112.0) == {TRAINED: 200.0, GENERATED: 300.0, ELAPSED: 2.0}
 
 
 def test_generation_is_averaged_over_four_steps_as_groups_may_end_together() -> None:
@@ -21,7 +21,7 @@ def test_generation_is_averaged_over_four_steps_as_groups_may_end_together() -> 
     found = [
         rates.record(step, 400, made, step + 1.0)[GENERATED] for step, made in enumerate((800, 800, 1_600, 1_600, 2_400, 2_400))
     ]
-    assert found == [800, 400, 1_600 / 3, 400, 400, 400]
+    assert found == [800, 0, 400, 800 / 3, 400, 400], "the first step counts for itself alone"
 
 
 def test_the_first_step_is_timed_from_when_the_trainer_was_ready() -> None:
@@ -49,7 +49,7 @@ def test_the_first_step_after_a_restart_has_no_generation_rate() -> None:
 def test_a_counter_that_drops_restarted_at_zero() -> None:
     rates = Throughput(0.0)
     rates.record(0, 400, 90_000, 10.0)
-    assert rates.record(1, 400, 4_000, 15.0)[GENERATED] == 94_000 / 15
+    assert rates.record(1, 400, 4_000, 15.0)[GENERATED] == 800.0
 
 
 def test_utilization_covers_training_time_and_wall_time() -> None:
