@@ -21,6 +21,15 @@ async def _buffered(store: Store) -> tuple[flow.Team, list[str]]:
     return team, await flow.buffer(store, team, 6)
 
 
+async def _first_read(store: Store, size: int) -> tuple[flow.Team, list[str], StepReader]:
+    """Prepare step 0 of `size` groups, and read it ahead."""
+    team, groups = await _buffered(store)
+    reader = _reader(store)
+    await flow.prepare(store, team, 0, groups[:size])
+    await reader.read_ahead(0, 0, 1)
+    return team, groups, reader
+
+
 async def _covered(store: Store, team: flow.Team, step: int) -> None:
     """Train the step, and delete it since a checkpoint has it."""
     await store.steps.commit(team.trainer, step)
@@ -45,10 +54,7 @@ async def test_what_was_read_ahead_survives_a_checkpoint(store: Store) -> None:
 
 
 async def test_a_restore_abandons_what_was_read(store: Store) -> None:
-    team, groups = await _buffered(store)
-    reader = _reader(store)
-    await flow.prepare(store, team, 0, groups[:1])
-    await reader.read_ahead(0, 0, 1)
+    team, _, reader = await _first_read(store, 1)
     await _covered(store, team, 0)
     await reader.read_ahead(0, 0, 2)
     with pytest.raises(NotFound):
@@ -56,10 +62,7 @@ async def test_a_restore_abandons_what_was_read(store: Store) -> None:
 
 
 async def test_a_plan_that_was_prepared_again_is_read_again(store: Store) -> None:
-    team, groups = await _buffered(store)
-    reader = _reader(store)
-    await flow.prepare(store, team, 0, groups[:2])
-    await reader.read_ahead(0, 0, 1)
+    _, groups, reader = await _first_read(store, 2)
     plan, _ = flow.plan(0, groups[:1])
     await store.client.hset(store.keys.step(0), "plan", codec.encode(plan))
     [step], _ = await reader.gather(0, 0)
