@@ -67,7 +67,7 @@ class FinishedRollout:
     environment_s: float  # that the environment took
     policy_s: float  # for which it waited for the policy
     tool_calls: int
-    malformed_calls: int  # that could not be read, and were answered with why
+    malformed_calls: int  # turns whose tool calls could not be parsed; the policy got the reason
 
 
 @dataclass(frozen=True)

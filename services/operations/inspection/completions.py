@@ -83,7 +83,7 @@ class Completion(Answer):
     tool_calls: int | None
     """Tools that the policy called."""
     malformed_calls: int | None
-    """Turns whose tool calls could not be parsed; the policy was told why."""
+    """Turns whose tool calls could not be parsed; the policy got the reason."""
     segments: list[CompletionSegment]
     """Its segments: one, unless its history was rewritten."""
     note: dict[str, Any] | None = None

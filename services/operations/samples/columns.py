@@ -41,7 +41,7 @@ _COLUMNS = {
     "score_s": (pa.float32(), "seconds that verifiers took for the group"),
     "tool_s": (pa.float32(), "seconds that its environment took"),
     "tool_calls": (pa.int32(), "tools that the policy called"),
-    "malformed_calls": (pa.int32(), "turns whose tool calls could not be parsed; the policy was told why"),
+    "malformed_calls": (pa.int32(), "turns whose tool calls could not be parsed; the policy got the reason"),
     "gap_mean": (pa.float32(), "mean size of `gaps`"),
     "gap_max": (pa.float32(), "largest size of `gaps`"),
     "seq": (pa.int64(), "position in the order of issue"),
