@@ -1,12 +1,12 @@
-"""Which architectures can be trained: every type of causal language model that transformers has, built tiny and tried.
+"""Which architectures can be trained: every type of causal language model in transformers, built tiny and tested.
 
-`python -m benchmarks.architectures` prints a table, `--json` only the last line, one JSON object, `--page` writes docs/models.md.
-A type is
+`python -m benchmarks.architectures` prints a table, with `--json` only one JSON object; `--page` writes docs/models.md.
+The verdict on a type is
 
-- proven: it loads, and packed rows give the logprobs of the model alone, here measured again with other rows and a second copy;
-- refused: loading says why not;
-- silent: it loads, and its packed logprobs are wrong. There must be none;
-- crashed: it loads, and training raises. There must be none;
+- proven: it loads, and packed rows give the logprobs of the model alone, verified again here with other rows and a second copy;
+- refused: loading rejects it with a reason;
+- silent: it loads, but its packed logprobs are wrong. There must be none;
+- crashed: loading or training raises any other error. There must be none;
 - not built: its class cannot be made tiny from its defaults.
 """
 
@@ -45,13 +45,13 @@ from services.trainer.step import batches
 LARGEST_GAP = 1e-4
 """Nats: float32 gives 1e-6 to 1e-5 here, and the smallest mistake found was 1e-2."""
 COUNTS = ("types", "built", "proven", "refused", "silent", "crashes", "worst_proven_gap")
-"""Figures of a sweep that are numbers."""
-LIMIT_S = 60  # for a type; the slowest takes 5 s
+"""Numeric figures of a sweep."""
+LIMIT_S = 60  # per type; the slowest takes 5 s
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a type."""
+    """The result for one type."""
 
     type: str
     verdict: str

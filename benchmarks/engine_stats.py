@@ -1,10 +1,10 @@
-"""What vLLM's own metrics cost: the same sequences on two engines, with them and without.
+"""The cost of vLLM's own metrics: the same sequences on two engines, with and without them.
 
     python -m benchmarks.engine_stats --json
 
-Both engines hold the same tiny model, so that what is done for each iteration and each token weighs more than in any real one,
-and take turns with the same prompts and seeds. `stats_share` is the processor time that metrics add, over that without: of this
-process and of vLLM's. `wall_ratio` is the time with metrics over that without.
+Both engines hold the same tiny model, with which work per iteration and per token weighs more than with any real one. They
+alternate on the same prompts and seeds. `stats_share` is the CPU time that metrics add, over that without them, of this process
+and of vLLM's. `wall_ratio` is the time with metrics over that without.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SMALL = {
 
 
 class Side:
-    """An engine, and the processor time of its processes."""
+    """An engine, and the CPU time of its processes."""
 
     def __init__(self, folder: Path, quiet: bool) -> None:
         tree: dict[str, Any] = {
@@ -49,7 +49,7 @@ class Side:
         self.config, self.engine, self.processes = validate(tree, origin="benchmark"), VllmEngine(), list[psutil.Process]()
 
     async def start(self) -> None:
-        """Load it."""
+        """Start the engine."""
         before = {child.pid for child in multiprocessing.active_children()}
         await self.engine.start(self.config)
         self.processes = [psutil.Process(child.pid) for child in multiprocessing.active_children() if child.pid not in before]
@@ -59,7 +59,7 @@ class Side:
         return time.process_time() + sum(each.user + each.system for each in times)
 
     async def sample(self, seed: int) -> tuple[float, float]:
-        """Sample all prompts; processor seconds and seconds."""
+        """Sample all prompts; return the CPU seconds and the wall seconds."""
         before, began = self._cpu_s(), time.perf_counter()
         prompts = [[3 + (seed + i * j) % 1000 for j in range(LENGTH)] for i in range(PROMPTS)]
         await asyncio.gather(
@@ -72,7 +72,7 @@ class Side:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> object:
-    """Let the engines take turns."""
+    """Alternate the engines, and report."""
     make_model(folder / "model", max_position_embeddings=LENGTH + TOKENS, **SMALL)
     sides = [Side(folder / "model", quiet) for quiet in (True, False)]
     try:
@@ -94,7 +94,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
 
 
 def main() -> int:
-    """Measure."""
+    """Parse the command line and measure."""
     parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=12, help="pairs of measurements")
     return run(measure, parser.parse_args())

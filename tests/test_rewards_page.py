@@ -1,4 +1,4 @@
-"""Every snippet of docs/rewards.md: configurations are valid, and functions score as documented, in real workers."""
+"""Every snippet in docs/rewards.md: configurations are valid, and functions score as documented, in real workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPECTED = {
     "well_formed": [1, 0, 0, 0],
     "accuracy": [1, 0, 0, 1],
 }
-"""Function on the page -> its scores for `COMPLETIONS`."""
+"""Function on the page -> its expected scores for `COMPLETIONS`."""
 
 
 def snippets(language: str) -> list[str]:
@@ -75,7 +75,7 @@ def classifier() -> Iterator[str]:
 
 
 def verifiers(folder: Path, classifier: str) -> list[dict[str, Any]]:
-    """A verifier for each function on the page, configured as on the page or by name only."""
+    """Return a verifier for each function on the page, configured as on the page or by name only."""
     (folder / "words.txt").write_text("it is\n")
     given = {
         verifier["function"].rpartition(":")[2]: verifier for verifier in configured(*snippets("toml")) if "function" in verifier

@@ -1,12 +1,12 @@
 """dm-reverb's side of benchmarks/replay.py: a server process and a client process, both in Reverb's own virtual environment.
 
-    python benchmarks/against_reverb/peer.py            reads one JSON request a line, answers one JSON line each
-    python benchmarks/against_reverb/peer.py serve      the server; prints its port, ends with its standard input
+    python benchmarks/against_reverb/peer.py            answers each JSON line on standard input with one JSON line
+    python benchmarks/against_reverb/peer.py serve      runs the server: prints its port, stops when standard input closes
 
 Requests: `{"do": "payloads", "folder": …}` reads the payloads to write, `fill`, `sample` and `latency` measure,
 `{"do": "reset", "table": …}` empties a table. Tables: `uniform` and `prioritized` (exponent 1), remover fifo, MinSize(1).
-A group is one item: its payload as one uint8 column, chunk length 1. Server and client are two processes, as in our own case:
-within one, Reverb hands items over by pointer.
+A group is one item: its payload as one uint8 column, chunk length 1. Server and client are two processes, as on our side:
+within one process, Reverb passes items by pointer.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Peer:
         self.payloads: list[np.ndarray] = []
 
     def read_payloads(self, folder: str) -> int:
-        """Take the files of a folder as payloads; how many."""
+        """Read the files of a folder as payloads; return their number."""
         self.payloads = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(Path(folder).iterdir())]
         return len(self.payloads)
 
     def fill(self, table: str, count: int, way: str, setting: int) -> float:
-        """Insert `count` groups, all of them acknowledged at the end; seconds."""
+        """Insert `count` groups, all acknowledged at the end; return the seconds."""
         ways: dict[str, Callable[[str, int, int], None]] = {
             "writer": self._writer, "trajectory_writer": self._trajectory_writer, "insert": self._insert,
         }  # fmt: skip
@@ -89,7 +89,7 @@ class Peer:
             writer.flush()
 
     def _insert(self, table: str, count: int, threads: int) -> None:
-        """`client.insert`, which returns when the group is stored, in so many threads."""
+        """Insert with `client.insert`, which returns when the group is stored, in several threads."""
 
         def work(first: int) -> None:
             client = reverb.Client(self.address)
@@ -103,7 +103,7 @@ class Peer:
             worker.join()
 
     def _stream(self, table: str, way: str, workers: int, in_flight: int, most: int = -1) -> Iterator[tuple[int, Any]]:
-        """A stream of (groups, what arrived)."""
+        """Yield (number of groups, sample) from a stream."""
         import tensorflow as tf  # pyright: ignore[reportMissingModuleSource]
 
         if way == "client":
@@ -118,7 +118,7 @@ class Peer:
             yield BATCH if way == "batches" else 1, sample
 
     def sample(self, table: str, count: int, way: str, workers: int, in_flight: int) -> float:
-        """Seconds a `count` groups of a stream that has begun."""
+        """Return the seconds per `count` groups of a stream that has started."""
         stream = self._stream(table, way, workers, in_flight)
         next(stream)
         got, started = 0, time.perf_counter()
@@ -127,7 +127,7 @@ class Peer:
         return (time.perf_counter() - started) * count / got
 
     def latency(self, table: str, draws: int, way: str) -> float:
-        """Median seconds of one draw of `BATCH` groups with their payloads, asked for when it is wanted."""
+        """Return the median seconds of one on-demand draw of `BATCH` groups with their payloads."""
         taken = []
         for _ in range(draws):
             started = time.perf_counter()
@@ -140,14 +140,14 @@ class Peer:
         self.client.reset(table)
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
 
 
 def priority(i: int) -> float:
-    """Of the i-th group: between 0.5 and 1.5."""
+    """Return the priority of the i-th group, between 0.5 and 1.5."""
     return 0.5 + (i * 0.6180339887) % 1.0
 
 

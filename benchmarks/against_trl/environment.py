@@ -1,4 +1,4 @@
-"""TRL's virtual environment, build/trl: it borrows torch and transformers from the one this runs in, so it is made in seconds."""
+"""TRL's virtual environment, build/trl. It borrows torch and transformers from the current one, so creating it takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PEER = Path(__file__).parent.parent.parent / "build" / "trl"
 
 
 def trl_python() -> Path:
-    """Its Python; the environment is made once. Raises SystemExit when TRL cannot be installed."""
+    """Return its Python; the first call creates the environment. Raises SystemExit if TRL cannot be installed."""
     python, done = PEER / "bin" / "python", PEER / ".installed"
     if not done.exists():
         print(f"installing {TRL} into {PEER}", file=sys.stderr, flush=True)

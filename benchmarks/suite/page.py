@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the recorded results: tables, plots, missed goals and what would close the gaps."""
+"""Write docs/benchmarks.md from the recorded results: tables, plots, missed goals and what would close the gaps."""
 
 from __future__ import annotations
 

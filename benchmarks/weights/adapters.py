@@ -34,7 +34,7 @@ def save_adapter(model: Any, folder: Path) -> Path:
 
 
 async def adapters(folder: Path, samples: dict[str, list[float]]) -> None:
-    """Tokens a second of a model of 113 MB with its adapter merged and with vLLM serving it, and seconds of serving another."""
+    """Measure tokens/s of a model of 113 MB with its adapter merged and with vLLM serving it, and the seconds to replace it."""
     model = make_model(folder).to(torch.bfloat16)
     saved = [str(save_adapter(model, folder / f"adapter-{i}")) for i in range(UPDATES)]
     config = make_config(
@@ -53,7 +53,7 @@ async def adapters(folder: Path, samples: dict[str, list[float]]) -> None:
 
 
 async def _speeds(arguments: dict[str, Any], saved: list[str], samples: dict[str, list[float]]) -> list[float]:
-    """Tokens a second of an engine, by the adapter saved last, if there is one."""
+    """Return the tokens/s of an engine, with the last of the saved adapters, if any."""
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.lora.request import LoRARequest
@@ -74,7 +74,7 @@ async def _speeds(arguments: dict[str, Any], saved: list[str], samples: dict[str
             await engine.add_lora(adapter)
             samples.setdefault("served_update_s", []).append(time.perf_counter() - began)
         if adapter is not None:
-            adapter.load_inplace = False  # requests use the one that is there
+            adapter.load_inplace = False  # requests use the one already loaded
         speeds = list[float]()
         for repeat in range(REPEATS + 1):
             began = time.perf_counter()

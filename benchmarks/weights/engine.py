@@ -1,4 +1,4 @@
-"""The engine's part of benchmarks/weights: pauses of a real vLLM, and what follows them."""
+"""The parts of benchmarks/weights with a real vLLM: pauses, tokens after an update, and a KV cache that is kept."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SMALL = {
     "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
-"""Of a model of 1.6 MB."""
+"""Sizes of a model of 1.6 MB."""
 BESIDE = {"worker_extension_cls": "tests.weights.buffered_worker.WorkerExtension"}
 
 
 def make_model(folder: Path, **changed: int) -> Any:
-    """A Qwen3 with random weights in `folder`, 56 million of them unless sizes are changed."""
+    """Save and return a Qwen3 with random weights, 56 million of them unless sizes are changed."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -50,7 +50,7 @@ def make_model(folder: Path, **changed: int) -> Any:
 
 
 def make_config(folder: Path, dtype: str = "bfloat16", tokens: int = 512, **sections: dict[str, Any]) -> Any:
-    """A run of the model in `folder`, where its versions are too; `sections` replace those of the configuration."""
+    """Return a run's configuration for the model in `folder`, where its versions go too; `sections` replace its sections."""
     tree: dict[str, Any] = {
         "model": {"path": str(folder), "dtype": dtype, "max_tokens": tokens},
         "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": tokens - 64},
@@ -62,15 +62,15 @@ def make_config(folder: Path, dtype: str = "bfloat16", tokens: int = 512, **sect
 
 
 def distinct(model: Any) -> list[torch.Tensor]:
-    """Its parameters, tied ones once."""
+    """Return the model's parameters, tied ones once."""
     return list({id(weight): weight for weight in model.parameters()}.values())
 
 
 class Served:
-    """A vLLM, and a trainer's model that it follows by a store."""
+    """A vLLM engine, and a trainer's model that it follows through a version store."""
 
     def __init__(self, folder: Path, dtype: str, tokens: int, kv: str, sizes: Mapping[str, int], beside: bool = False) -> None:
-        """`sizes`: those of the model that differ from `make_model`'s. `beside`: load weights beside sampling in any case."""
+        """`sizes` override those of `make_model`. With `beside`, weights are loaded during sampling, even of a small model."""
         self.model = make_model(folder, max_position_embeddings=tokens, **sizes).to(getattr(torch, dtype))
         self.nbytes = sum(weight.numel() * weight.element_size() for weight in distinct(self.model))
         self.config = make_config(
@@ -84,7 +84,7 @@ class Served:
         self.engine, self.version = VllmEngine(), -1
 
     async def update(self) -> float:
-        """Publish a version of which a fiftieth differs, stage it, and apply it; seconds from pause to resumption."""
+        """Publish a version in which a fiftieth of the weights differ, stage and apply it; return the seconds of the pause."""
         with torch.no_grad():
             for weight in distinct(self.model):
                 weight *= torch.where(torch.rand(weight.shape) < 0.02, 1.01, 1.0).to(weight.dtype)
@@ -102,11 +102,11 @@ class Served:
 
 
 async def pause(folder: Path, samples: dict[str, list[float]]) -> None:
-    """Pauses of an engine with 113 MB of weights."""
+    """Measure the pauses of an engine with 113 MB of weights."""
     served = Served(folder, "bfloat16", 512, "recompute", {})
     await served.engine.start(served.config)
     try:
-        await served.update()  # the first one is an anchor, and fills memory
+        await served.update()  # the first one is an anchor, and allocates memory
         for _ in range(PAUSES):
             took_s = await served.update()
             samples.setdefault("pause_s", []).append(took_s)
@@ -116,9 +116,9 @@ async def pause(folder: Path, samples: dict[str, list[float]]) -> None:
 
 
 async def sampled(folder: Path, samples: dict[str, list[float]]) -> None:
-    """The share of versions whose completions are those of the trainer's weights: their logprobs equal those of `transformers`.
+    """Measure the share of versions whose completions have the logprobs that `transformers` computes from the trainer's weights.
 
-    A version counts only if the weights before it would have given other logprobs.
+    Also measure the share for which the previous weights give other logprobs: only those prove anything.
     """
     served = Served(folder, "float32", 512, "recompute", SMALL, beside=True)
     await served.engine.start(served.config)
@@ -140,7 +140,7 @@ async def sampled(folder: Path, samples: dict[str, list[float]]) -> None:
 
 
 async def kept(folder: Path, sequences: int, samples: dict[str, list[float]]) -> None:
-    """How long that many long sequences need after a round until all sample again, with their KV and without it."""
+    """Measure the time from a round until all of `sequences` long sequences sample again, with and without their KV cache."""
     for kv in ("recompute", "keep"):
         served = Served(folder / kv, "float32", LENGTH + 256, kv, SMALL)
         await served.engine.start(served.config)
@@ -165,11 +165,11 @@ async def kept(folder: Path, sequences: int, samples: dict[str, list[float]]) ->
 
 
 def _made(engine: VllmEngine) -> dict[str, int]:
-    """Tokens so far by sequence."""
+    """Return the number of tokens so far, by sequence."""
     return {name: len(partial.tokens) for name, partial in engine.snapshot().items()}
 
 
 async def _all_begun(engine: VllmEngine, running: list[asyncio.Task[Any]]) -> None:
-    """Wait until every sequence that has not ended by then has sampled two tokens; some end early, by sampling the end."""
+    """Wait until every sequence that has not ended by then has sampled two tokens; some end early, by sampling the end token."""
     while len(made := _made(engine)) + sum(task.done() for task in running) < len(running) or min(made.values(), default=2) < 2:
         await asyncio.sleep(0.05)

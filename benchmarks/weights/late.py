@@ -1,9 +1,9 @@
-"""One side of the late join of benchmarks/weights, in a process of its own, as a generator that starts is one.
+"""One side of the late join of benchmarks/weights, in its own process, like a generator that starts.
 
     python -m benchmarks.weights.late read|join FOLDER VERSION EXPECTED
 
-Prints the seconds of a plain read of all files in FOLDER, or of an empty receiver that takes VERSION from them, and fails if the
-receiver's tensors are not those of the file EXPECTED. The cache of the disk is dropped first.
+Prints the seconds of a plain read of all files in FOLDER, or of an empty receiver that takes VERSION from them. Fails if the
+receiver's tensors differ from those in the file EXPECTED. The files are first dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ USED_BYTES = 16 << 30
 
 
 def seconds(side: str, folder: Path, version: int, expected: Path) -> float:
-    """Measure a side in a process that has done nothing else."""
+    """Measure one side in a fresh process; return the seconds."""
     words = [sys.executable, "-m", "benchmarks.weights.late", side, str(folder), str(version), str(expected)]
     return float(subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
 
 
 def use_memory() -> None:
-    """Use most of the memory that is free, up to `USED_BYTES`, in a process that ends."""
+    """Use half of the free memory, up to `USED_BYTES`, in a process that then ends."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     code = f"from services.weights.collective import huge_pages; huge_pages({min(USED_BYTES, free // 2)})[::4096] = 1"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def _files(folder: Path) -> list[Path]:
-    """Have the next read of the files in a folder come from the disk, and return them; they were synced."""
+    """Drop the files in a folder, which are synced, from the page cache, and return them."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in found:
         with path.open("rb") as file:

@@ -1,8 +1,8 @@
 """The link's part of benchmarks/weights: real rounds with a generator behind 100 Mbit/s and 80 ms.
 
-The trainer's side, Redis and an S3 server are near; the generator reaches Redis and S3 over the link only. It follows rounds with
-an engine that holds what it received, and joins late once. As in the trainer, a version is sent once the one before is published,
-and the next step, a sleep as long as a training step, runs meanwhile.
+The trainer's side, Redis and an S3 server are near; the generator reaches Redis and S3 only over the link. It follows rounds with
+an engine that holds what it received, and joins late once. As in the trainer, a version is sent once the previous one is
+published, while the next step runs: here, a sleep as long as a training step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BITS_PER_S, ROUND_TRIP_S, ROUNDS = 100e6, 0.08, 5
 
 
 def link(folder: Path, model: Any, step_s: float, samples: dict[str, list[float]]) -> None:
-    """Rounds over loopback, then over the link."""
+    """Measure rounds over loopback, then over the link."""
     server = S3Server(folder / "s3")
     os.environ |= server.environment
     try:
@@ -42,7 +42,7 @@ def link(folder: Path, model: Any, step_s: float, samples: dict[str, list[float]
 
 
 def _rounds(folder: Path, model: Any, port: int, slow: SlowLink | None, step_s: float) -> tuple[float, list[float], list[float]]:
-    """Return the seconds of the first round, which brings everything, of the others, and from one step's end to the next."""
+    """Return the seconds of the first round, which sends all weights, of the other rounds, and of each step."""
     folder.mkdir(parents=True)
     redis = RedisServer(folder)
     redis.start()
@@ -85,7 +85,7 @@ def _publish(world: World) -> Callable[[SyncReport], None]:
 
 
 def _behind(world: World, redis: RedisServer, port: int, slow: SlowLink) -> None:
-    """Have the generators of `world` use Redis and S3 over the link; the trainer's side has opened its own by now."""
+    """Have the generators of `world` use Redis and S3 over the link; the trainer's side has opened its connections already."""
     from services.store import Store
 
     os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{slow.port_to(port)}"

@@ -3,7 +3,7 @@
     uvicorn examples.reward_server.server:app --port 8080
     grpo run examples/arithmetic/config.toml 'verifiers=[{kind="http", url="http://127.0.0.1:8080/score"}]'
 
-If the environment has REWARDS_TOKEN, requests need it as a bearer token: name it as the verifier's `token_env`.
+If the variable REWARDS_TOKEN is set, requests need it as a bearer token: name the variable in the verifier's `token_env`.
 """
 
 import hmac
@@ -28,7 +28,7 @@ class FinishedText(BaseModel):
 
 
 class ScoreBody(BaseModel):
-    """All completions of one prompt. There is more for those that need it: `verifier`, `source`, `prompt`, `row`."""
+    """All completions of one prompt. A request also has the fields `verifier`, `source`, `prompt` and `row`."""
 
     answer: str
     completions: list[FinishedText]
@@ -43,7 +43,7 @@ async def score(group: ScoreBody, authorization: Annotated[str, Header()] = "") 
 
 
 def scored(completion: FinishedText, answer: str) -> dict[str, float]:
-    """Return 0.9 if the last number is the answer, and 0.1 more for a completion that was not cut off, with both parts."""
+    """Return 0.9 if the last number is the answer, plus 0.1 if the completion was not cut off, with both parts."""
     numbers = NUMBER.findall(completion.text)
     right, finished = float(numbers[-1:] == [answer]), float(completion.finish == "stop")
     return {"score": 0.9 * right + 0.1 * finished, "right": right, "finished": finished}

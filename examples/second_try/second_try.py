@@ -1,4 +1,4 @@
-"""An environment of your own: whoever is wrong is told so, and may try again."""
+"""An environment of your own: a wrong answer gets a reply and a second try."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An environment with tools: whoever asks the calculator for the product and reports its result is right."""
+"""An environment with tools: the reward is 1 if the final reply is the product, which the calculator can compute."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Make the starting point of examples/tools: a tiny Qwen3 that knows how tools are called, and not what for.
+"""Make the starting point of examples/tools: a tiny Qwen3 that can call tools but does not know when.
 
     python -m examples.tools.warmstart --out build/tools --seed 0
 

@@ -109,7 +109,7 @@ class _Groups:
         self.turned = self.turns = self.most_turns = 0  # rollouts that ran in environments, and their turns
         self.environment_s = 0.0
         self.tool_calls = self.malformed_calls = 0
-        self.judged = 0  # groups of which a verifier says what is solved
+        self.judged = 0  # groups with a verifier that decides what is solved
         self.solve_rates = [0] * len(SOLVE_RATES)
         self.scores: dict[str, float] = {}  # of verifiers that every group has: a generator reports which it has
         # Rewards minus the first one: their squares keep the digits of a small spread around a large mean.

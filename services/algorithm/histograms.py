@@ -1,4 +1,4 @@
-"""Histograms as metrics of a step: `histogram/<what>/<scope>/<upper bound>` is the number of values above the bound before and
+"""Histograms as metrics of a step: `histogram/<what>/<scope>/<upper bound>` is the number of values above the previous bound and
 up to this one. Empty bins are left out. Pure.
 
 Counts of fixed bins add up over rows, ranks and mini-batches, and every metric stays a number.
@@ -18,7 +18,7 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "ratio": (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1, 1.01, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2),
     "logprob_gap": (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3),
 }
-"""Upper bounds of the bins, ascending; a last bin has everything above them, `inf`."""
+"""Upper bounds of the bins, ascending; a last bin, `inf`, has everything above them."""
 
 T = TypeVar("T", float, float | None)
 Bins = list[tuple[float, float]]

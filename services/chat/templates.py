@@ -101,7 +101,7 @@ def _named(folder: Path, config: dict[str, Any], name: str) -> str:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the tokenizer's templates by name, newest convention last: those of its configuration, then files of their own."""
+    """Return the tokenizer's templates by name, newest convention last: those of its configuration, then separate files."""
     found: dict[str, str] = {}
     for source in (config.get("chat_template"), _json(folder / "chat_template.json").get("chat_template")):
         if isinstance(source, str):

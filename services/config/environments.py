@@ -165,7 +165,7 @@ EnvironmentConfig = Annotated[
 
 
 def code_of(environment: EnvironmentConfig) -> str:
-    """Return what names the environment's class or function, or "" if it has none."""
+    """Return the name of the environment's class or function, or "" if it has none."""
     return "" if isinstance(environment, VerifiersEnvironment) else environment.function
 
 
@@ -176,14 +176,14 @@ def environment_file(environment: EnvironmentConfig) -> str:
 
 
 def drives_itself(environment: EnvironmentConfig) -> bool:
-    """Return whether its program asks the policy, instead of replying to it."""
+    """Return whether its program calls the policy, instead of replying to it."""
     return environment.kind in ("agent", "verifiers")
 
 
 def check_environments(
     environments: Sequence[EnvironmentConfig], verifiers: Sequence[VerifierConfig], sources: Sequence[Source]
 ) -> None:
-    """Raise ValueError unless environments have names of their own, and sources name environments that exist."""
+    """Raise ValueError unless environments have unique names, and sources name environments that exist."""
     names: list[str] = []
     for index, environment in enumerate(environments):
         if environment.name in (*names, *verifier_names(verifiers)):

@@ -80,7 +80,7 @@ class Evaluation(Section):
 
 
 def check_evaluation(evaluation: Evaluation, sampling: Sampling, prompt_tokens: int, model_tokens: int, generators: int) -> None:
-    """Raise ValueError if a round could never be done: completions do not fit, or no generator may evaluate."""
+    """Raise ValueError if a round could never complete: completions do not fit, or no generator may evaluate."""
     if not evaluation.every_steps:
         return
     longest = prompt_tokens + (evaluation.max_tokens or sampling.max_tokens)

@@ -126,7 +126,7 @@ class Loss(Section):
 
 
 def settle(loss: Loss, max_staleness: int, mini_batches: int) -> Loss:
-    """Return the loss with `old = "auto"` replaced by what it means in a run."""
+    """Return the loss with `old = "auto"` replaced by its value in a run."""
     if loss.old != "auto":
         return loss
     corrected = any(getattr(loss, key) != Loss.model_fields[key].default for key in CORRECTION)

@@ -20,7 +20,7 @@ REASON_CHARACTERS = 150
 
 
 def check_model(config: RunConfig) -> None:
-    """Refuse a model that is not there, does not fit its tokenizer or `trainer.sequence_parallel`, and adapters without peft.
+    """Refuse a model that does not exist, does not fit its tokenizer or `trainer.sequence_parallel`, and adapters without peft.
 
     A hub name is not looked up.
     """
@@ -44,7 +44,7 @@ def check_path(path: str) -> None:
 
 
 def unusable(path: str, what: str, error: Exception) -> ConfigError:
-    """Return the error for a model that a library cannot load. `what`: how it is described, e.g. "has no usable tokenizer"."""
+    """Return the error for a model that a library cannot load. `what`: its description, e.g. "has no usable tokenizer"."""
     reason = " ".join(str(error).split()) or type(error).__name__
     if len(reason) > REASON_CHARACTERS:
         reason = f"{reason[: REASON_CHARACTERS - 1]}…"

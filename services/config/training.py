@@ -140,7 +140,7 @@ class Trainer(Section):
     """Keep optimizer state (and, at stage 3, parameters) in host memory."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass. `selective`: all but the results of matrix products and attention, which take
-    most of the time to recompute."""
+    most of the time to recompute. With adapters on all layers this saves little memory, since their products are kept, too."""
     attention: Literal["auto", "flex"] = "auto"
     """`auto`: FlashAttention's kernel for sequences of different lengths if it is installed, otherwise PyTorch's over padded
     sequences. `flex`: PyTorch's FlexAttention, which pads nothing; needs a GPU, and has not run on one yet."""
@@ -148,9 +148,9 @@ class Trainer(Section):
     """Compile the model's blocks and the logprobs with torch.compile. The first steps then take minutes longer. Without
     gradient_checkpointing, the logits of a row are kept, 2 bytes x vocabulary a token. Has not run on a GPU yet."""
     deterministic: bool = False
-    """Use deterministic kernels, and rows that do not depend on the number of ranks. With zero_stage 0 and float32 (or adapters),
-    gradients are also summed in fixed point, so that loss, gradient and weights are bit-identical for any number of data-parallel
-    ranks."""
+    """Use deterministic kernels, and rows that depend neither on the number of ranks nor on when groups ended. With zero_stage 0
+    and float32 (or adapters), gradients are also summed in fixed point, so that loss, gradient and weights are bit-identical for
+    any number of data-parallel ranks."""
     peak_tflops: float = Field(default=0.0, ge=0)
     """Peak of one device in 10^12 FLOP/s, from which `mfu/train` is computed. 0: built-in values, for common GPUs in bfloat16."""
     step_timeout_s: float = Field(default=1800.0, gt=0)

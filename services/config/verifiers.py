@@ -58,7 +58,7 @@ class CommonVerifier(Section):
         return self
 
     def scores(self, source: str) -> bool:
-        """Return whether it scores completions of the prompt source called `source`."""
+        """Return whether it scores completions of the prompt source `source`."""
         return not self.sources or source in self.sources
 
 

@@ -21,7 +21,7 @@ from services.console.commands.inspecting import inspect_app, replay_app
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
 from services.console.options import DEFAULT_WAIT_S, KUBE_CONTEXT, NAMESPACES, SMOKE_WAIT_S, KubeContext, Namespace, Version
 
-COLLECT_AFTER = 100_000  # objects made and not deleted; commands that end at once make 30,000 to 50,000
+COLLECT_AFTER = 100_000  # objects created and not deleted; commands that end at once create 30,000 to 50,000
 
 app = typer.Typer(
     help="Run, watch and control asynchronous GRPO training.", epilog=EXIT_CODES,
@@ -31,7 +31,7 @@ app = typer.Typer(
 
 @app.callback()
 def options(version: Version = False, kube_context: KubeContext = "", namespace: Namespace = "") -> None:
-    """Take the options that stand before a command. Those of a cluster are taken out before (cluster.py), and described here."""
+    """Take the options before a command. Those of a cluster are removed earlier (cluster.py), and are only described here."""
 
 
 app.add_typer(inspect_app, name="inspect")
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_STOPPED
     except USAGE_ERROR as error:
         return _report(_usage(error), EXIT_CONFIG)
-    except Exception as error:  # ours, whose types are not imported for --help; any other is raised again
+    except Exception as error:  # our errors, whose types --help does not import; any other is raised again
         return _report_known(error)
     return result if isinstance(result, int) else EXIT_OK
 
@@ -146,7 +146,7 @@ def _report(error: object, code: int) -> int:
 
 
 def command_line() -> int:
-    """Run a command in a process of its own, and return its exit code.
+    """Run a command, the only one of this process, and return its exit code.
 
     Imports make many objects and hardly any garbage. To look for it among them takes up to a quarter of a command's CPU time, so
     that is done seldom, and not when the process ends.

@@ -1,5 +1,5 @@
-"""Makes typer quick. It makes every command ready to use one, and checks each argument by a pydantic model of its own, which
-takes longer than most commands do.
+"""Makes typer fast. By itself it prepares every command in order to run one, and checks each argument with a separate pydantic
+model, which takes longer than most commands do.
 
 Guarantees: an argument that is left out or is plain text has the value that typer would give it; any other is checked by typer,
 whose errors stay. A version of typer with other classes checks them all.
@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperArgument, TyperOption
 
 USAGE_ERROR: Any = typer.BadParameter.__base__
-"""What typer raises for arguments that it refuses: a class of the click that it bundles, which has no public name."""
+"""The error that typer raises for arguments that it rejects: a class of its bundled click, which has no public name."""
 _UNDECIDED = object()
 
 
@@ -70,5 +70,5 @@ def _plain(annotation: Any, value: Any) -> Any:
 
 
 def _made_by(annotation: Any) -> type:
-    """Return the class of values of a type: only a default is anything but text, and needs no check."""
+    """Return the class of a type's values: only a default is not text, and it needs no check."""
     return type(Path()) if annotation is Path else annotation

@@ -38,7 +38,7 @@ class Attached:
     name: str
     store: Store
     ttl_s: float  # a pod without a heartbeat for this long counts as gone
-    live: bool  # its Redis was up anyway; requests take effect now or when its services return
+    live: bool  # its Redis was up already; requests take effect now or when its services return
     runs: bool  # its services run
     folder: RunPaths | None = None  # None: it is not on this machine
     holder: LockHolder | None = None  # who holds its folder

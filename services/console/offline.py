@@ -27,7 +27,7 @@ class CompletionLine(msgspec.Struct, frozen=True):
 
 
 class Offline:
-    """Makes groups to score."""
+    """Builds groups to score."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

@@ -93,7 +93,7 @@ class RunPaths:
 
     @property
     def untrained(self) -> bool:
-        """Whether no step of a run here is known to its files: it has neither metrics nor checkpoints."""
+        """Whether the files of a run here know of no step: it has neither metrics nor checkpoints."""
         metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
         return not metrics and not any(self.checkpoints.glob("step-*"))
 

@@ -31,7 +31,7 @@ async def create_or_attach(store: Store, config: RunConfig, dataset: str) -> Non
     except DifferentRun as error:
         raise await _explained(store, config, described, error) from None
     if not created:
-        await store.run.set_steps(config.run.steps)  # with which it is resumed
+        await store.run.set_steps(config.run.steps)  # those of the resumed run
 
 
 async def _explained(store: Store, config: RunConfig, described: bytes, error: DifferentRun) -> DifferentRun:

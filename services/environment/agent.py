@@ -1,6 +1,6 @@
-"""Drives a rollout whose environment is an agent: a program that asks the policy through the door until it returns a reward.
+"""Drives a rollout whose environment is an agent: a program that calls the policy through the door until it returns a reward.
 
-Guarantees: when the rollout has ended, nothing is sampled for it any longer.
+Guarantees: when the rollout has ended, nothing more is sampled for it.
 
 Waits for: the program. Unblocked by: its end, or its own time limit, in which the policy's time does not count.
 """
@@ -22,13 +22,13 @@ from services.environment.programs.process import ProcessLost, ProgramFailed, Pr
 from services.environment.programs.rows import row_for
 from services.environment.rollout import FinishedRollout, LiveRollout
 
-WATCH_S = 0.5  # between looks at the time that a program has taken
-CLOSED_KEPT = 10_000  # keys of ended rollouts that are told apart from wrong ones
+WATCH_S = 0.5  # between checks of the time that a program has taken
+CLOSED_KEPT = 10_000  # keys of ended rollouts that are remembered, to distinguish them from wrong keys
 
 
 @dataclass
 class Door:
-    """The rollouts of this pod by their keys, and the address where programs ask."""
+    """The rollouts of this pod by their keys, and the address where programs reach the policy."""
 
     model: str
     open: dict[str, LiveRollout] = field(default_factory=dict[str, LiveRollout])

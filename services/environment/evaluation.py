@@ -1,9 +1,9 @@
 """Runs the rollouts of evaluation rounds: those tickets of a round whose prompt source names an environment.
 
 Guarantees: every token of a result was sampled by the round's version; otherwise the ticket fails. Turns are not committed: after
-the loss of its pod a ticket of a round starts again, in environments of their own.
-Waits for: a generator that is kept on the round's version, tickets of that round. Unblocked by: the fleet's heartbeats,
-dataprep and other pods (`evaluation`), its own finished tickets (`evaluated`).
+the loss of its pod a ticket of a round starts again, in new environments.
+Waits for: a generator that is kept on the round's version, tickets of that round. Unblocked by: the fleet's heartbeats, dataprep
+and other pods (`evaluation`), its own finished tickets (`evaluated`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The history of a rollout, as it is committed: turns of the policy, and replies of the environment.
 
-Guarantees: decoding any bytes gives records that a rollout can continue from, or none: then it starts again.
+Guarantees: decoding any bytes gives records from which a rollout can continue, or none, and then it starts again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from services.protocol.payloads import Turn
 
 TURN, REPLY = b"T", b"R"
 RECORD_BYTES = 8 << 20
-"""Most bytes of a record: a snapshot is part of it."""
+"""Maximum size of a record in bytes: it includes a snapshot."""
 
 
 class EnvironmentReply(msgspec.Struct, frozen=True, array_like=True):
-    """What an environment said, at the start or after a turn. Produced by environments, consumed by the ticket's next holder."""
+    """An environment's reply, at the start or after a turn. Produced by environments, consumed by the ticket's next holder."""
 
     messages: str  # JSON: list of messages, or null if the rollout has ended
     tools: str  # JSON: descriptions of the tools; empty: those of the record before

@@ -24,11 +24,11 @@ from services.runtime.tracing import TraceRecorder
 from services.verifiers.base import Job
 
 NAME = "rehearsal"
-WITHOUT_ANSWER = "ok"  # what the policy says where the row has no answer
+WITHOUT_ANSWER = "ok"  # the policy's reply if the row has no answer
 
 
 async def rehearse(config: RunConfig, environment: EnvironmentConfig, process: ProgramProcess, job: Job) -> FinishedRollout:
-    """Run a rollout of the row in `job`, whose completion is what the policy says. Raises `ProgramFailed`."""
+    """Run a rollout of the row in `job`, with its completion as the policy's reply. Raises `ProgramFailed`."""
     chat = ChatFormat(tokenizer_folder(config.model.path), config.data)
     ticket = Ticket(NAME, 0, 0, 0, 0, [], job.answer, 1, job.source, row=job.row)
     live = LiveRollout(
@@ -46,7 +46,7 @@ async def rehearse(config: RunConfig, environment: EnvironmentConfig, process: P
 
 
 class ScriptedPolicy:
-    """Says the same in every turn, after its reasoning where the model begins with one."""
+    """Gives the same reply in every turn, after its reasoning if the model begins with one."""
 
     def __init__(self, chat: ChatFormat, text: str) -> None:
         self._chat, self._text = chat, text

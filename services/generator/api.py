@@ -53,7 +53,7 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
             reply = await rollouts.serve(await request.body(), lambda: asyncio.ensure_future(disconnected(request)))
         except NotServed as refusal:
             raise HTTPException(refusal.status, str(refusal)) from None
-        except ClientDisconnect:  # while it was sending
+        except ClientDisconnect:  # while the caller was sending
             raise HTTPException(503, "the caller is gone") from None
         return Response(reply, media_type="application/msgpack")
 

@@ -24,7 +24,7 @@ BEYOND_S = 10.0  # after the drain: submitting finished groups, a sync round tha
 
 
 def drain(config: RunConfig, base_url: str) -> None:
-    """Request a drain, and wait until the generator no longer answers. Do neither if it has not started to work."""
+    """Request a drain, and wait until the generator no longer answers. Do nothing if it has not started to work."""
     deadline = time.monotonic() + config.generator.drain_s + BEYOND_S
     headers = {"Authorization": f"Bearer {api_tokens(config).operate}"}
     with httpx.Client(base_url=base_url, timeout=ANSWER_LIMIT_S, verify=False) as http:  # this pod, over loopback

@@ -1,7 +1,7 @@
 """The account of a run: how the device-seconds of its trainer and generators were spent. Pure except for reading and writing.
 
-Guarantees: for every pod the seconds of all activities, with those between the death of a process and the start of the next, are
-the time from the start of the first to the last sign of life; a restarted observer continues where the last one ended.
+Guarantees: for every pod the seconds of all activities, including those between the death of a process and the start of the next,
+are the time from the start of the first to the last sign of life; a restarted observer continues where the last one ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE = "account.json"
 DOWN = "down"
 """Time between the death of a process and the start of its successor."""
 ENDING = "ending"
-"""Time between the last heartbeat of a process that left in order and its end."""
+"""Time between the last heartbeat of a process that exited cleanly and its end."""
 GENERATED = "generating"
 ALIVE_BEATS = 3
 """A process whose last heartbeat is at most this many intervals old counts as alive."""
@@ -31,13 +31,13 @@ class PodAccount(msgspec.Struct):
     kind: str
     devices: int
     boot: str
-    """The present process, or the last one."""
+    """The current process, or the last one."""
     beat_s: float
     """When its last heartbeat was sent, Unix seconds by the observer's clock."""
     heard_s: float
     """When it was last known to be alive."""
     current: dict[str, float]
-    """Activity -> seconds of the present process."""
+    """Activity -> seconds of the current process."""
     doing: str = ""
     """Activity that had the most of the time between the last two heartbeats."""
     before: dict[str, float] = {}
@@ -45,7 +45,7 @@ class PodAccount(msgspec.Struct):
     apart: dict[str, float] = {}
     """Activity -> device-seconds of earlier processes with another number of devices."""
     left: bool = False
-    """Whether it left in order: the time until it is restarted then counts for no pod."""
+    """Whether it exited cleanly: the time until it is restarted then counts for no pod."""
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by activity, for which the pod held `devices`."""
@@ -72,7 +72,7 @@ class Account(msgspec.Struct):
         return total
 
     def observe(self, heard: Iterable[tuple[PodStatus, float]], now_s: float, beat_s: float) -> None:
-        """Take in the pods that are there, each with the age of its last heartbeat, sent every `beat_s`."""
+        """Record the live pods, each with the age of its last heartbeat, sent every `beat_s`."""
         present = set[str]()
         for status, age_s in sorted(heard, key=lambda one: -one[1]):
             devices = int(status.gauges.get(DEVICES, 0))
@@ -87,14 +87,14 @@ class Account(msgspec.Struct):
                 pod.left = True  # a killed one stays in the fleet until its heartbeat expires
 
     def lives_on(self, name: str, boot: str, now_s: float) -> None:
-        """Take in that a process that left is still there."""
+        """Record that a process that left the fleet still runs."""
         pod = self.pods.get(name)
         if pod is not None and pod.boot == boot and pod.left and now_s > pod.heard_s:
             pod.current[ENDING] = pod.current.get(ENDING, 0.0) + now_s - pod.heard_s
             pod.heard_s = now_s
 
     def _hear(self, status: PodStatus, devices: int, spent: dict[str, float], beat_s: float, alive_s: float) -> None:
-        """Take in a heartbeat of `beat_s`, after which the process lived for another `alive_s` at least."""
+        """Record a heartbeat, sent every `beat_s`, after which the process lived for at least another `alive_s`."""
         pod = self.pods.get(status.name)
         began_s, heard_s = beat_s - sum(spent.values()), beat_s + alive_s
         if pod is None:
@@ -103,7 +103,7 @@ class Account(msgspec.Struct):
             if beat_s < pod.beat_s:
                 return  # an earlier process, which has not expired yet
             pod.before, down_s = pod.seconds(), began_s - pod.heard_s
-            if down_s < 0:  # it had died before it was last thought to be alive
+            if down_s < 0:  # it died before it was last assumed to be alive
                 pod.before[pod.doing] = max(0.0, pod.before.get(pod.doing, 0.0) + down_s)
             elif not pod.left:
                 pod.before[DOWN] = pod.before.get(DOWN, 0.0) + down_s
@@ -142,8 +142,8 @@ def write(folder: Path, account: Account) -> None:
 def by_outcome(account: Account, tokens: Mapping[str, float]) -> dict[str, float]:
     """Return device-seconds by outcome; their sum is that of all activities.
 
-    `tokens`: outcome -> sampled tokens of the groups that ended so. The seconds of generation and scoring are divided by them.
-    Those of training are `trained`.
+    `tokens`: outcome -> sampled tokens of the groups with that outcome. The seconds of generation and scoring are divided by
+    them. Those of training are `trained`.
     """
     spent = account.device_seconds()
     made = spent.pop(GENERATED, 0.0) + spent.pop("scoring", 0.0)

@@ -1,5 +1,5 @@
-"""The field's names of our metrics, so that charts of other trainers can be compared with ours. Pure. Guarantees: a name is
-given only where its meaning is the same; a metric that a step lacks has no alias there either.
+"""The field's common names for our metrics, so that charts of other trainers can be compared with ours. Pure. Guarantees: a name
+is given only where its meaning is the same; a metric that a step lacks has no alias there either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DERIVED = {
     "completions/clipped_ratio": "1 − `length/train/stop_share`",
     "clip_ratio": "`clip_low/train/fraction` + `clip_high/train/fraction`",
 }
-"""Name of the field -> how it follows from ours."""
+"""Name of the field -> how it is computed from ours."""
 
 
 def aliases(record: Mapping[str, float]) -> dict[str, float]:

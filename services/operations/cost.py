@@ -1,4 +1,4 @@
-"""The cost of a run: its device-seconds by outcome, and for each thing that it gave. Reads the run's folder alone."""
+"""The cost of a run: its device-seconds by outcome, and per unit of its output. Reads only the run's folder."""
 
 from __future__ import annotations
 

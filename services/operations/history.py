@@ -1,4 +1,4 @@
-"""The records of a run, each number once, even if steps were trained again after a restore.
+"""The records of a run, each number once, even if steps were retrained after a restore.
 
 Guarantees: for each number it keeps the first record of the run's last incarnation. After a restore to a checkpoint, new records
 replace all earlier ones from that step on. Evaluation rounds follow the steps: a round of a policy version that the new
@@ -71,7 +71,7 @@ class History(Generic[T]):
 
 
 def history_of(path: Path, key: str, keep: Callable[[Mapping[str, float]], T]) -> History[T]:
-    """Return the records of a file with one a line."""
+    """Return the records of a file with one per line."""
     history = History(key, keep)
     for record in recorded(path):
         history.add(record)
@@ -79,7 +79,7 @@ def history_of(path: Path, key: str, keep: Callable[[Mapping[str, float]], T]) -
 
 
 def recorded(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file with one a line, e.g. `metrics.jsonl`. A missing file has none; a torn line is left out."""
+    """Yield the records of a file with one per line, e.g. `metrics.jsonl`. A missing file has none; a torn line is left out."""
     with contextlib.suppress(OSError):
         for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
-"""Waits until a run complies with what an operator asked of it.
+"""Waits until a run complies with an operator's request.
 
-Guarantees: waiting only reads; it ends at its limit, or when nobody waits for the answer any longer, and returns who has not
-complied by then.
+Guarantees: waiting only reads; it ends at its limit, or when nobody waits for the answer, and returns who has not complied by
+then.
 Waits for: the pods of a role, or the run. Unblocked by: heartbeats, which pods send at once when a pause begins or ends.
 """
 
@@ -19,7 +19,7 @@ LONGEST_WAIT_S = 3600.0
 BUSY_PHASES = ("starting", "loading")  # such a pod does no work that a pause could end
 
 caller_gone: ContextVar[Callable[[], Coroutine[None, None, None]] | None] = ContextVar("caller_gone", default=None)
-"""Returns once the caller is gone, such as the client of an endpoint; None: it stays until it has the answer."""
+"""Returns once the caller is gone, such as the client of an endpoint; None: the caller stays until it has the answer."""
 
 
 async def until_none(poll: Callable[[], Awaitable[list[str]]], wait_s: float) -> list[str]:

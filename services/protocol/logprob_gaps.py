@@ -1,7 +1,8 @@
 """How far the trainer's logprobs of a step's tokens are from the sampler's. Produced by trainer ranks, consumed by the tracker.
 
-A gap is trainer - sampler, in a byte: 0 is less than `LEAST_GAP`, k and -k are `LEAST_GAP` x `STEP`^(k - 1) and its negative. So
-a gap is known to 5 % from 1e-4 to 16; a larger one counts as 16. `UNKNOWN` stands for a token without a finite behaviour logprob.
+A gap is trainer - sampler, in a byte: 0 is less than `LEAST_GAP`, k and -k are `LEAST_GAP` x `STEP`^(k - 1) and its negative.
+Gaps from 1e-4 to 16 are therefore exact to 5 %; a larger one counts as 16. `UNKNOWN` stands for a token without a finite
+behaviour logprob.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ SNAPSHOT = "dataprep.msgpack"
 """File of a checkpoint that holds dataprep's state."""
 
 LAYOUT = 2
-"""Layout version of the files in a checkpoint. Version 1 was DeepSpeed's own, which only as many ranks at the same ZeRO stage
-could load.
+"""Layout version of the files in a checkpoint. Version 1 was DeepSpeed's own, which only the same number of ranks at the same
+ZeRO stage could load.
 """
 
 

@@ -1,4 +1,4 @@
-"""Excludes objects that a process loads at its start from garbage collection, and collects nothing while it imports.
+"""Excludes objects that a process loads at startup from garbage collection, and collects nothing during imports.
 
 A process that has loaded torch, transformers and vLLM holds some 600,000 objects. They stay for its whole life, and a full
 collection that scans them stops its event loop for half a second or more.
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 def importing() -> Iterator[None]:
     """Collect nothing inside this block, and exclude what it has loaded from later collections.
 
-    Imports make a million objects and hardly any garbage: to look for it among them takes a quarter of the processor time of
-    importing torch, DeepSpeed or vLLM, and once more half a second in each process that is forked afterwards.
+    Imports make a million objects and hardly any garbage: looking for it takes a quarter of the processor time of importing
+    torch, DeepSpeed or vLLM, and another half second in each process that is forked afterwards.
     """
     enabled = gc.isenabled()
     gc.disable()

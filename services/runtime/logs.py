@@ -60,7 +60,7 @@ def inherited_formatter() -> logging.Formatter:
 
 
 class _Guest(logging.Logger):
-    """Logger of a package that would write its own lines: its records go to the common stream, whatever handlers it installs."""
+    """Logger of a package that would write its own lines. Its records go to the common stream, whatever handlers it installs."""
 
     def addHandler(self, hdlr: logging.Handler) -> None:
         pass

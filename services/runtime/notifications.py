@@ -30,9 +30,9 @@ class Notifications:
         self._subscription: TopicSubscription | None = None
 
     async def listen(self, store: Store) -> None:
-        """Pass notifications on until the connection breaks and cannot be made again.
+        """Pass notifications on until the connection breaks and cannot be restored.
 
-        A topic is also notified when its subscription begins, on a new connection, too: notifications may have been missed.
+        A topic is also notified whenever its subscription begins, even on a new connection: notifications may have been missed.
         """
         async with store.monitor.listening() as subscription:
             added = set[str]()

@@ -1,4 +1,4 @@
-"""Code of a user's own, by the name that the configuration gives it.
+"""Loads a user's own code by the name that the configuration gives it.
 
 Imports nothing but the standard library: workers in other virtual environments use it too.
 """
@@ -18,15 +18,15 @@ from typing import Any
 _OURS = str(Path(__file__).resolve().parents[2] / "services")
 _PACKAGES = "site-packages"
 _LIBRARIES = tuple({str(Path(traceback.__file__).parent), *(path for path in sys.path if path.endswith(_PACKAGES))})
-"""Folders of Python's libraries and of installed packages: what the user's code called, not itself."""
+"""Folders of Python's libraries and of installed packages, which the user's code calls but does not consist of."""
 
 
 class Unusable(Exception):
-    """Code of a user's own cannot be loaded. The message says why."""
+    """A user's own code cannot be loaded. The message says why."""
 
 
 def imported(function: str) -> Any:
-    """Return what `module:name` or `path.py:name` names. Raises `Unusable`, and what the import raises."""
+    """Return the object that `module:name` or `path.py:name` names. Raises `Unusable`, and whatever the import raises."""
     place, _, name = function.rpartition(":")
     found: Any = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     for part in name.split("."):

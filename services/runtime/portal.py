@@ -17,7 +17,7 @@ from services.runtime.loops import end_tasks
 T = TypeVar("T")
 
 END_S = 5.0
-"""How long the tasks of a loop that is closed may take to end."""
+"""How long the tasks of a closing loop may take to end."""
 
 
 class Portal:

@@ -1,4 +1,4 @@
-"""What processes of a run know of each other: the variable that names their configuration, free ports, the death of a parent."""
+"""What processes of a run share: the variable that names their configuration, free ports, the death of a parent."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def die_with_parent() -> None:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port that is free at the moment of the call, for a server that sets SO_REUSEADDR, as servers do.
 
-    For a minute the kernel does not give it to a process that asks for any port, since it has a connection in TIME_WAIT: the
-    server that it is meant for may take seconds to start.
+    For a minute the kernel does not assign it to a process that requests any port, since it has a connection in TIME_WAIT: the
+    intended server may take seconds to start.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -30,9 +30,9 @@ def free_port(host: str = "127.0.0.1") -> int:
         probe.listen()
         port = probe.getsockname()[1]
         with socket.create_connection((host or "127.0.0.1", port)) as caller:
-            while True:  # somebody else may call, who had this port before
+            while True:  # a client of the port's previous owner may connect
                 answered, peer = probe.accept()
-                answered.close()  # who closes first keeps the port in TIME_WAIT
+                answered.close()  # the side that closes first keeps the port in TIME_WAIT
                 if peer == caller.getsockname():
                     break
             caller.recv(1)

@@ -16,7 +16,7 @@ _DEFERRED = "cellpylib"
 
 
 class _Deferred(ModuleType):
-    """Stands for a module until an attribute of it is used. importlib's own `LazyLoader` loads it at the next `import`."""
+    """Stands in for a module until one of its attributes is used. importlib's own `LazyLoader` loads it at the next `import`."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:

@@ -1,8 +1,8 @@
-"""Start the sandbox service of a cluster: it makes, gives away and sweeps the pods in which code of the policy runs.
+"""Start the sandbox service of a cluster: it creates, assigns and sweeps the pods in which the policy's code runs.
 
 The environment sets its options (GRPO_SANDBOX_TEMPLATE, GRPO_SANDBOX_NAMESPACE, GRPO_SANDBOX_WARM, GRPO_RELEASE).
 
-Waits for: environments' requests, pods that were given away, claims that end. Unblocked by: requests, or a look every `SWEEP_S`.
+Waits for: environments' requests, pods that were assigned, claims that end. Unblocked by: requests, or a poll every `SWEEP_S`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMIT_S = 120.0  # a cluster's API may be unavailable for longer than a sweep ta
 
 
 async def sweep_until_stopped(service: Service, keeper: SandboxKeeper, loop: Loop) -> None:
-    """Sweep every few seconds, and when a pod that was ready has been given away."""
+    """Sweep every few seconds, and when a pod that was ready has been assigned."""
     stopped = asyncio.ensure_future(service.stopping.wait())
     while not service.stopping.is_set():
         try:
@@ -54,7 +54,7 @@ async def keep(given: Arguments, environ: Mapping[str, str] = os.environ, accoun
     pods = PodsApi(configuration, settings.namespace or namespace)
     try:
         async with open_service("sandbox", given.config, given.name) as service:
-            service.stays = True  # what finished may be resumed, and what it has left is swept
+            service.stays = True  # a finished run may be resumed, and what it has left is swept
             keeper = SandboxKeeper(pods, settings, service.store.tickets.fences, SandboxMetrics(service.registry))
             add_routes(service, keeper)
 

@@ -1,4 +1,4 @@
-"""The sandbox service's own endpoints, for environments. They take the token for sandboxes alone."""
+"""The sandbox service's own endpoints, for environments. They take only the token for sandboxes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def _body(request: Request, kind: type[T]) -> T:
 
 
 async def _answer(doing: Any) -> Any:
-    """Return a reply; 503: the caller is to ask again, since the cluster's API did not answer."""
+    """Return a reply; 503: the caller must retry, since the cluster's API did not answer."""
     try:
         return await doing
     except ClusterError as error:

@@ -1,7 +1,7 @@
 """Executes one call of code in a pod, over the websocket by which `kubectl exec` does (v4.channel.k8s.io).
 
 Guarantees: however much the pod sends, a bounded part is read; whatever it sends is decoded into fixed types or refused. What
-runs in the pod (inside.py) is sent along, so a pod needs nothing but Python.
+runs in the pod (inside.py) is sent along, so a pod needs only Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.verifiers.sandbox import folder, guard, scratch, script
 STDIN, STDOUT, STDERR, STATUS = 0, 1, 2, 3
 """Channels of the protocol: the first byte of each message."""
 CHUNK = 32 << 10  # of standard input in one message, as kubectl sends it
-REPLY_BYTES = 2 << 20  # most that is read: files of 256 KiB in base85 as JSON, and the output
+REPLY_BYTES = 2 << 20  # maximum that is read: files of 256 KiB in base85 as JSON, and the output
 ERROR_BYTES = 2000
 CONTAINER = "sandbox"
 BOOT = """
@@ -46,7 +46,7 @@ class NotExecuted(Exception):
     """The connection ended without a result, or could not be opened: it is unknown whether the code has run."""
 
     def __init__(self, message: str, suspected: bool = False) -> None:
-        """`suspected`: the code may be why."""
+        """`suspected`: the code may be the cause."""
         super().__init__(message)
         self.suspected = suspected
 
@@ -82,7 +82,7 @@ async def execute(pods: PodsApi, call: RunCode, limit_s: float) -> CodeDone:
                 finally:
                     sending.cancel()
                     await asyncio.gather(sending, return_exceptions=True)
-    except TimeoutError:  # the node may be gone, or the code has stopped what would send its result
+    except TimeoutError:  # the node may be gone, or the code has stopped the process that sends its result
         raise NotExecuted("nothing came" if attached else "no connection", suspected=attached) from None
     except (*FAILURES, ApiException) as error:
         raise NotExecuted(f"{type(error).__name__}: {error}"[:300]) from None
@@ -110,7 +110,7 @@ async def _received(socket: aiohttp.ClientWebSocketResponse) -> bytes:
             if _succeeded(body):
                 return bytes(output)
             why = f"{body[:300].decode(errors='replace')} {errors.decode(errors='replace')}"
-            raise NotExecuted(why, suspected=b"NonZeroExitCode" in body)  # what ran there found the pod unusable
+            raise NotExecuted(why, suspected=b"NonZeroExitCode" in body)  # the command found the pod unusable
     raise NotExecuted("the connection ended before the command did")
 
 

@@ -1,10 +1,11 @@
-"""What runs inside a sandbox for each call: the code, in a process whose descendants end with it. Standard library alone.
+"""What runs inside a sandbox for each call: the code, in a process whose descendants end with it. Imports only the standard
+library.
 
 The service sends this file and those that it imports into the pod (execution.py), so an image needs nothing but Python 3.9.
 
 Guarantees: a call with the same number runs once, however often it is requested: later requests wait for the same result. The
 call continues if the connection ends, and ends within its time limit, with all of its processes. Whatever the code does to
-these processes and files, it does to its own rollout alone.
+these processes and files, it does only to its own rollout.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from services.verifiers.sandbox import folder, guard, scratch, script
 BEGUN = b"+"
 KILLED, UNMADE = "the process that ran it was killed", "the call ended before its code began"
 POLL_S = 0.02
-LOOK_S = 0.25  # between looks at how full the folder is
+LOOK_S = 0.25  # between checks of how full the folder is
 FILE_BYTES = 16 << 20  # size of a file, as for code in a confined process
 
 
@@ -44,7 +45,7 @@ def main(task: dict[str, Any]) -> None:
     held = _begin(begun)
     if held is not None:
         with contextlib.suppress(FileNotFoundError):
-            (home / "calls" / f"{task['call'] - 1}.json").unlink()  # its caller has it
+            (home / "calls" / f"{task['call'] - 1}.json").unlink()  # its caller has received it
         if not os.fork():
             _detach(held)
             _supervise(task, home, result, held)
@@ -59,7 +60,7 @@ def _begin(place: Path) -> int | None:
     held = os.open(own, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        os.link(own, place)  # with its lock, so that nobody sees it without
+        os.link(own, place)  # with its lock, so that nobody sees it unlocked
     except FileExistsError:
         os.close(held)
         return None
@@ -69,7 +70,7 @@ def _begin(place: Path) -> int | None:
 
 
 def _detach(held: int) -> None:
-    """Leave the session and the streams of the call, so that it ends without this process and this one without it."""
+    """Leave the session and the streams of the call, so that the call and this process can end independently."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -146,9 +147,9 @@ def _become(task: dict[str, Any], work: Path, writing: int) -> None:
             print(ending.code, file=sys.stderr)
     finally:
         for step in (threading._shutdown, atexit._run_exitfuncs, gc.collect, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
-            with contextlib.suppress(BaseException):  # as an interpreter ends: files that the code left open are written
+            with contextlib.suppress(BaseException):  # as at the end of an interpreter: files that the code left open are written
                 step()
-        os._exit(0)  # what it was is not told
+        os._exit(0)  # the exit status is not reported
 
 
 def _text(stream: int) -> io.TextIOWrapper:

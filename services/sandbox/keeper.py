@@ -1,8 +1,8 @@
 """Opens, runs and closes sandboxes, keeps some ready, and sweeps those that are no longer held.
 
 Guarantees: everything that must outlive this process is in the pods' labels and annotations, so it may be killed at any moment.
-A rollout is given a pod in which nothing has run, by one call that fails after a concurrent claim; the same request finds the
-same pod. Code runs in the pod that its request names, if that is the rollout's, and nowhere else. A pod is never given twice.
+A rollout is assigned a pod in which nothing has run, by one call that fails after a concurrent claim; the same request finds the
+same pod. Code runs only in the pod that its request names, if that is the rollout's. A pod is never assigned twice.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from services.sandbox.sweeping import FRESH_SHARE, decide
 
 log = structlog.get_logger()
 
-LOOK_S = (0.1, 0.2, 0.4, 0.8)  # between looks at a pod that starts, or that a call has lost
+LOOK_S = (0.1, 0.2, 0.4, 0.8)  # between polls of a pod that starts, or that a call has lost
 CALL_MARGIN_S = 15.0
-"""Time beyond that of the code for a call to begin and its result to arrive."""
+"""Time beyond the code's own for a call to begin and its result to arrive."""
 AT_ONCE = 20  # requests of a sweep to the cluster's API
 ATTEMPT = re.compile("[a-z0-9]{1,16}")
 LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
@@ -40,17 +40,20 @@ class SandboxKeeper:
     def __init__(
         self, pods: PodsApi, settings: SandboxSettings, fences: Callable[[], Awaitable[Collection[str]]], metrics: SandboxMetrics
     ) -> None:
-        """`fences` returns those of the claims there are."""
+        """`fences` returns the fences of all current claims."""
         self._pods, self._settings, self._fences, self._metrics = pods, settings, fences, metrics
         self._ready: deque[SandboxPod] = deque()  # as of the last sweep
         self._locks: dict[str, asyncio.Lock] = {}
-        self._held: dict[str, str] = {}  # by pod: whose it is, as far as this process has seen
+        self._held: dict[str, str] = {}  # by pod: its owner, as far as this process knows
         self._template: PodTemplate | None = None
         self.taken = asyncio.Event()
-        """Set when a pod that was ready has been given away."""
+        """Set when a pod that was ready has been assigned."""
 
     async def open(self, name: SandboxName, wait_s: float) -> SandboxOpened:
-        """Give a rollout's program its sandbox, and delete those of its predecessors. Raises `ClusterError` and ValueError."""
+        """Return the sandbox of a rollout's program, and delete those of its predecessors.
+
+        Raises `ClusterError` and ValueError.
+        """
         rollout = _rollout(name)
         deadline = time.monotonic() + wait_s
         async with self._lock(rollout):
@@ -132,7 +135,7 @@ class SandboxKeeper:
                 raise error
 
     async def _found(self, name: SandboxName, rollout: str) -> SandboxPod | None:
-        """Return the pod that this request was given before; delete those of the rollout's earlier programs."""
+        """Return the pod that this request was assigned before; delete those of the rollout's earlier programs."""
         found = None
         for pod in await self._pods.selected({**self._settings.labels, ROLLOUT: rollout}):
             if found is None and pod.sandbox == name.whole and pod.alive:
@@ -142,7 +145,7 @@ class SandboxKeeper:
         return found
 
     async def _claimed(self, name: SandboxName, rollout: str) -> SandboxPod | None:
-        """Return a pod that was ready, which is the rollout's from now on; None: there is none."""
+        """Return a ready pod, which belongs to the rollout from now on; None if there is none."""
         while self._ready:
             pod = self._ready.popleft()
             self.taken.set()
@@ -152,7 +155,7 @@ class SandboxKeeper:
         return None
 
     async def _created(self, name: SandboxName, rollout: str) -> SandboxPod | None:
-        """Return a new pod of the rollout, or the one that an earlier request has made."""
+        """Return a new pod of the rollout, or the one that an earlier request has created."""
         if self._template is None:
             self._template = await self._pods.template(self._settings.template)
         fence, _, sample = rollout.partition(".")
@@ -163,11 +166,11 @@ class SandboxKeeper:
         return made or await self._pods.get(f"{self._settings.template}-{own}")
 
     def _oldest(self, template: PodTemplate) -> float:
-        """Return the earliest creation of a pod that is still given to a rollout."""
+        """Return the earliest creation time of a pod that may still be assigned to a rollout."""
         return time.time() - FRESH_SHARE * template.life_s if template.life_s else 0.0
 
     async def _not_its_own(self, call: RunCode) -> CodeDone | None:
-        """Return why a call cannot be made. Raises ValueError if the pod is another's, and `ClusterError`."""
+        """Return why a call cannot be made. Raises ValueError if the pod belongs to another rollout, and `ClusterError`."""
         if self._held.get(call.pod) == call.name.whole:
             return None
         pod = await self._pods.get(call.pod) if POD.fullmatch(call.pod) else None
@@ -184,7 +187,7 @@ class SandboxKeeper:
         return done
 
     def _lock(self, rollout: str) -> asyncio.Lock:
-        """Return the lock of a rollout, which keeps two requests of it apart."""
+        """Return the lock of a rollout, which serialises its requests."""
         if len(self._locks) > 10_000:
             self._locks = {key: lock for key, lock in self._locks.items() if lock.locked()}
         return self._locks.setdefault(rollout, asyncio.Lock())

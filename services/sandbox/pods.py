@@ -1,4 +1,4 @@
-"""The cluster's API as far as the sandbox service uses it: pods of one namespace, and the template that they are made from.
+"""The cluster's API as far as the sandbox service uses it: pods of one namespace, and the template from which they are created.
 
 Guarantees: a pod is created at most once under its name, changed only if nobody else has changed it since it was read, and
 deleted only if it is still the one that was read. Objects stay JSON: the client's own types take most of the time of a long list.
@@ -23,11 +23,11 @@ from services.runtime.cluster.account import CALL_LIMIT_S, FAILURES, ClusterErro
 
 MERGE = "application/merge-patch+json"
 PAGE = 500  # pods of a list in one reply
-HEARTBEAT_S = 10.0  # a connection to a pod that does not answer a ping within half of it is cut off, and made again
+HEARTBEAT_S = 10.0  # a connection to a pod that does not answer a ping within half of it is closed and reopened
 STATE, ROLLOUT, TICKET, TEMPLATE = "grpo/state", "grpo/rollout", "grpo/ticket", "grpo/template"
-"""Labels: whether a rollout has it, which one (`FENCE.SAMPLE`), of which ticket, and the digest of what it was made from."""
+"""Labels: whether a rollout has it, which one (`FENCE.SAMPLE`), of which ticket, and the digest of its template."""
 NAME = "grpo/name"
-"""Annotation: the whole name of the sandbox."""
+"""Annotation: the full name of the sandbox."""
 WARM, HELD = "warm", "held"
 POD = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
@@ -37,24 +37,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SandboxPod:
-    """What is known of a pod."""
+    """What is known about a pod."""
 
     name: str
     uid: str
     version: str
-    """Of the object: it changes with every change."""
+    """Version of the object: it changes with every update."""
     labels: dict[str, str]
     sandbox: str
-    """The whole name of the sandbox; empty: nobody's."""
+    """The full name of the sandbox; empty: unassigned."""
     phase: str
     ready: bool
     deleting: bool
     created: float
     """Seconds since the epoch, by the cluster's clock."""
     ending: str = ""
-    """Why its code has ended it."""
+    """Why its code ended it."""
     trouble: str = ""
-    """Why it does not start, or was ended by the cluster."""
+    """Why it does not start, or why the cluster ended it."""
 
     @property
     def alive(self) -> bool:
@@ -112,7 +112,7 @@ class _Owner(msgspec.Struct):
 
 
 class PodTemplate(msgspec.Struct):
-    """A template, and what names it."""
+    """A template and its name."""
 
     metadata: _Owner
     template: dict[str, Any]
@@ -128,7 +128,7 @@ class PodTemplate(msgspec.Struct):
         return self.template["spec"].get("activeDeadlineSeconds")
 
     def pod(self, name: str, labels: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
-        """Return a pod made from it, which it owns: it goes with the release."""
+        """Return a pod created from the template, which owns it: the pod is deleted with the release."""
         given: dict[str, dict[str, str]] = self.template.get("metadata") or {}
         owner = {"apiVersion": "v1", "kind": "PodTemplate", "name": self.metadata.name, "uid": self.metadata.uid}
         metadata = {
@@ -150,7 +150,7 @@ class _PodList(msgspec.Struct):
 
 
 def read_pod(found: _Pod) -> SandboxPod:
-    """Return what an object of the API says of a pod."""
+    """Return a pod from an object of the API."""
     metadata, status = found.metadata, found.status
     conditions = {each.type: each for each in status.conditions}
     ready = "Ready" in conditions and conditions["Ready"].status == "True"
@@ -179,7 +179,7 @@ def _why(status: _Status, conditions: Mapping[str, _Condition]) -> tuple[str, st
 
 
 class PodsApi:
-    """Reads, makes, changes and deletes pods of a namespace."""
+    """Reads, creates, changes and deletes pods of a namespace."""
 
     def __init__(self, configuration: Configuration, namespace: str) -> None:
         configuration.connection_pool_maxsize = 0  # each call of code keeps a connection
@@ -221,7 +221,7 @@ class PodsApi:
         return read_pod(_decoded(body, _Pod))
 
     async def create(self, pod: Mapping[str, Any]) -> SandboxPod | None:
-        """Create a pod, or return None if there is one of this name. Raises `ClusterError`."""
+        """Create a pod, or return None if one of this name exists. Raises `ClusterError`."""
         status, body = await self._call("POST", "pods", body=pod)
         if status == HTTPStatus.CONFLICT:
             return None

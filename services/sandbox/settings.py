@@ -1,4 +1,4 @@
-"""What the chart says of the sandboxes, by environment variables."""
+"""The chart's settings of the sandboxes, from environment variables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMESPACE_ENV = "GRPO_SANDBOX_NAMESPACE"
 RELEASE_ENV = "GRPO_RELEASE"
 WARM_ENV = "GRPO_SANDBOX_WARM"
 APPLICATION = "grpo-sandbox"
-"""Its pods' `app.kubernetes.io/name`: not that of the release's other pods, which may reach one another."""
+"""Its pods' `app.kubernetes.io/name`: it differs from that of the release's other pods, which may reach one another."""
 
 
 @dataclass(frozen=True)
 class SandboxSettings:
-    """What the service keeps."""
+    """Which sandboxes the service keeps."""
 
     template: str
     """Name of the PodTemplate, with which the pods' names begin."""

@@ -1,7 +1,7 @@
-"""Decides which pods nobody needs, and how many to keep ready. Pure.
+"""Decides which pods are no longer needed, and how many to keep ready. Pure.
 
-Guarantees: a pod that a rollout has is kept while somebody holds the rollout's ticket, by the claim that it was opened under, and
-no longer; a pod that nobody has is never one in which code has run.
+Guarantees: a rollout's pod is kept while the rollout's ticket is held under the claim for which the pod was opened, and no
+longer; code has never run in an unassigned pod.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ FRESH_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is to be done."""
+    """What to do."""
 
     orphaned: list[SandboxPod]
-    """Held by nobody any longer."""
+    """Pods that are no longer held."""
     spare: list[SandboxPod]
-    """Kept ready, and not to be: too many, too old, ended, or made from another template."""
+    """Ready pods to delete: too many, too old, ended, or created from another template."""
     ready: list[SandboxPod]
-    """That a rollout may be given, oldest first."""
+    """Pods that may be assigned to a rollout, oldest first."""
     create: int
 
 
 def decide(pods: Sequence[SandboxPod], fences: Collection[str], template: str, warm: int, oldest: float) -> Sweep:
-    """Decide, given all pods, the fences of the claims there are, the template's digest and how many to keep ready.
+    """Decide, given all pods, the fences of all current claims, the template's digest and how many to keep ready.
 
     `oldest`: the earliest creation of a pod that still has enough of its life before it. The claims were read after the pods.
     """
@@ -48,5 +48,5 @@ def decide(pods: Sequence[SandboxPod], fences: Collection[str], template: str, w
 
 
 def _fit(pod: SandboxPod, template: str, oldest: float) -> bool:
-    """Return whether a rollout may be given the pod, now or when it is ready."""
+    """Return whether the pod may be assigned to a rollout, now or when it is ready."""
     return pod.labels.get(STATE) == WARM and pod.alive and pod.labels.get(TEMPLATE) == template and pod.created >= oldest

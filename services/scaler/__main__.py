@@ -53,7 +53,7 @@ class ScalerSettings:
     trainer: str = ""
     trainer_kind: str = "StatefulSet"
     trainer_replicas: int = 1
-    """Its pods, or of a LeaderWorkerSet its groups, which is one."""
+    """Number of its pods, or of a LeaderWorkerSet its groups, which is one."""
     keep: bool = False
     deletion_cost: bool = False
     judge: str = ""
@@ -173,7 +173,7 @@ async def keep(given: Arguments) -> None:
     cluster = KubernetesApi.in_cluster(os.environ)
     try:
         async with open_service("scaler", given.config, given.name) as service:
-            service.stays = True  # what finished may be resumed
+            service.stays = True  # a finished run may be resumed
             follower = ReleaseFollower(service, settings, cluster)
 
             async def work(loop: Loop) -> None:

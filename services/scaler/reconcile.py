@@ -1,4 +1,4 @@
-"""Decides how many pods there are to be of generators, trainer and judge, and which of two numbers follows the other. Pure.
+"""Decides the numbers of pods of generators, trainer and judge, and which of two numbers follows the other. Pure.
 
 Guarantees: the last change wins. `grpo scale` and the endpoints change the request, `kubectl scale` changes the replicas. If
 both changed, the request wins. A number that was once followed is never set back, neither by an upgrade nor by a rollback: no

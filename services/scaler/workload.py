@@ -29,7 +29,7 @@ DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
 class Plural(NamedTuple):
-    """Where the API has the objects of a kind."""
+    """Where the API serves the objects of a kind."""
 
     group: str
     version: str
@@ -59,7 +59,7 @@ class Replicas:
     count: int
     version: str
     uid: str = ""
-    """Identifies the object: one that is deleted and created again has another."""
+    """Identifies the object: it changes if the object is deleted and recreated."""
 
 
 class KubernetesApi:

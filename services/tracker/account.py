@@ -32,22 +32,22 @@ log = structlog.get_logger()
 LOOK_S = 0.5
 LAST_LOOKS_S = 0.1  # while the others end
 WRITE_S = 5.0
-OTHERS_S = 10.0  # how long to stay for pods that are about to leave and to end
-READS = 10  # attempts to read the account, `LOOK_S` apart, since a shared file system may be away for a moment
+OTHERS_S = 10.0  # how long to wait for pods that are about to leave and end
+READS = 10  # attempts to read the account, `LOOK_S` apart, since a shared file system may be unavailable for a moment
 UNREADABLE = account.FILE + ".unreadable"
 """Name of an account that could not be read."""
-SAME_S = 1.0  # a process that began at another time than the pod said is another one
+SAME_S = 1.0  # a process that began at another time than the pod reported is another one
 
 
 class Neighbours:
-    """The pods' processes on this machine, which are seen to end."""
+    """The pods' processes on this machine, whose end can be observed."""
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
-        self._there: dict[tuple[str, str], tuple[int, float]] = {}  # ID of each one's process, and when that started
+        self._there: dict[tuple[str, str], tuple[int, float]] = {}  # ID of each one's process, and its start time
 
     def meet(self, heard: Iterable[tuple[PodStatus, float]]) -> None:
-        """Note which of the pods that are there have processes on this machine."""
+        """Note which of the live pods have processes on this machine."""
         for status, age_s in heard:
             if status.host != self._host or status.pid == os.getpid() or DEVICES not in status.gauges:
                 continue
@@ -63,7 +63,7 @@ class Neighbours:
 
 
 def _lives(pid: int, began_s: float) -> bool:
-    """Return whether the process that started then lives; another one may have its ID by now."""
+    """Return whether the process that started then is alive; another one may have its ID by now."""
     age_s = process_age_s(pid)
     return bool(age_s) and abs(time.clock_gettime(time.CLOCK_BOOTTIME) - age_s - began_s) < SAME_S
 
@@ -110,14 +110,14 @@ class Accountant:
         self.done.set()
 
     def _see_off(self, found: account.Account, heard: Collection[tuple[str, str]]) -> bool:
-        """Account for processes that left the fleet and still end. Return whether there is any."""
+        """Account for processes that left the fleet but have not ended. Return whether there are any."""
         left = [key for key in self._neighbours.left() if key not in heard]
         for name, boot in left:
             found.lives_on(name, boot, time.time())
         return bool(left)
 
     async def _read(self, loop: Loop) -> account.Account:
-        """Return the account so far; after several attempts a new one, and move the other aside."""
+        """Return the account so far; after several failed attempts a new one, moving the other aside."""
         for attempt in range(1, READS + 1):
             try:
                 return await asyncio.to_thread(account.read, self._folder)

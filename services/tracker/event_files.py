@@ -51,7 +51,7 @@ class EventFiles:
 
 
 def _histogram(name: str, bins: Bins) -> HistogramProto:
-    """Return a histogram in TensorBoard's form: upper bounds and counts; its sums are those of the middles of the bins."""
+    """Return a histogram in TensorBoard's form: upper bounds and counts; its sums use the middles of the bins."""
     limits, counts = edges(name.split("/")[1], bins)
     middles = [(low + high) / 2 for low, high in itertools.pairwise(limits)]
     return HistogramProto(

@@ -39,7 +39,7 @@ BATCH = 1000  # records at a time, some hundred KB
 
 
 class Position(msgspec.Struct):
-    """What a tracker has durably, stored in a file next to its own: the last step and the last evaluated version. -1: none."""
+    """What a tracker has stored durably, in a file next to its own: the last step and the last evaluated version. -1: none."""
 
     identity: str  # of the run, for trackers that identify runs
     step: int = -1
@@ -59,7 +59,7 @@ class Follower:
         """The last step written to the tracker."""
         self._config, self._store, self._folder, self._stopping = config, store, folder, stopping
         self._tracker: Tracker | None = None
-        self._reached: Position | None = None  # what the tracker has, durably or not; None: that is not known
+        self._reached: Position | None = None  # what the tracker has, durably or not; None: unknown
         self._failing = False
 
     async def follow(self, loop: Loop) -> None:
@@ -145,7 +145,7 @@ class Follower:
         return self._folder / f"{self.name}.json"
 
     def _position(self) -> Position:
-        """Return what the file says; without a readable one, that the tracker has nothing."""
+        """Return the position in the file; without a readable file, that of a tracker that has nothing."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=Position)
         except FileNotFoundError:
@@ -177,8 +177,10 @@ async def show_backlog(store: Store, followers: Sequence[Follower], metrics: Tra
 
 
 def _after(last: int, incarnation: int, key: str, records: list[Record]) -> list[Record]:
-    """Return the records numbered by `key` after `last`, each number once, since a step trained again after a crash is recorded
-    again. A later incarnation of the run begins at its own number."""
+    """Return the records numbered by `key` after `last`, each number once, as a step retrained after a crash is recorded again.
+
+    A later incarnation of the run begins at its own number.
+    """
     new: list[Record] = []
     for record in records:
         if (now := _incarnation(record)) < incarnation:

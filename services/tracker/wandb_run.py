@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("WANDB_SILENT", "true")  # keeps its output out of the log; it raises its errors
-os.environ.pop("WANDB_SERVICE", None)  # of whoever started this process: a run that a killed process had there stays "in use"
+os.environ.pop("WANDB_SERVICE", None)  # inherited from the parent process: a run that a killed process had there stays "in use"
 import numpy as np
 import wandb  # pyright: ignore
 

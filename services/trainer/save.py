@@ -1,8 +1,8 @@
 """Have the trainer write a checkpoint before one of its pods ends: `python -m services.trainer.save`.
 
-A cluster runs it before it ends a pod (docs/kubernetes.md). It asks through Redis, since only the pod of rank 0 has the endpoint.
-Guarantees: it returns at once where there is nothing to write: no run or one that has finished, no trainer or one that still
-loads, every trained step in a checkpoint.
+A cluster runs it before it ends a pod (docs/kubernetes.md). It makes the request through Redis, since only the pod of rank 0 has
+the endpoint. Guarantees: it returns at once where there is nothing to write: no run or one that has finished, no trainer or one
+that still loads, every trained step in a checkpoint.
 Waits for: the checkpoint. Unblocked by: the trainer, which writes it, fails to, restarts or leaves the fleet; at the latest by
 whoever started this module, as it has no limit of its own.
 """

@@ -1,4 +1,4 @@
-"""What all verifiers share: the group to score, what becomes of it, and how scores combine into rewards."""
+"""What all verifiers share: the group to score, its scores, and how scores combine into rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOLVED_TOLERANCE = 1e-8
 class VerifierFailure(Exception):
     """A verifier could not score a group. This is not a score of zero.
 
-    `final`: trying again is useless, so the ticket goes to the dead letters at once.
+    `final`: a retry is useless, so the ticket goes to the dead letters at once.
     """
 
     def __init__(self, reason: str, final: bool = False) -> None:
@@ -36,7 +36,7 @@ class Job(msgspec.Struct, array_like=True):
     answer: str  # of the ticket
     row: str = ""  # of the ticket
     finish: list[str] = []  # [n] stop | length
-    tokens: list[list[int]] = []  # [n] token ids; empty unless a verifier asks for them
+    tokens: list[list[int]] = []  # [n] token ids; empty unless a verifier requests them
 
     def fields(self, source: Source) -> dict[str, Any]:
         """Return the fields that a custom verifier may request. Raises `msgspec.DecodeError` or ValueError for a damaged

@@ -56,7 +56,7 @@ def read_results(results: Any, count: int) -> Verdict:
 
 
 def fault_of(verdict: Verdict, count: int, bounds: tuple[float, float] | None) -> str:
-    """Return why a verdict cannot be used, or "" if it is whole and its scores are within `bounds`. It may come from anywhere."""
+    """Return why a verdict cannot be used, or "" if it is whole and its scores are within `bounds`. It is not trusted."""
     if len(verdict.scores) != count or any(len(column) != count for column in verdict.parts.values()):
         return f"returned {len(verdict.scores)} scores for {count} completions"
     if len(verdict.notes) not in (0, count) or not all(map(_is_note, verdict.notes)):

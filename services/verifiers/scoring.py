@@ -1,7 +1,7 @@
-"""Scores groups with all verifiers of the run: those in worker processes on this machine, and services that it asks.
+"""Scores groups with all verifiers of the run: those in worker processes on this machine, and those that are services.
 
 Guarantees: a group gets the scores of all verifiers of its prompt source, each checked (results.py), or one `VerifierFailure`.
-Waits for: idle workers, and services, whose outages it outlasts up to their `give_up_s`; `waiting` says for which.
+Waits for: idle workers, and services, whose outages it outlasts up to their `give_up_s`; `waiting` says for which one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.verifiers.sandbox.pool import MEMORY_BYTES, Freedoms, PoolCounts, 
 
 
 class Scoring:
-    """All verifiers of a run. Verifiers with `network = true` have worker processes of their own."""
+    """All verifiers of a run. Verifiers with `network = true` have their own worker processes."""
 
     def __init__(self, config: RunConfig, sources: Sequence[Source], workers: int = 0, prints: bool = False) -> None:
         """`workers`: of each pool; 0: as configured. `prints`: show what verifiers print."""
@@ -71,7 +71,7 @@ class Scoring:
 
     @property
     def counts(self) -> PoolCounts:
-        """What all workers have done since they started."""
+        """Counters of all workers since they started."""
         total = PoolCounts()
         for counts in (pool.counts for pool in self.pools):
             total.groups, total.failures = total.groups + counts.groups, total.failures + counts.failures

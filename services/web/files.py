@@ -82,7 +82,7 @@ class ConfigurationReport(BaseModel):
 
 
 class Accounts:
-    """The account of a run, which takes reading all of its log: once in `ACCOUNT_S`, however many look at it."""
+    """The account of a run, which takes reading all of its log: once in `ACCOUNT_S`, whatever the number of readers."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, asyncio.Lock()

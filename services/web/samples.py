@@ -121,7 +121,7 @@ def samples_router(service: Service) -> APIRouter:
         from services.operations.samples.columns import SCHEMA
 
         which = "sample is None" if sample is None else f"sample == {sample}"
-        group = payload.partition(".")[0]  # unlike the payload's name, it is in memory; few payloads have all of these in common
+        group = payload.partition(".")[0]  # unlike the payload's name, it is in memory; few payloads share all of these
         where = f"group == '{group}' and step == {step} and outcome == '{outcome}' and {which} and (undone or not undone)"
         found, _ = await log.find(SCHEMA.names, where, "", False, 0, PAGE)
         row = next((row for row in found.rows if row["payload"] == payload), None)
@@ -158,7 +158,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _pieces(reader: TextReader, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. A character of several tokens is the last one's."""
+    """Return the text that each token adds. A character made of several tokens belongs to the last one."""
     pieces, before, done = list[str](), 0, 0
     for at in range(len(tokens)):
         known, text = reader.text(tokens[before:done]), reader.text(tokens[before : at + 1])

@@ -22,7 +22,7 @@ from services.weights.receiver import TransferFailed, WeightReceiver
 
 log = structlog.get_logger()
 
-LIMIT_S = 6 * 3600.0  # an anchor over a slow link may take long, and delays nobody
+LIMIT_S = 6 * 3600.0  # an anchor over a slow link may take long, but delays nobody
 AGAIN_S = (1.0, 30.0)  # after a failure: first and longest pause
 
 
@@ -35,23 +35,24 @@ class Published:
 
 
 class CatchUp:
-    """Fetches in a task of its own; the follower of rounds starts it, and applies what it fetched."""
+    """Fetches in its own task. The follower of rounds starts it and applies the fetched weights."""
 
     def __init__(self, service: Service, engine: WeightReceiver) -> None:
         self._service, self._engine = service, engine
         self._task: asyncio.Task[None] | None = None
         self._target = Published(0, -1)
-        self._failed, self._failures, self._not_before = "", 0, 0.0  # why the last fetch failed, and how many in a row
+        self._failed, self._failures, self._not_before = "", 0, 0.0  # reason for the last failure, number in a row
 
     @property
     def busy(self) -> bool:
-        """Return whether it fetches, or has fetched what is not applied yet."""
+        """Return whether a fetch is running, or has finished and is not applied yet."""
         return self._task is not None
 
     async def step(self) -> Published | None:
-        """Begin a fetch if the pod is behind. Returns a version that is fetched, for the caller to apply and then call `over`.
+        """Begin a fetch if the pod is behind. Returns a version that has been fetched, for the caller to apply before it calls
+        `over`.
 
-        Raises `TransferFailed` if a fetch failed, for the caller to call `over`, and what ends the engine.
+        Raises `TransferFailed` if a fetch failed, after which the caller calls `over`, and any error that ends the engine.
         """
         if self._task is None:
             wanted = self._behind()

@@ -68,7 +68,7 @@ class Abort:
     """Interrupts calls that would wait forever: `with Abort(seconds, end) as abort:` calls `end` in a thread after `seconds`,
     unless the block has ended.
 
-    `end` has returned by the time the block is left, and `abort.passed` is set before `end` is called.
+    The block is left only after `end` has returned; `abort.passed` is set before `end` is called.
     """
 
     def __init__(self, seconds: float, end: Callable[[], object]) -> None:
@@ -141,7 +141,7 @@ class WeightManifest(msgspec.Struct, frozen=True, array_like=True):
         return [meta for bucket in self.buckets for meta in bucket.tensors]
 
     def with_aliases(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Return `weights`, and those of them that are tied under their further names, too: they share the memory."""
+        """Return `weights`, with tied ones under each of their names; these share memory."""
         held = dict(weights)
         return weights + [(name, held[source]) for name, source in self.aliases.items() if source in held]
 
@@ -239,7 +239,7 @@ def make_group(store: Store, rank: int, size: int, host: str, port: int, timeout
 
 
 def let_go(error: BaseException) -> None:
-    """Release what the frames of a failed transfer hold.
+    """Release what the stack frames of a failed transfer hold.
 
     The other ranks learn of the failure when the group ends, and a group ends when its last reference is dropped. The error's
     traceback, which may be part of a cycle, must not keep one.

@@ -10,11 +10,11 @@ import math
 from typing import Literal
 
 TRY_AGAIN = 32
-"""Rounds between two trials of what was slower: if it takes ten times as long, trying costs 28 % of the time."""
+"""Rounds between two trials of the slower encoding: if it takes ten times as long, the trials cost 28 % of the time."""
 
 
 class EncodingChoice:
-    """Decides for one sender."""
+    """Makes the choice for one sender."""
 
     def __init__(self, encoding: Literal["full", "delta", "auto", "sparse"]) -> None:
         self._encoding = encoding
@@ -22,7 +22,7 @@ class EncodingChoice:
         self._since = 0  # rounds since the slower was tried
 
     def delta(self) -> bool:
-        """Return whether to send a delta in a round that may have one."""
+        """Return whether to send a delta in a round that could use one."""
         if self._encoding != "auto":
             return self._encoding == "delta"
         if len(self._took) < 2:
@@ -31,11 +31,11 @@ class EncodingChoice:
         return faster != (self._since >= TRY_AGAIN)
 
     def too_slow(self) -> None:
-        """Count a delta that took longer than a round may as the slower."""
+        """Count a delta that exceeded the time limit of a round as the slower encoding."""
         self._took[True], self._since = math.inf, 0
 
     def took(self, delta: bool, seconds: float) -> None:
-        """Take the seconds of a round that could have been either."""
+        """Record the seconds of a round that could have used either encoding."""
         self._took[delta] = seconds
         tried = len(self._took) == 2 and delta != (self._took[True] <= self._took[False])
         self._since = 0 if tried else self._since + 1

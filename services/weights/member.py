@@ -167,7 +167,7 @@ class WeightFollower:
         await self._leave_round()
 
     def _say_held(self, version: int, fence: int) -> None:
-        """Report new weights, and what they took."""
+        """Report new weights, and the time and bytes they took."""
         pause_s, nbytes = time.monotonic() - self._paused_at, self.engine.fetched_bytes
         self.metrics.pause_s.observe(pause_s)
         took = {"pause_s": pause_s, "catch_ups": float(self._catch_ups)}

@@ -56,7 +56,7 @@ class Membership:
     group: CollectiveGroup | None = None
     excluded: set[str] = field(default_factory=set)
     unexplained: int = 0
-    """Groups that broke in this round with no member to blame."""
+    """Number of groups that broke in this round with no member to blame."""
 
     def begin(self) -> None:
         """Start a new round: every member may take part again."""

@@ -3,7 +3,7 @@
 Guarantees: names are those of the Hugging Face model, with tied weights under each of their names; adapters are merged only into
 what is sent; at most one bucket is gathered at a time, never the whole model; every wait has a limit; with `sync.verify`,
 checksums follow, computed from the weights and not from buffers they are copied into; what changed is sent only if every member
-acknowledged what it changes, and after anything that failed all weights are. After a failure the group cannot be used
+acknowledged what it changes, and after any failure, all weights are sent. After a failure the group cannot be used
 again: all ranks have gone through all gathers, so they stay in step, and rank 0 opens another group.
 For the transports, see services/weights/transports. Buffers of the model are not sent, because training does not change them.
 """
@@ -33,7 +33,7 @@ class SendFailed(Exception):
 
 
 class Sender(Protocol):
-    """What rounds need of a sender; see `WeightSender`."""
+    """What rounds need from a sender; see `WeightSender`."""
 
     @property
     def backend(self) -> str:
@@ -84,7 +84,7 @@ class Sender(Protocol):
         ...
 
     def sweep(self, readers: Iterable[str]) -> None:
-        """Delete what nobody needs, members that announced their reading included."""
+        """Delete what nobody needs, including members that announced what they read."""
         ...
 
     def close_group(self) -> None:
@@ -156,7 +156,7 @@ class WeightSender:
             self._choice.took(self._chosen, seconds)
 
     def sweep(self, readers: Iterable[str]) -> None:
-        """Rank 0: delete what members that announced their reading do not need. Groups keep nothing."""
+        """Rank 0: delete what is not needed by members that announced what they read. Groups keep nothing."""
 
     @property
     def backend(self) -> str:

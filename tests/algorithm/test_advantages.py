@@ -74,7 +74,7 @@ def test_maxrl_never_flips_the_sign():
 
 @pytest.mark.parametrize("kind", ["centered", "standard", "rloo"])
 def test_a_large_common_offset_loses_no_precision(kind: Kind):
-    """For rewards exact in float64, whose differences are exact, too."""
+    """Rewards are exact in float64, as are their differences."""
     small = [0.25, 0.5, 0.0, 1.0]
     assert advantages([1e9 + x for x in small], kind) == pytest.approx(advantages(small, kind), rel=1e-12)
 

@@ -1,1 +1,1 @@
-"""Requests generated from the services' OpenAPI documents, against real servers. `python -m tests.api_fuzz --minutes 10`."""
+"""Requests generated from the services' OpenAPI documents, sent to real servers: `python -m tests.api_fuzz --minutes 10`."""

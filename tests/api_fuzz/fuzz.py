@@ -29,20 +29,19 @@ CHECKS = [
     content_type_conformance, not_a_server_error, response_headers_conformance, response_schema_conformance,
     status_code_conformance, unsupported_method,
 ]  # fmt: skip
-ROUND = 20  # requests to an endpoint per turn
+ROUND = 20  # requests to an endpoint in each turn
 LONGEST_WAIT_S = 0.05
-LIMIT_S = 120.0  # of an answer, in place of schemathesis' 10 s: all services and this client share one interpreter
+LIMIT_S = 120.0  # for a response, in place of schemathesis' 10 s: all services and this client share one interpreter
 
 SESSION = requests.Session()
 HEADERS = ({}, {"Authorization": "Bearer read-token"}, {"Authorization": "Bearer operate-token"})
 
 
 def fuzz(urls: dict[str, str], seconds: float, seed: int = 0, wanted: Collection[str] = ()) -> Counter[str]:
-    """Send requests to services by kind, for so long and until there was an answer of each status that is wanted.
+    """Send requests to services by kind, for at least this long and until each wanted status has occurred.
 
-    Returns how many answers there were of each status.
-
-    Raises on the first that is not as described, and on every 5xx.
+    Returns how many responses had each status. Raises on the first response that does not match its description, and on every
+    5xx.
     """
     schemas = {kind: schemathesis.openapi.from_url(f"{url}/openapi.json", timeout=LIMIT_S) for kind, url in urls.items()}
     operations = [

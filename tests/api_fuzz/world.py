@@ -31,7 +31,7 @@ TOKENS = ApiTokens("operate-token", "read-token")
 
 
 def add_routes(service: Service) -> None:
-    """Routes of the service's kind; a tracker has none."""
+    """Add the routes of the service's kind; a tracker has none."""
     match service.kind:
         case "generator":
             given = (ScriptedEngine(), PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
@@ -45,7 +45,7 @@ def add_routes(service: Service) -> None:
 
 
 async def fill(store: Store) -> None:
-    """Groups in every place: issued, claimed, settled, planned, trained, dead-lettered."""
+    """Put groups everywhere: issued, claimed, settled, planned, trained and dead-lettered."""
     team = await flow.start(store, steps=100, slots=40)
     await flow.buffer(store, team, 6)
     await flow.prepare(store, team, 0, ["0-0", "0-1"])
@@ -58,7 +58,7 @@ async def fill(store: Store) -> None:
 
 @contextlib.asynccontextmanager
 async def endpoints(folder: Path, server: RedisServer, run: str) -> AsyncIterator[dict[str, tuple[str, FastAPI]]]:
-    """Addresses and apps by kind of service."""
+    """Yield addresses and apps by kind of service."""
     config = small_config(folder, server, f"run.name={run}")
     save_tokenizer_folder(folder / "model")
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Lengths that a configuration does not set fit those that it does, and the model."""
+"""Lengths that a configuration does not set fit the model and the lengths that it sets."""
 
 from __future__ import annotations
 

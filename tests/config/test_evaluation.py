@@ -1,4 +1,4 @@
-"""The `evaluation` section: invalid settings are rejected with key, value and remedy; which versions are evaluated."""
+"""The `evaluation` section: which versions are evaluated, and which settings are rejected, with key, value and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss: contradictory or unused settings are rejected with the key, the value and the remedy."""
+"""The loss: contradictory or unused settings are rejected with key, value and remedy."""
 
 from __future__ import annotations
 

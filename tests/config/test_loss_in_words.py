@@ -1,4 +1,4 @@
-"""A run describes its effective loss at the start, in agreement with the formulas."""
+"""At the start, a run describes its effective loss in words that agree with the formulas."""
 
 from __future__ import annotations
 

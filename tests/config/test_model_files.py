@@ -1,4 +1,4 @@
-"""A model's folder is checked by its own files before anything is loaded."""
+"""A model's folder is checked by means of its files before anything is loaded."""
 
 from __future__ import annotations
 

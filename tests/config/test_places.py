@@ -1,4 +1,4 @@
-"""Every key that a configuration sets has a place: a line of the file, an environment variable, or the command line."""
+"""Each key that a configuration sets has a place: a line of the file, an environment variable or the command line."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_keys_and_tables_of_a_file_have_the_lines_that_set_them() -> None:
 @pytest.mark.parametrize(
     ("key", "place"),
     [
-        ("model.options.1.b", "run.toml:7"),  # within an inline table or a list: that of the table or list
+        ("model.options.1.b", "run.toml:7"),  # within an inline table or a list: the line of the table or list
         ("data.sources.0.columns.1", "run.toml:21"),
         ("data.sources.0.answer", "run.toml:19"),
-        ("run.seed", "run.toml:3"),  # text, and comments, set nothing
+        ("run.seed", "run.toml:3"),  # texts and comments set nothing
         ("commented", ""),
         ("trainer.ranks", ""),
     ],
@@ -86,11 +86,11 @@ def test_other_places_come_before_the_file() -> None:
     ("message", "place"),
     [
         ("run.name = 'x': may have only letters", "run.toml:4"),
-        ("replay.capacity = 15 cannot hold a step of run.steps = 3", "run.toml:5"),  # the first that is set
+        ("replay.capacity = 15 cannot hold a step of run.steps = 3", "run.toml:5"),  # the first key that is set
         ("data.sources.3 exceeds model.path", "run.toml:11"),
         ("data.sources.3 is wrong", "run.toml:12"),
         ("run = 4 is no section", "run.toml:3"),
-        ("trainer.ranks = 4 is too many", "run.toml"),  # a default: the file
+        ("trainer.ranks = 4 is too many", "run.toml"),  # a default value has the file as its place
         ("the words run and data name no key", "run.toml"),
     ],
 )

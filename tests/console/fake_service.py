@@ -1,8 +1,8 @@
-"""A fake of any service: real Redis, real process, no model. The trainer counts steps, and ends the run when asked to stop;
-the others wait for the end.
+"""A fake of any service: a real process on a real Redis, but without a model. The trainer counts steps and ends the run on
+request; the other services wait for the end of the run.
 
 FAKE_STEP_S: seconds per step. FAKE_EXIT: `<pod>:<code>:<message>` makes that pod exit immediately. FAKE_DEAF: a pod that does
-nothing and ignores SIGTERM. FAKE_CHILD: a pod that starts a child process and prints its id.
+nothing and ignores SIGTERM. FAKE_CHILD: a pod that starts a child process and prints the child's id.
 """
 
 from __future__ import annotations

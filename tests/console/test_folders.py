@@ -21,7 +21,7 @@ from tests.support.harness import small_config
 
 @contextlib.contextmanager
 def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a process that a failed test would leave behind."""
+    """Kill a process at the end, in case a failed test leaves it behind."""
     try:
         yield
     finally:
@@ -29,7 +29,7 @@ def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def run_folder(parent: Path, name: str, steps: int = 0, status: str = "") -> RunFolder:
-    """The folder of a run of four steps that trained `steps` of them and ended with `status`."""
+    """Create the folder of a run that trained `steps` of its four steps and ended with `status`; return it."""
     config = small_config(parent / f"{name}-given", None, f"run.name={name}", f"run.dir={parent / 'runs'}")
     folder = RunFolder.of(config)
     folder.write(config)
@@ -95,7 +95,7 @@ def test_logs_are_followed_until_ctrl_c(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, "followed")
     log = folder.logs / "trainer-0.log"
     log.write_text("old\n")
-    given = ["env", "--default-signal=INT"]  # SIGINT is ignored if the tests run in the background
+    given = ["env", "--default-signal=INT"]  # because SIGINT is ignored if the tests run in the background
     command = [*given, sys.executable, "-u", "-m", "services.console", "logs", str(folder.path), "-f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process, killed_at_the_end(process):
         assert process.stdout is not None

@@ -33,7 +33,7 @@ HEAVY = (
     "torch", "transformers", "fastapi", "httpx", "opentelemetry", "numpy", "pyarrow", "redis", "pydantic", "rich", "kubernetes",
     "aiohttp",
 )  # fmt: skip
-"""Modules that take 50 ms of CPU or more to import."""
+"""Modules that take at least 50 ms of CPU time to import."""
 VERBS: dict[str, set[str]] = {
     "--help": set(),
     "version": set(),
@@ -61,7 +61,7 @@ VERBS: dict[str, set[str]] = {
     "config run.toml": {"pydantic"},
     "stop small --json": set(),
 }
-"""Commands, and the slow modules that each needs beyond those before it: all run in one process."""
+"""Commands, all run in one process, and the slow modules that each needs beyond those that precede it."""
 CODE = """
 import json, sys
 from services.console.__main__ import main
@@ -79,7 +79,7 @@ print(json.dumps(found))
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """The working folder of a run with a live Redis, one pod and one step, as its services would leave it."""
+    """Yield the working folder of a run with a live Redis, one pod and one step, as its services would leave it."""
     server = RedisServer(tmp_path / "redis")
     server.start()
     make_model(tmp_path / "model")

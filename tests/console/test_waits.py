@@ -1,4 +1,4 @@
-"""What commands say once their wait has ended: the outcome, not the request."""
+"""What commands print after a wait: the outcome rather than the request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = "waited-for"
 
 @pytest.fixture
 def served(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Portal, Store, list[str]]]:
-    """A served run whose generator is alive, and the options that reach it."""
+    """Yield a served run with a live generator, and the options that reach it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRPO_API_TOKEN", TOKENS.operate)
     monkeypatch.setenv("GRPO_REDIS_PASSWORD", server.password)

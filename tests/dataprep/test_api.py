@@ -25,7 +25,7 @@ TOKEN = {"Authorization": "Bearer test-token"}
 
 @pytest_asyncio.fixture
 async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Endpoints of a dataprep pod without its loops."""
+    """Yield a client of the endpoints of a dataprep pod without its loops."""
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     save_tokenizer_folder(tmp_path / "model")
     status = PodStatus("dataprep", "dataprep-0", "b00t", "here", 1, "", "standby", -1, 0, {})
@@ -171,7 +171,7 @@ async def test_the_endpoints_are_documented(http: httpx.AsyncClient) -> None:
     described = spec["components"]["schemas"]
     for name in ("Buffer", "BufferGroup", "Group", "Completion", "Step", "Plan", "StepGroup", "DeadLetters", "DeadLetterBody"):
         bare = [field for field, of in described[name]["properties"].items() if "description" not in of and "$ref" not in of]
-        assert bare in ([], ["step"])  # a step number needs no description
+        assert bare in ([], ["step"])  # a field `step` needs no description
 
 
 async def test_the_ledger_counts_places(http: httpx.AsyncClient, store: Store) -> None:

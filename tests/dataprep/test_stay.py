@@ -1,4 +1,4 @@
-"""A dataprep pod on a cluster, as a process, stays ready after its run has ended and serves the control API."""
+"""The process of a dataprep pod on a cluster stays ready after its run has ended, and serves the control API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN = {"Authorization": "Bearer test-token"}
 
 @contextlib.contextmanager
 def started(config: RunConfig, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, terminated like a pod."""
+    """Yield the process of a pod, which is terminated like a pod."""
     (folder / "resolved.toml").write_text(to_toml(config))
     environ = {**os.environ, CONFIG_ENV: str(folder / "resolved.toml")}
     with subprocess.Popen([sys.executable, "-m", "services.dataprep", "--stay"], env=environ) as process:
@@ -69,11 +69,11 @@ async def test_a_finished_run_stays_readable_and_resumes_with_more_steps(
             assert await refusal(http, "/v1/fleet/generators", {"replicas": 3}) == (409, finished)
             assert await refusal(http, "/v1/deadletters/requeue", {"all": True}) == (409, over)
             assert await is_ready(http)
-        with started(config, tmp_path):  # as a Kubernetes rollout does
+        with started(config, tmp_path):  # as in a Kubernetes rollout
             await wait_until(lambda: is_ready(http))
             await wait_until(lambda: ended(http))
         more = config.model_copy(update={"run": config.run.model_copy(update={"steps": 6})})
-        with started(more, tmp_path):  # as an upgrade does
+        with started(more, tmp_path):  # as in an upgrade
             await wait_until(lambda: is_ready(http))
             state = await store.run.state()
             assert state is not None

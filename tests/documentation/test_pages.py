@@ -1,4 +1,4 @@
-"""Every page of the documentation: links resolve, code blocks are valid, generated pages match the code."""
+"""Every page of the documentation: links resolve, code blocks are valid, and generated pages match the code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of each `grpo` in a code block; a trailing backslash continues the line."""
+    """Yield the arguments of each `grpo` command in the page's code blocks; a trailing backslash continues a line."""
     for text in blocks(page, "", "sh", "bash", "console"):
         for line in text.replace("\\\n", " ").splitlines():
             for part in re.split(BETWEEN, line.partition(" #")[0].strip()):
@@ -56,7 +56,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def parsed(arguments: list[str]) -> list[str]:
-    """Parse a command as `grpo` does, without running it. Return its overrides."""
+    """Parse a command as `grpo` does, without running it; return its overrides."""
     command: Any = typer.main.get_command(app)
     given = asked(with_waits(arguments)).command if KUBE_CONTEXT in arguments else with_waits(arguments)
     context = command.make_context("grpo", given)
@@ -67,7 +67,7 @@ def parsed(arguments: list[str]) -> list[str]:
 
 
 def completed(fragment: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the fragment, completed with a model, a source and a verifier if needed."""
+    """Return a configuration with the fragment, completed with a model, a source and a verifier if needed."""
     whole = deepcopy(BASE)
     for section, value in fragment.items():
         whole[section] = {**whole.get(section, {}), **value} if isinstance(value, dict) else value

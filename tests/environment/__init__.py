@@ -1,1 +1,1 @@
-"""Environments: conversations, exact tokens, the door."""
+"""Tests of environments: conversations, exact tokens, and the door."""

@@ -1,4 +1,4 @@
-"""What is lost, and what is not, with a worker process, a damaged record, a lease or a long conversation."""
+"""What a rollout loses, and what it keeps, with a lost worker process or lease, damaged records or a long conversation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_rollouts_lose_no_turn_if_another_kills_their_process(tmp_path: Pa
         engine._token_s = 0.01
         [process] = pod.rollouts._groups._pools["world"].processes
         await issue(service.store, 0)
-        ended: set[int | None] = set()  # a killed process may still look alive for a while
+        ended: set[int | None] = set()  # a killed process may appear alive for a while
         for turns in range(1, 5):
             await wait_until(lambda turns=turns: log.exists() and log.read_text().count(f"turn {turns}\n") >= N)
             await wait_until(lambda: process.alive and process.pid not in ended)
@@ -75,7 +75,7 @@ async def test_turns_wait_while_redis_is_full(tmp_path: Path, server: RedisServe
                 await store.client.config_set("maxmemory", 1)
                 try:
                     await wait_until(lambda: sum("a turn waits" in each["event"] for each in logs) == N)
-                    await asyncio.sleep(0.3)  # several attempts, each of which is refused
+                    await asyncio.sleep(0.3)  # time for several attempts, each of which is rejected
                     assert len(pod.rollouts.rollouts) == 1
                 finally:
                     await store.client.config_set("maxmemory", 0)
@@ -112,7 +112,7 @@ async def test_a_rollout_with_damaged_turns_restarts(damage: str, tmp_path: Path
 
 
 class Program:
-    """A fake worker process with scripted answers."""
+    """A fake worker process with a scripted answer."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer

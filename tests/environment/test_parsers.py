@@ -1,4 +1,4 @@
-"""Tool calls of every family: well-formed, truncated and garbled."""
+"""Parsing the tool calls of every family: well-formed, truncated and garbled."""
 
 from __future__ import annotations
 

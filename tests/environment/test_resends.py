@@ -26,18 +26,18 @@ openai = Lazily("openai")
 USER = {"role": "user", "content": "How many?"}
 ASK: dict[str, Any] = {"model": "any", "messages": [USER], "max_tokens": 50}
 LIMIT_S = 0.3
-"""Client timeout, which the policy exceeds."""
+"""The client's timeout, which the policy exceeds."""
 
 
 @pytest.fixture
 def rollout() -> ScriptedRollout:
-    """A rollout of a non-thinking model."""
+    """Return a rollout of a non-thinking model."""
     return ScriptedRollout(FAMILIES[0], "resends")
 
 
 @pytest.fixture
 def url(rollout: ScriptedRollout) -> Iterator[str]:
-    """The door of a pod with that rollout."""
+    """Yield the door of a pod with that rollout."""
     with served(ScriptedRollouts({"key": rollout})) as url:
         yield url
 
@@ -147,7 +147,7 @@ def test_turns_kept_for_resends_are_bounded(url: str, rollout: ScriptedRollout, 
 
 
 async def test_a_request_under_way_when_its_rollout_ends_is_refused(rollout: ScriptedRollout):
-    """The server would log a cancelled request with a traceback."""
+    """If it were cancelled instead, the server would log a traceback."""
     rollout.answers.clear()
     door = httpx.ASGITransport(make_door(ScriptedRollouts({"key": rollout})))
     async with httpx.AsyncClient(transport=door, base_url="http://door", headers={"authorization": "Bearer key"}) as client:

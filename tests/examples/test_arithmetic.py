@@ -36,7 +36,7 @@ def source(config: RunConfig) -> ReasoningGymSource:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A briefly trained model."""
+    """Return the folder of a briefly trained model."""
     made = tmp_path_factory.mktemp("model") / "arithmetic"
     assert main(["--out", str(made), *SMALL]) == 0
     return made

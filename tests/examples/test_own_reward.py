@@ -22,7 +22,7 @@ PAGE = (FOLDER / "README.md").read_text()
 
 
 def grpo(*words: str) -> str:
-    """Output of `grpo`, started in the root of the repository as on the page."""
+    """Run `grpo` in the root of the repository, as on the page; return its output."""
     made = subprocess.run(
         [sys.executable, "-m", "services.console", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""The example of a reward service, started as in its docstring and called by the verifier `http`."""
+"""The example reward service, started as in its docstring and called by the verifier `http`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN = "example-token"
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server that requires a token."""
+    """Yield the address of a server that requires a token."""
     monkeypatch.setenv("REWARDS_TOKEN", TOKEN)
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "examples.reward_server.server:app", "--port", str(port), "--log-level", "error"]

@@ -1,5 +1,6 @@
-"""`python -m tests.faults`: break real runs at random and audit them. Exit code 1 with the first violation and its seed, 2 if
-nothing can be said because a run never became steady.
+"""`python -m tests.faults`: break real runs at random and audit them.
+
+Exits with code 1, the first violation and its seed, or with 2 if there is no result because a run never became steady.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         folder.resolve(), code.resolve(), options.profile, options.engine, options.steps, options.generators, options.token_s,
         options.appendfsync,
     )  # fmt: skip
-    with contextlib.redirect_stdout(sys.stderr):  # output of libraries on import is not part of the result
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print on import is not part of the result
         config = load(setting.write("shape"), environ={})
     shape = setting.shape(config)
     try:
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.preloaded:
         starter.start("heavy")
     outcome, faults = Outcome(), sequence(options.seed, options.faults, kinds, shape)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal leaves nothing running
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal stops everything
     try:
         asyncio.run(campaign(setting, faults, tell, outcome, 60 * options.minutes))
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""`grpo run` whose pods reach Redis through a proxy each: `python -m tests.faults.launch` takes grpo's command line.
+"""`grpo run` with a proxy between each pod and Redis: `python -m tests.faults.launch` takes grpo's command line.
 
-FAULTS_PROXIES names the ports, `{"generator-0": 40001, …}`. Every pod reads a configuration of its own, which differs in
-`redis.url` alone; that of a pod which the run itself does not start is written beside them, for whoever starts it.
+FAULTS_PROXIES names the ports, `{"generator-0": 40001, …}`. Every pod reads its own configuration, which differs only in
+`redis.url`; that of a pod which the run itself does not start is written beside the others, for the process that starts it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _places: dict[str, Path] = {}  # pod -> its own configuration
 
 
 def proxied(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[ServicePlan]:
-    """The real plan, with each pod's own configuration."""
+    """Return the real plan, in which each pod has its own configuration."""
     if not _places:  # the launcher asks repeatedly, while pods are reading
         _places.update(_own_places(config, path.parent / "pods"))
 

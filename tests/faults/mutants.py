@@ -1,7 +1,6 @@
 """The code of a run under test: a copy of `services`, complete or with one guard removed.
 
-Guarantees: runs do not see what becomes of the working tree meanwhile; a guard that is no longer there, word for word, is an
-error and no silent pass.
+Guarantees: changes to the working tree do not affect runs; a guard that no longer exists verbatim is an error, not a silent pass.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MUTANTS = {
 
 
 def copy_code(to: Path, mutant: str = "") -> None:
-    """Copy `services` to `to/services`. Raises `LookupError` when the guard of `mutant` is not there exactly once."""
+    """Copy `services` to `to/services`. Raises `LookupError` unless the guard of `mutant` occurs there exactly once."""
     shutil.copytree(ROOT / "services", to / "services", ignore=shutil.ignore_patterns("__pycache__"))
     if mutant:
         name, guard, without = MUTANTS[mutant]

@@ -1,6 +1,6 @@
-"""A TCP proxy between one pod and Redis, in which the network can fail.
+"""A TCP proxy between one pod and Redis that can simulate network failures.
 
-Guarantees: bytes pass in order and unchanged, or the connection ends; while it is cut nothing passes either way and no
+Guarantees: bytes pass in order and unchanged, or the connection ends; while the proxy is cut, nothing passes either way and no
 connection ends, as when packets are dropped.
 """
 
@@ -26,12 +26,12 @@ class Proxy:
         self.lost: asyncio.Event = asyncio.Event()
 
     async def start(self, host: str = "127.0.0.1") -> None:
-        """Listen."""
+        """Start to listen."""
         self._server = await asyncio.start_server(self._serve, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """End every connection."""
+        """Stop listening, and end every connection."""
         self._server.close()
         for upstream, downstream in list(self._ends.items()):
             upstream.close()
@@ -51,12 +51,12 @@ class Proxy:
         self.lost.clear()
 
     def spare(self) -> None:
-        """Cancel losing a reply."""
+        """Cancel the loss of a reply."""
         self._lose = b""
 
     @property
     def addresses(self) -> list[str]:
-        """This pod's connections, by the server's names."""
+        """Return this pod's connections, by the names that the server has for them."""
         return ["{}:{}".format(*upstream.get_extra_info("sockname")) for upstream in self._ends]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Rewards of the profile `failing`: some prompts fail whenever they are scored, and all of them while a file exists."""
+"""Rewards of the profile `failing`: those of some prompts always fail, and all of them fail while a file exists."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ FAILS_EVERY = 9  # prompts
 
 
 def fails(answer: str) -> bool:
-    """Whether the rewards of this prompt always fail."""
-    return int(answer) % FAILS_EVERY == 1  # not the first one, which is tried before the run
+    """Return whether the rewards of this prompt always fail."""
+    return int(answer) % FAILS_EVERY == 1  # not the first prompt, which is tried before the run
 
 
 def score(completion: str, answer: str, broken: str) -> float:

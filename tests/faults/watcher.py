@@ -1,8 +1,8 @@
 """The invariants of a run under test, checked at every poll, and the state of its pods.
 
-Guarantees: reads only; what it holds against the run it saw in one atomic read. It looks past the proxies, some twenty times a
-second, and audits five times a second; while Redis is away it sees nothing.
-Waits for: Redis. Unblocked by: a look every `POLL_S`.
+Guarantees: it only reads, and judges the run by what it saw in one atomic read. It bypasses the proxies, polls some twenty times
+per second and audits five times per second; while Redis is down it sees nothing. Waits for: Redis. Unblocked by: a poll every
+`POLL_S`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.faults.run_under_test import RunUnderTest
 
 POLL_S = 0.05
 AUDIT_EVERY_S = 0.2
-HEARD_S = 1.0  # a pod is alive if its last heartbeat is within five periods
-ANSWER_S = 2.0  # a look that takes longer is given up: Redis is away
+HEARD_S = 1.0  # a pod is alive if its last heartbeat is at most five periods old
+ANSWER_S = 2.0  # a poll that takes longer is abandoned: Redis is down
 
 
 @dataclass(frozen=True)
 class Look:
-    """The run at one moment."""
+    """The state of the run at one moment."""
 
     at: float
     state: RunState | None = None
@@ -37,26 +37,26 @@ class Look:
 
     @property
     def committed(self) -> int:
-        """The last step committed, -1: none."""
+        """The last committed step; -1 if there is none."""
         return self.state.committed_step if self.state else -1
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run has ended."""
         return bool(self.state and self.state.finished)
 
     def phase(self, who: str) -> str:
-        """What a pod, or `round`, says it does; empty: it is not heard of."""
+        """Return the phase that a pod, or `round`, reports; empty if it sends no heartbeats."""
         if who == "round":
             return self.round.phase if self.round else ""
         return self.pods[who].phase if who in self.pods else ""
 
     def dataprep(self, phase: str) -> str:
-        """The dataprep pod in `phase`, or empty."""
+        """Return the dataprep pod in `phase`, or an empty string."""
         return next((pod.name for pod in self.pods.values() if pod.kind == "dataprep" and pod.phase == phase), "")
 
     def missing(self, pods: list[str]) -> str:
-        """Why the run is not steady, but for its progress; empty: it is."""
+        """Return why the run is not steady, apart from its progress; empty if it is."""
         for name in pods:
             phase = self.phase(name)
             if phase in ("", "starting", "loading", "unsynced", "draining", "restoring", "catching up"):
@@ -65,7 +65,7 @@ class Look:
 
 
 class Watcher:
-    """Looks at `run` until closed. `violations` is what it was caught at, the first one first."""
+    """Polls `run` until it is closed. `violations` lists what it observed, in order."""
 
     def __init__(self, run: RunUnderTest) -> None:
         self.run = run
@@ -73,7 +73,7 @@ class Watcher:
         self.violations: list[str] = []
         self.plans: dict[int, list[str]] = {}
         self.audits, self.looks, self.max_lag, self.max_slots = 0, 0, 0, 0
-        self.went_back = 0  # how often the last step committed was one before, where that is allowed
+        self.went_back = 0  # how often the last committed step moved backwards, where that is allowed
         self.may_go_back = False
         self.restores: set[int] = set()
         """Steps to which a restore was requested."""
@@ -84,19 +84,19 @@ class Watcher:
         self.tell: Callable[[str], None] = lambda _: None
 
     def violation(self, what: str) -> None:
-        """Hold something against the run, once."""
+        """Record a violation, unless it is already recorded."""
         if what not in self.violations:
             self.violations.append(what)
             self.tell(f"VIOLATION: {what}")
 
     async def follow(self) -> None:
-        """Look again and again."""
+        """Poll until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> Look:
-        """Look now; the last look when Redis is away."""
+        """Poll now, and return the latest state, which is the previous one while Redis is down."""
         async with self._looking:  # one at a time, otherwise an older poll could be judged after a newer one
             try:
                 async with asyncio.timeout(ANSWER_S):
@@ -108,7 +108,7 @@ class Watcher:
         return self.last
 
     async def close(self) -> None:
-        """Close the connection; the next look opens another, to where Redis is by then."""
+        """Close the connection. The next poll opens another, to wherever Redis is then."""
         store, self._store = self._store, None
         if store is not None:
             await store.close()
@@ -127,7 +127,7 @@ class Watcher:
 
     def _judge(self, state: RunState, current: Round | None) -> None:
         restored = state.committed_step < self.last.committed and state.committed_step in self.restores
-        if restored:  # later steps are planned again, to be the same
+        if restored:  # later steps are planned again, with the same groups
             self.plans = {step: groups for step, groups in self.plans.items() if step <= state.committed_step}
         if state.committed_step < self.last.committed:
             self.went_back += 1
@@ -151,9 +151,8 @@ class Watcher:
         for step in range(max(0, state.committed_step - 2), state.prepared_step + 1):
             if step in self.plans or (plan := await store.steps.plan(step)) is None:
                 continue
-            records = await store.inspection.group_records(
-                plan.groups
-            )  # of a plan that is retired meanwhile, those that are left
+            # If the plan is retired meanwhile, only some of its records remain.
+            records = await store.inspection.group_records(plan.groups)
             lag = max((step - min(record.header.oldest) for record in records.values() if record.header), default=0)
             self.max_lag = max(self.max_lag, lag)
             if lag > self.run.config.admission.max_staleness:

@@ -1,4 +1,4 @@
-"""The generator's activity metric matches the pod's account."""
+"""The generator's activity metric agrees with the pod's account."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_every_second_is_counted_once(
         service.say(paused="keep")
         await wait_until(lambda: shown("paused") > 0.1)
         service.say(paused="")
-        await wait_until(lambda: shown("syncing") > 0.0)  # it has no weights
+        await wait_until(lambda: shown("syncing") > 0.0)  # it has no weights yet
         await end_tasks([noting])
         assert sum(map(shown, ACTIVITIES)) == pytest.approx(sum(service.activity.spent().values()), abs=0.5)
         await pod.verifiers.close()

@@ -1,4 +1,4 @@
-"""The pre-stop hook of a generator pod drains it and waits for its exit, or returns at once if there is no work."""
+"""The pre-stop hook of a generator pod drains the pod and waits for its exit, or returns at once if there is no work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def program(folder: Path, module: str, *words: str) -> tuple[list[str], dict[str
 
 @contextmanager
 def pod(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A pod with the scripted engine, started as by the chart."""
+    """Start a pod with the scripted engine, as the chart does; yield its process."""
     argv, environ = program(folder, "services.generator", "--stay")
     with subprocess.Popen(argv, env=environ, start_new_session=True) as process:
         try:

@@ -1,4 +1,4 @@
-"""The environment of vLLM's processes."""
+"""The environment variables of vLLM's processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def given(gpu: bool, **environ: str) -> dict[str, str]:
-    """The environment that `set_environment` makes of `environ`."""
+    """Return the environment after `set_environment` has changed `environ`."""
     config = RunConfig.model_validate({"model": {"path": "/no/model"}, "data": {"sources": [{"kind": "jsonl", "path": "x"}]}})
     with mock.patch.dict(os.environ, environ, clear=True):
         set_environment(config, gpu)

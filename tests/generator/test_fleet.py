@@ -1,4 +1,4 @@
-"""Several generators: how tickets are shared, and what a leaving pod hands over. Real Redis, scripted engines."""
+"""Several generators: how they share tickets, and what a leaving pod hands over. Real Redis, scripted engines."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ GROUP = 4
 
 @dataclass
 class Pod:
-    """A generator that claims."""
+    """A generator that claims tickets."""
 
     service: Service
     loop: RolloutLoop
     engine: ScriptedEngine
 
     def begun(self) -> int:
-        """Tickets with at least one sampled token."""
+        """Return the number of tickets with at least one sampled token."""
         running = self.engine.snapshot()
         return sum(
             any(
@@ -52,7 +52,7 @@ class Pod:
 
 @asynccontextmanager
 async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[list[Pod]]:
-    """Pods with published weights, and `tickets` to claim."""
+    """Yield pods that hold the published weights, with `tickets` to claim."""
     async with AsyncExitStack() as stack:
         services = [
             await stack.enter_async_context(open_service("generator", config, f"generator-{i}"))
@@ -74,7 +74,7 @@ async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[
             loop = RolloutLoop(service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
             add_routes(service, loop)
             service.say(phase="ready", version=0, world=1, trainer_fence=sender)
-            await store.fleet.beat(service.status, 60.0)  # each learns of all with its first heartbeat
+            await store.fleet.beat(service.status, 60.0)  # each pod learns of the others with its first heartbeat
             await service.view.refresh()
             for name, body in (("leases", loop.renew), ("partials", loop.save_partials), ("concurrency", loop.adapt)):
                 service.add_loop(name, body)
@@ -93,7 +93,7 @@ async def headers(store: Store) -> int:
 
 
 async def by_pod(store: Store) -> Counter[str]:
-    """Number of groups that each pod submitted."""
+    """Return the number of groups that each pod has submitted."""
     fence = await store.run.lead("test", 60)
     assert fence is not None
     items = await store.replay.read_headers(fence, 1000)
@@ -101,7 +101,7 @@ async def by_pod(store: Store) -> Counter[str]:
 
 
 async def test_groups_are_shared_by_the_speed_of_pods(tmp_path: Path, server: RedisServer) -> None:
-    """Both could claim everything; each engine runs two groups at a time, one eight times as fast as the other."""
+    """Each pod could claim everything. Both engines run two groups at a time, one of them eight times as fast as the other."""
     common = ("generator.max_num_seqs=64", "generator.max_concurrent_groups=0", "generator.engine_options.max_running=8")
     fast = small_config(tmp_path, server, *common, "generator.engine_options.token_s=0.01", "generator.drain_s=0")
     slow = small_config(tmp_path, server, *common, "generator.engine_options.token_s=0.08", "generator.drain_s=0")
@@ -134,10 +134,10 @@ async def test_pods_share_the_slots_and_take_over_freed_ones(tmp_path: Path, ser
     async with fleet(config, config, tickets=12, slots=12) as (one, other):
         await wait_until(lambda: len(one.loop.rollouts) + len(other.loop.rollouts) == 12)
         assert (len(one.loop.rollouts), len(other.loop.rollouts)) == (6, 6)
-        await one.engine.pause()  # so that it finishes none meanwhile
+        await one.engine.pause()  # so that it does not finish any meanwhile
         other.loop.draining.set()
         other.service.notifications.notify("room")
-        await wait_until(lambda: len(one.loop.rollouts) == 12)  # handed back, and above its share until the share has grown
+        await wait_until(lambda: len(one.loop.rollouts) == 12)  # it claims them beyond its share once they are handed back
         assert not other.loop.rollouts
         await one.engine.resume()
 
@@ -192,4 +192,4 @@ async def test_a_leaving_pod_finishes_the_round_that_includes_it(tmp_path: Path,
         await store.fleet.set_round(trainer, current(2, "transfer", "another:boot"))
         await asyncio.wait_for(follower.released(30.0), 20.0)
         await store.fleet.set_round(trainer, current(3, "transfer"))
-        await asyncio.wait_for(follower.released(0.1), 20.0)  # the leader of the round may be gone
+        await asyncio.wait_for(follower.released(0.1), 20.0)  # the round's leader may be gone

@@ -1,4 +1,4 @@
-"""Pauses of generators: each mode handles requests as documented, nothing is lost, and the pod reports when it is paused."""
+"""Pausing generators: each mode handles requests as documented, nothing is lost, and the pod reports when it is paused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW = ("generator.engine_options.token_s=0.15", "sampling.max_tokens=24", "gene
 
 @dataclass
 class Pod:
-    """A whole generator, except for its sync rounds."""
+    """A complete generator, except that it takes part in no real sync round."""
 
     service: Service
     loop: RolloutLoop
@@ -40,13 +40,13 @@ class Pod:
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far by running completions."""
+        """Return the number of tokens sampled so far for running completions."""
         return sum(len(done.tokens) for done in self.engine.snapshot().values())
 
 
 @asynccontextmanager
 async def pod(folder: Path, server: RedisServer, name: str = "generator-0") -> AsyncIterator[Pod]:
-    """A generator that holds the run's published version."""
+    """Yield a generator that holds the run's published version."""
     config = small_config(folder, server, *SLOW)
     async with open_service("generator", config, name) as service:
         await service.store.run.create("config", "data", 4, 16)
@@ -123,7 +123,7 @@ async def _all(store: Store, count: int) -> bool:
 
 
 async def test_a_pod_that_receives_weights_can_be_paused(tmp_path: Path, server: RedisServer) -> None:
-    """A transfer may take minutes; the pod applies received weights during the pause, and stays frozen with them."""
+    """A transfer may take minutes. The pod applies the received weights during the pause and stays frozen with them."""
     async with pod(tmp_path, server) as one:
         store, arrived = one.service.store, asyncio.Event()
 
@@ -152,7 +152,7 @@ async def test_a_pod_that_receives_weights_can_be_paused(tmp_path: Path, server:
 async def test_drain_lets_requests_finish_and_claims_no_more(tmp_path: Path, server: RedisServer) -> None:
     async with pod(tmp_path, server) as one:
         store = one.service.store
-        await issue(store, 12)  # a pod holds eight
+        await issue(store, 12)  # a pod holds at most eight
         await wait_until(lambda: one.tokens > 0)
         begun = len(one.loop.rollouts)
         answer = await ask(one, "/v1/pause", mode="drain")
@@ -211,7 +211,7 @@ async def test_a_pod_started_during_a_pause_stays_paused(tmp_path: Path, server:
 
 
 async def test_a_timed_out_wait_names_pods_that_did_not_follow(store: Store, server: RedisServer, tmp_path: Path) -> None:
-    """A stuck pod is named, and delays the caller no longer than requested."""
+    """The reply names a stuck pod, which delays the caller no longer than requested."""
     await flow.start(store)
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     async with open_service("generator", config, "generator-7") as service:

@@ -1,4 +1,4 @@
-"""Processes forked from the template have the caller's environment and none of its connections, and end with it."""
+"""Processes forked from the template have the caller's environment, none of its connections, and end with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 
 def program(tmp_path: Path, end: Path) -> list[str]:
-    """Return a program whose process exits once the file `end` exists."""
+    """Return the command of a program whose process exits once the file `end` exists."""
     (tmp_path / "program.py").write_text(PROGRAM)
     return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "said"), str(end)]
 

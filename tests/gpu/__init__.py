@@ -1,1 +1,1 @@
-"""Everything that one GPU can test in twenty minutes: `python -m tests.gpu`. With `--dry`, the same at toy sizes on a CPU."""
+"""Everything that one GPU can test in twenty minutes: `python -m tests.gpu`. `--dry` runs the same at toy sizes on a CPU."""

@@ -51,7 +51,7 @@ class Bench:
 
     @property
     def gpu(self) -> str | None:
-        """Return the name of the GPU: stages of different commands may run on different ones."""
+        """Return the name of the GPU: stages of different commands may run on different GPUs."""
         return None if self.dry else torch.cuda.get_device_name(0)
 
     def size(self, real: int, toy: int) -> int:
@@ -59,7 +59,7 @@ class Bench:
         return toy if self.dry else real
 
     def timed(self, call: Callable[[], Any], repeats: int = 5) -> float:
-        """Return the minimum seconds of a call after a warm-up."""
+        """Return the minimum seconds of several calls after a warm-up."""
         call()
         found = []
         for _ in range(1 if self.dry else repeats):
@@ -71,17 +71,17 @@ class Bench:
         return min(found)
 
     def wait(self) -> None:
-        """Wait for the device."""
+        """Wait for the device to finish."""
         if not self.dry:
             torch.cuda.synchronize()
 
     def forget_peak(self) -> None:
-        """Reset the peak of memory."""
+        """Reset the peak memory."""
         if not self.dry:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_mib(self) -> float:
-        """Return peak device memory since `forget_peak`, or on a CPU that of the process since its start, in MiB."""
+        """Return the peak memory in MiB: the device's since `forget_peak`, or on a CPU the process's since its start."""
         if self.dry:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return torch.cuda.max_memory_allocated() / 2**20

@@ -23,7 +23,7 @@ from tests.gpu.bench import Bench, Figures, difference
 
 
 def device(bench: Bench) -> Figures:
-    """Name the device and its software, and measure matrix products and copies."""
+    """Identify the device and its software, and measure matrix products and copies."""
     import transformers
     from torch.cuda import nccl
 
@@ -87,7 +87,7 @@ class _Layer(torch.nn.Module):
 
 
 def _row(bench: Bench) -> tuple[Packing, list[tuple[int, int]], int]:
-    """Groups of responses that share a prompt, in one row; each response's prompt and own length."""
+    """Return a row of responses in groups that share a prompt, and each response's prompt and own length."""
     group, groups = 8, bench.size(4, 2)
     prompt, response = bench.size(512, 5), bench.size(448, 7)
     lengths, prompts, start = [], [], 0
@@ -107,7 +107,7 @@ def _states(bench: Bench, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def _dense(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
-    """Attention of a row with a mask, in float64, [T, heads, D]: one head after the other, whose scores take 2 GB on a GPU."""
+    """Return the attention of a row with a mask, [T, heads, D] float64; one head at a time, whose scores take 2 GB."""
     query, key, value = (each.detach().double()[0] for each in states)
     key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
     hidden = ~row_mask(packing).to(query.device)
@@ -119,7 +119,7 @@ def _dense(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
 
 
 def row_mask(packing: Packing, window: int | None = None) -> torch.Tensor:
-    """Which tokens a token of the row attends to, [T, T] bool, sequence by sequence."""
+    """Return which tokens each token of the row attends to, [T, T] bool, built sequence by sequence."""
     tokens, bounds = int(packing.own[-1]), packing.whole.tolist()
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     for begin, end in itertools.pairwise(bounds):
@@ -169,7 +169,7 @@ def packed_attention(bench: Bench) -> Figures:
 
 
 def flex_attention(bench: Bench) -> Figures:
-    """Compare FlexAttention as used by the trainer (`trainer.attention`) with packed attention: error and speed."""
+    """Compare FlexAttention as the trainer uses it (`trainer.attention`) with packed attention: error and speed."""
     packing, _, tokens = _row(bench)
     placed = packing.to(bench.device)
     states = _states(bench, tokens, bench.dtype)
@@ -186,13 +186,13 @@ def flex_attention(bench: Bench) -> Figures:
 
     error = difference(flexible([each.detach() for each in states]), _dense(states, packing))
     figures: Figures = {"worst_error": error, "tokens": tokens}
-    if not bench.dry:  # without compilation only the forward pass exists, and its speed is meaningless
+    if not bench.dry:  # without compilation there is only the forward pass, and its speed is meaningless
         figures["speed_ratio"] = bench.timed(packed) / bench.timed(flexed)
     return figures
 
 
 def chunked_logprobs(bench: Bench) -> Figures:
-    """Compare chunked logprobs with those of whole logits: error, peak memory, time."""
+    """Compare chunked logprobs with those from whole logits: error, peak memory, time."""
     vocabulary, hidden, count = bench.size(151_936, 96), bench.size(1024, 48), bench.size(8192, 64)
     torch.manual_seed(2)
     weight = torch.randn(vocabulary, hidden, device=bench.device, dtype=bench.dtype, requires_grad=True)

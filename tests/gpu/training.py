@@ -20,7 +20,7 @@ from tests.support.models.tiny_model import make_config, make_samples, plan_of
 
 GROUP = 8
 ROWS = 4
-KERNELS = 20  # that a profile lists
+KERNELS = 20  # listed in a profile
 
 
 def step_8k(bench: Bench) -> Figures:
@@ -67,7 +67,7 @@ def _config(bench: Bench, shape: Shape, row_tokens: int, **trainer: Any) -> RunC
 
 
 def _payloads(bench: Bench, row_tokens: int, vocabulary: int, ragged: int | None = None) -> dict[str, Payload]:
-    """A group that fills each row: a prompt and eight responses, of equal length or, by the seed `ragged`, of any."""
+    """Return a group to fill each row: a prompt and eight responses, of equal or, with the seed `ragged`, of any length."""
     random, prompt = np.random.default_rng(ragged or 0), row_tokens // 16
     size = (row_tokens - prompt) // GROUP
     payloads = {}
@@ -124,7 +124,7 @@ def _step(bench: Bench, shape: Shape, row_tokens: int, **trainer: Any) -> Figure
 
 
 def ragged_16k(bench: Bench) -> Figures:
-    """Train rows of responses of any length, for which a batch has another shape in every row. Nothing is compiled."""
+    """Train rows of responses of any length, so that the batch of every row has another shape. Nothing is compiled."""
     row_tokens = bench.size(16_384, 128)
     policy = Policy(_config(bench, QWEN3_06B, row_tokens), World())
     _timed(bench, policy, _payloads(bench, row_tokens, policy.vocabulary), 0)
@@ -144,7 +144,7 @@ def ragged_16k(bench: Bench) -> Figures:
 
 
 def profile(bench: Bench) -> Figures:
-    """List the kernels that take the time of a step of rows of 16k tokens at 0.6B with `trainer.compile`."""
+    """List the slowest kernels in a step of rows of 16k tokens at 0.6B with `trainer.compile`."""
     from torch.profiler import ProfilerActivity
 
     row_tokens = bench.size(16_384, 128)
@@ -186,9 +186,9 @@ def determinism(bench: Bench) -> Figures:
 
 
 def checkpoint(bench: Bench) -> Figures:
-    """Save after a step and load into another policy: seconds, size, and whether the next step has the same bits."""
+    """Save after a step and load into another policy: seconds, size, and whether the next step gives the same bits."""
     row_tokens, folder = bench.size(8192, 64), bench.folder / "checkpoint"
-    config = _config(bench, QWEN3_06B, row_tokens, deterministic=True)  # other kernels for GPUs never repeat their bits
+    config = _config(bench, QWEN3_06B, row_tokens, deterministic=True)  # other kernels for GPUs are not reproducible
     policy = Policy(config, World())
     payloads = _payloads(bench, row_tokens, policy.vocabulary)
     _train(policy, payloads, 0)

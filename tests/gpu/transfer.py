@@ -24,11 +24,11 @@ from services.weights.versions.encoder import whole_shards
 from tests.gpu.bench import Bench, Figures
 
 LIMIT_S = 60.0
-JOIN_S = 45.0  # for processes to start, meet and broadcast; NCCL, which rejects two ranks on one GPU, could wait for ever
+JOIN_S = 45.0  # for processes to start, meet and broadcast; NCCL, which rejects two ranks on one GPU, could wait forever
 
 
 def deltas(bench: Bench) -> Figures:
-    """Encode the bits that a step at a rate of 1e-6 changes: bytes, speed of encoding on the host and comparing on the device."""
+    """Encode the bits that a step at a rate of 1e-6 changes: bytes, speed of encoding (host) and comparing (device)."""
     count = bench.size(200_000_000, 200_000)
     torch.manual_seed(3)
     wide = torch.randn(count, device=bench.device) * 0.02
@@ -55,7 +55,7 @@ class Fused(torch.nn.Module):
         self._rows = weights[0].shape[0]
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy each into its rows."""
+        """Copy each weight into its rows."""
         for i, (_, weight) in enumerate(weights):
             self.fused.data.narrow(0, i * self._rows, self._rows).copy_(weight)
 

@@ -1,4 +1,4 @@
-"""A pod of a finished run stays idle until it is terminated or the run is restored to a checkpoint."""
+"""The pod of a finished run stays idle until it is terminated or the run is restored to a checkpoint."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_the_scaler_may_set_its_replicas(values: dict[str, Any], deployments: li
 
 
 def scraped(objects: list[chart.Object]) -> dict[str, set[str]]:
-    """Pods scraped by Prometheus, with the names of the ports."""
+    """Return the pods that Prometheus scrapes, with the names of the ports."""
     spec = chart.named(objects, "PodMonitor", "demo-services")["spec"]
     ports = {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]}
     pods = {

@@ -1,4 +1,4 @@
-"""Who sets replicas: no manifest names a number owned by something else, so no upgrade or rollback changes it or fails.
+"""Who sets replicas: no manifest sets a number that something else owns, so no upgrade or rollback changes it or fails.
 
 The manifests are the chart's; how a cluster applies them is in field_managers.py.
 """
@@ -43,14 +43,14 @@ OWNERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "kubectl, of a LeaderWorkerSet": ({**GROUP, **ALONE}, "LeaderWorkerSet", "demo-trainer"),
     "kubectl, of environments": (ENVIRONMENT, "Deployment", "demo-environment"),
 }  # fmt: skip
-"""Who scales what: values and object."""
+"""Who scales what: the values and the object."""
 
 LIVE = 6
 Manifest = dict[str, Any]
 
 
 def manifests(owner: str) -> tuple[Manifest, Manifest]:
-    """The object as rendered by two revisions of a release."""
+    """Return the object as rendered by two revisions of a release."""
     values, kind, name = OWNERS[owner]
     first, second = (
         chart.named(chart.render({**values, "image": {"tag": tag}}), kind, name) for tag in ("1", "2")
@@ -96,7 +96,7 @@ def test_replicas_set_by_others_are_kept(owner: str, change: str) -> None:
 
 
 def test_a_manifest_with_replicas_would_break_the_rules() -> None:
-    """What happened on a cluster with an earlier chart: the rollback failed, and GitOps reset the replicas."""
+    """This happened on a cluster with an earlier chart: the rollback failed, and GitOps reset the replicas."""
     before, after = (copy.deepcopy(manifest) for manifest in manifests("scaler"))
     before["spec"]["replicas"] = 2
     live = LiveObject()
@@ -110,7 +110,7 @@ def test_a_manifest_with_replicas_would_break_the_rules() -> None:
 
 
 def test_a_manifest_that_stops_setting_replicas_resets_them() -> None:
-    """Only on the upgrade from a chart that set them, if nobody had scaled: the scaler then sets them again."""
+    """It happens only on the upgrade from a chart that set them, if nobody had scaled: the scaler then sets them again."""
     before, after = (copy.deepcopy(manifest) for manifest in manifests("scaler"))
     before["spec"]["replicas"] = 4
     live = LiveObject()
@@ -134,12 +134,12 @@ OF_THE_VALUES: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "judge without the scaler": ({**JUDGE, **ALONE}, "Deployment", "demo-judge", 3),
     "trainer of several nodes without the scaler": ({**NODES, **ALONE}, "StatefulSet", "demo-trainer", 2),
 }
-"""Replicas set in manifests, as only the values set them: values, object and number."""
+"""Replicas that manifests set because only the values set them: values, object and number."""
 
 
 @pytest.mark.parametrize("of", OF_THE_VALUES)
 def test_replicas_from_the_values_conflict_with_manual_scaling(of: str) -> None:
-    """As described in docs/kubernetes.md."""
+    """docs/kubernetes.md describes it."""
     values, kind, name, number = OF_THE_VALUES[of]
     before, after = (chart.named(chart.render({**values, "image": {"tag": tag}}), kind, name) for tag in ("1", "2"))
     live = LiveObject()

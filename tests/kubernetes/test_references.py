@@ -126,7 +126,7 @@ def test_every_reference_resolves(objects: list[chart.Object]) -> None:
 
 
 def references(spec: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
-    """ConfigMaps, Secrets and claims that a pod refers to, with the keys it needs."""
+    """Yield the ConfigMaps, Secrets and claims that a pod refers to, with the keys that it needs."""
     for volume in spec.get("volumes", []):
         if volume.get("configMap", {}).get("optional"):
             continue
@@ -202,7 +202,7 @@ def test_every_command_exists(objects: list[chart.Object]) -> None:
 
 
 def runs_as_module(name: str) -> bool:
-    """Whether `python -m name` finds a module. Nothing is imported, as importing vLLM takes many seconds."""
+    """Return whether `python -m name` finds a module, without importing it: importing vLLM takes many seconds."""
     package, *below = name.split(".")
     found = importlib.util.find_spec(package)
     assert found is not None
@@ -254,7 +254,7 @@ def test_services_do_not_run_as_pid_1(objects: list[chart.Object]) -> None:
 
 
 def test_the_role_allows_exactly_the_calls_made() -> None:
-    """The calls: tests/kubernetes/test_scaler.py and test_pods.py."""
+    """The calls are those in tests/kubernetes/test_scaler.py and test_pods.py."""
     deployment, stateful_set, leader_worker_set = (
         {"apiGroups": [group], "resources": [f"{kind}/scale"], "resourceNames": [name], "verbs": ["get", "patch"]}
         for group, kind, name in (
@@ -339,7 +339,7 @@ def test_all_images_are_built() -> None:
 
 
 def test_a_run_can_span_two_clusters(tmp_path: Path) -> None:
-    """The second has only generators, with the run's configuration, and reaches nothing in the first except Redis."""
+    """The second cluster has only generators, with the run's configuration, and reaches nothing in the first one except Redis."""
     digests = set[str]()
     for name in ("two-clusters-run", "two-clusters-generators"):
         objects = chart.render(chart.example(name), name=name, bare=True)

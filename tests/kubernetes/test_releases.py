@@ -30,7 +30,7 @@ class Release:
         self.api, self._helm = api, helm
 
     def install(self, values: dict[str, Any] | None = None, atomic: bool = False) -> str:
-        """Install it, and return Helm's output."""
+        """Install the release, and return Helm's output."""
         return self._helm.install(
             str(chart.CHART), "demo", chart.completed(values), namespace="ml", timeout=LIMIT_S, rollback_on_failure=atomic
         )["notes"]
@@ -48,18 +48,18 @@ class Release:
         self._helm.uninstall("demo", timeout=LIMIT_S)
 
     def tag(self) -> str:
-        """The tag of the running images."""
+        """Return the tag of the running images."""
         (container,) = self.api.named("Deployment", "demo-generator").tree()["spec"]["template"]["spec"]["containers"]
         return container["image"].rpartition(":")[2]
 
     def revisions(self) -> dict[str, int]:
-        """The revision of every object."""
+        """Return the revision of every object."""
         return {path: held.revision for path, held in self.api.held.items()}
 
 
 @pytest.fixture
 def release() -> Iterator[Release]:
-    """A cluster without any release, with the kinds that the chart's defaults need."""
+    """Return a cluster without any release, with the kinds that the chart's defaults need."""
     api = ClusterApi(chart.render(PRELOAD))
     with Config(kubeconfig_content=api.kubeconfig(), namespace="ml", storage_driver="memory") as helm:
         yield Release(api, helm)
@@ -121,7 +121,7 @@ def test_a_changed_preload_replaces_its_job(release: Release) -> None:
 
 
 def test_immutable_fields_are_rejected_by_the_cluster(release: Release) -> None:
-    """The field that the documentation names: the fake cluster is as strict as a real one."""
+    """The field is the one that the documentation names: the fake cluster is as strict as a real one."""
     release.install()
     with pytest.raises(HelmError, match=r"spec\.volumeClaimTemplates: field is immutable"):
         release.upgrade({"redis": {"size": "1Gi"}})

@@ -23,7 +23,7 @@ def template(objects: list[chart.Object], name: str) -> chart.Object:
 
 
 def mounted(objects: list[chart.Object], folder: Path) -> RunConfig:
-    """The configuration of a pod with the release's files in `folder` instead of their mount."""
+    """Return the configuration of a pod with the release's files in `folder` instead of their mount."""
     generator = template(objects, "generator")
     (volume,) = [volume for volume in generator["spec"]["volumes"] if volume["name"] == "rewards"]
     for name, text in chart.named(objects, "ConfigMap", volume["configMap"]["name"])["data"].items():

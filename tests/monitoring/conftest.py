@@ -1,4 +1,4 @@
-"""Prometheus's own checks, if promtool is installed."""
+"""A fixture for Prometheus's own checks, if promtool is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def promtool() -> str:
-    """The command; `make test` installs it if possible."""
+    """Return the promtool command, which `make test` installs if possible."""
     found = shutil.which("promtool")
     if found is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")

@@ -1,4 +1,4 @@
-"""Every alert fires on its problem and is silent on a healthy run, checked by promtool on made-up series."""
+"""Every alert fires on its problem and is silent on a healthy run, according to promtool on made-up series."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monitoring.__main__ import ROOT
 from monitoring.alerts import ALERTS, GROUP
 
 RULES = ROOT / "charts" / "files" / "alerts.yaml"
-MINUTES = 75  # length of every series
+MINUTES = 75  # the length of every series
 WELL = {
     'grpo_pod_ready{run="a",pod="generator-0"}': "1x75",
     'grpo_pod_loop_silent_seconds{run="a",pod="trainer-0",loop="train"}': "1x75",
@@ -63,14 +63,14 @@ WELL = {
 
 @dataclass(frozen=True)
 class Trouble:
-    """Differences from `WELL`, and the labels of the alert that fires."""
+    """A problem: the series that differ from `WELL`, and the labels of the alert that fires."""
 
     series: dict[str, str]
     labels: dict[str, str] = field(default_factory=dict)
 
 
 def of(metric: str, values: str, pod: str = "", **labels: str) -> Trouble:
-    """Trouble with one series of `WELL`; the alert names the pod if one is given."""
+    """Return a problem with one series of `WELL`; the alert names the pod if one is given."""
     (name,) = [
         name for name in WELL
         if name.startswith(metric + "{") and all(f'{key}="{value}"' in name for key, value in labels.items())
@@ -119,7 +119,7 @@ CASES = {
 QUIETED = {"ended": {'grpo_run_ended{run="a",pod="dataprep-0"}': "1x75"}, "paused": {
     'grpo_run_paused{run="a",pod="dataprep-0",role="trainer"}': "1x75"
 }}  # fmt: skip
-"""In a finished or paused run these are not problems."""
+"""Series of a finished or paused run, in which these are not problems."""
 QUIET = ("GrpoNoLeader", "GrpoNoTrainer", "GrpoTooFewGenerators", "GrpoPodNotReady", "GrpoNoStep", "GrpoTrainerStarves")
 
 

@@ -1,4 +1,4 @@
-"""Every kind of problem changes its metric. Each is caused with real components, as cheaply as possible."""
+"""Every kind of problem changes its metric. Each test causes a problem with real components, as cheaply as possible."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Seen = Callable[[Value], Awaitable[None]]
 
 
 async def submit(store: Store, skip: int = 0, most: int = 100, **lies: Any) -> int:
-    """Claim all tickets and submit all but the first `skip`, up to `most`: rewards differ, except in rows below 20."""
+    """Claim all tickets; submit up to `most` beyond the first `skip`, with different rewards except in rows below 20."""
     _, claims = await store.tickets.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
     answered = sorted(claims, key=lambda claim: claim.ticket.seq if claim.ticket else 0)[skip : skip + most]
     for claim in answered:
@@ -118,7 +118,7 @@ DATAPREP: list[tuple[Any, dict[str, dict[str, str]]]] = [
 
 
 async def moved(metrics: dict[str, dict[str, str]], value: Value) -> None:
-    """Wait until all of them have changed; `wait_until` raises after a minute."""
+    """Wait until all of these metrics have changed; `wait_until` raises after a minute."""
     await wait_until(lambda: all(value(name, **labels) for name, labels in metrics.items()))
 
 
@@ -190,7 +190,7 @@ def test_problems_of_a_sync_change_metrics(tmp_path: Path, server: RedisServer) 
 
 
 class RankCommands:
-    """Ranks that find a damaged payload and cannot write."""
+    """Fake ranks that find a damaged payload and cannot write checkpoints."""
 
     def __init__(self) -> None:
         self.trained = 0

@@ -33,7 +33,7 @@ def pod(kind: str, store: Store, server: RedisServer, folder: Path) -> Service:
 
 
 async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, server: RedisServer) -> None:
-    # The groups end after the renewal that finds the leases gone, one second, and before others may claim their tickets, three.
+    # The groups finish between the renewal that finds the leases gone, at 1 s, and the expiry that frees their tickets, at 3 s.
     async with generator(tmp_path, server, "generator.engine_options.token_s=0.15") as (service, loop, _):
         value = service.registry.get_sample_value
         await issue(service.store, *[ticket(i) for i in range(2)])
@@ -41,7 +41,7 @@ async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, se
         await wait_until(lambda: value("grpo_generator_rollouts") == 2, 60)
         assert value("grpo_generator_claimed_tickets_total") == 2
         first = next(iter(loop.rollouts.values()))
-        first.submitting = True  # as if it had just started to submit: then Redis rejects it
+        first.submitting = True  # as if it had just started to submit, which Redis rejects
         await service.store.client.delete(service.store.keys.claims)
         await wait_until(lambda: value("grpo_generator_lost_leases_total") == 1, 60)
         await wait_until(lambda: value("grpo_generator_refused_submits_total") == 1, 60)

@@ -1,1 +1,1 @@
-"""Guards of the Redis Functions, removed one at a time: `python -m tests.mutants`. A test must notice each removal."""
+"""The guards of the Redis Functions, removed one at a time: `python -m tests.mutants`. A test must notice each removal."""

@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: remove each guard of the Redis Functions in turn. Exit code 1 if no test notices one.
+"""`python -m tests.mutants`: remove each guard of the Redis Functions in turn. Exits with code 1 if no test notices one.
 
 It takes minutes; test_mutants.py runs a small part of it.
 """

@@ -24,7 +24,7 @@ from tests.support.preloading.memory import freeze_for_good
 
 MUTANT_LIMIT_S = 1800.0  # a test may wait forever
 SERVER_LIMITS = {resource.RLIMIT_CPU: 60, resource.RLIMIT_AS: 2 << 30}
-"""Limits of the server's CPU seconds and memory: without a guard, a function may loop and collect until memory is full."""
+"""Limits of the server's CPU seconds and memory: without a guard, a function may loop and accumulate data without end."""
 LIBRARY = ("services.store.connection.base.library", "tests.store.replay.tables.library", "tests.repeats.repeater.library",
            "tests.store.replay.draws.library")  # fmt: skip
 
@@ -83,7 +83,7 @@ def _try(guard: Guard, order: Sequence[Killer], answer: Connection) -> None:
     os.setpgid(0, 0)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-    freeze_for_good()  # objects of the parent process may have threads there, and cannot be collected here
+    freeze_for_good()  # objects of the parent process may refer to threads that do not exist here, so they must not be collected
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder))
         server.start()

@@ -32,9 +32,9 @@ MODULES = (
 )  # fmt: skip
 FIXTURES = {"store", "any_store", "tmp_path", "monkeypatch", "bench"}
 SLOW = ("light_ones", "snapshot_under_load", "damaged_snapshot_files")
-"""Parts of the names of tests that do not test functions, or that take seconds."""
+"""Parts of the names of tests that do not test functions or that take seconds."""
 RANDOM = {"test_conservation": 3, "test_snapshot": 2}
-"""Number of seeds of a random test; more would take longer than they are worth."""
+"""Number of seeds of a random test; more would not be worth their time."""
 LIMIT_S = 20.0
 
 
@@ -59,7 +59,7 @@ def killers() -> list[Killer]:
 
 
 async def _repeats(server: RedisServer) -> None:
-    """Run a whole run with every call repeated at once."""
+    """Execute a whole run with every call repeated immediately."""
     journal = Journal(at_once=True)
     await one_run(server, f"repeats-{uuid.uuid4().hex[:8]}", journal)
     assert journal.harms == {}

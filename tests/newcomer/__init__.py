@@ -1,1 +1,1 @@
-"""The experience of a reader of only the README: their first run, and the mistakes on the way to it."""
+"""The experience of someone who has read only the README: their first run, and the mistakes on the way to it."""

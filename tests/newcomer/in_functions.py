@@ -1,4 +1,4 @@
-"""Mistakes in custom functions and other called code."""
+"""Mistakes in reward functions and other custom code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Missing or occupied resources of the machine, and mistakes with the run's folder."""
+"""Missing or occupied resources of the machine, and mistakes about the run's folder."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ INDEX = '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00
 
 
 def shorten(file: str, size: int) -> Edit:
-    """Truncate a file."""
+    """Return the edit that truncates a file."""
     return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
 
 

@@ -1,4 +1,4 @@
-"""The way from an empty folder to a curve as in the README: install, a model, custom data and reward, init, run."""
+"""The README's path from an empty folder to a learning curve: install, model, custom data and reward, init, run."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Journey:
 
     @property
     def minutes(self) -> float:
-        """Return the time from the empty folder to the curve."""
+        """Return the minutes from the empty folder to the curve."""
         return sum(self.seconds.values()) / 60
 
 
 def travel(place: Path, install: bool) -> Journey:
-    """Make the journey in an empty folder. `install`: into a separate environment, from a copy of this repository."""
+    """Make the journey in an empty folder. `install`: first install a copy of this repository into a separate environment."""
     found, source = Journey(), ROOT
     if install:
         source = place / "grpo"
@@ -88,7 +88,7 @@ def _copy(to: Path) -> None:
 
 
 def _write(folder: Path) -> None:
-    """Write sums with their answers, and a reward for them."""
+    """Write sums with their answers, and a reward function for them."""
     numbers = random.Random(0)
     rows = list[str]()
     for _ in range(ROWS):

@@ -1,4 +1,4 @@
-"""The parts of a completion, also where the columns that describe them are damaged."""
+"""The parts of a completion, even if the columns that describe them are damaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = [7, 8, 9]
 
 
 def parts(**columns: Any) -> list[tuple[bool, list[int] | None, float | None]]:
-    """The parts of a segment of three tokens, with the seconds waited before each."""
+    """Return the parts of a segment of three tokens, with the seconds waited before each."""
     zeros = np.zeros((1, 4), np.int32)
     payload = Payload(np.zeros(1, np.int32), np.array([3], np.int32), np.array(TOKENS, np.int32), np.zeros(3), zeros, **columns)
     found = read_parts(payload, 0, TOKENS, TextReader(None))

@@ -20,7 +20,7 @@ from tests.support.harness import small_config
 
 
 class Engine:
-    """The part of an engine with new weights that a follower reads."""
+    """The part of an engine that a follower reads after new weights have arrived."""
 
     def __init__(self, fetched_bytes: int | None) -> None:
         self.fetched_bytes = fetched_bytes

@@ -1,4 +1,4 @@
-"""Decoding tokens, with a tokenizer that exists, appears later or is downloaded."""
+"""Decoding tokens with a tokenizer that exists, appears later or is downloaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(reader.text([5, 6]), reader.why_not, sep="|")
 
 
 def read(hub: Hub, home: Path, how: str) -> list[str]:
-    """Text and reason from a process with its own Hugging Face cache, which the library reads on import."""
+    """Return text and reason from a new process, because the library reads the location of its cache on import."""
     environ = {**os.environ, PLAIN: "1", "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", READ, how], env=environ, capture_output=True, text=True, check=True)
     return done.stdout.strip().split("|")
@@ -68,7 +68,7 @@ def test_a_tokenizer_that_appears_later_is_found(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer with all bytes, some merged words, and special tokens, one with characters outside the byte alphabet."""
+    """Return a tokenizer with all bytes, some merged words and special tokens, one of which is outside the byte alphabet."""
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer_folder(folder)
     found = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -104,7 +104,7 @@ def test_ids_outside_the_vocabulary_have_no_text(tmp_path: Path) -> None:
 
 
 def test_parts_are_decoded_as_if_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Including parts that end within a character, and parts without text."""
+    """The parts include some that end within a character, and some without text."""
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     reader, alphabet = TextReader(str(tmp_path)), {byte: char for char, byte in _BYTES.items()}
     ids: list[int] = [tokenizer.token_to_id(alphabet[byte]) or 0 for byte in "é€𝄞 and more".encode()]

@@ -1,4 +1,4 @@
-"""The wire format: messages round-trip; damaged ones are rejected with one kind of error and without cost."""
+"""The wire format: messages round-trip; damaged ones are rejected cheaply and always with the same kind of error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = {int: INTS, float: FLOATS, str: st.text(), bool: st.booleans()}
 
 @st.composite
 def arrays(draw: Any) -> np.ndarray:
-    """int32 or float32 arrays of one or two dimensions, including empty ones and NaN."""
+    """Draw int32 or float32 arrays of one or two dimensions, including empty ones and NaN."""
     if draw(st.booleans()):
         flat = np.array(draw(st.lists(INT32, max_size=12)), np.int32)
     else:
@@ -36,7 +36,7 @@ def arrays(draw: Any) -> np.ndarray:
 
 
 def messages(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
-    """A random message of a type, built from its annotations."""
+    """Draw a random message of a type, built from its annotations."""
     return st.builds(kind, **{field.name: values(field.type) for field in msgspec.structs.fields(kind)})
 
 
@@ -89,7 +89,7 @@ def example() -> dict[type[msgspec.Struct], bytes]:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """One to three bytes flipped, dropped or inserted, or the end cut off; occasionally not a message at all."""
+    """Flip, drop or insert one to three bytes, or cut off the end; occasionally return something that was never a message."""
     if rng.random() < 0.05:
         return rng.randbytes(rng.randrange(64))
     bytes_ = bytearray(data)

@@ -1,4 +1,4 @@
-"""Gaps are encoded in a byte to within 5 %, and invalid bytes give no gaps."""
+"""A gap is encoded in a byte with an error of at most 5 %, and invalid bytes yield no gaps."""
 
 from __future__ import annotations
 

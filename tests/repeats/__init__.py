@@ -1,1 +1,1 @@
-"""Every call of a whole run is repeated, at once and late: `python -m tests.repeats`."""
+"""Every call of a whole run, repeated immediately and late: `python -m tests.repeats`."""

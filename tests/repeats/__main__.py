@@ -1,4 +1,4 @@
-"""`python -m tests.repeats`: repeat every call of whole runs, at once and late. Exit code 1 if any repeat does harm."""
+"""`python -m tests.repeats`: repeat every call of whole runs, immediately and late. Exits with code 1 if any repeat does harm."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.repeats.repeater import Journal, Repeater
 from tests.repeats.whole_run import ACTORS, RunOutcome, WholeRun
 
 LATE = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
-"""Number of calls after which a call is repeated: early repeats meet the state they changed, late ones its successors."""
+"""Numbers of calls after which a call is repeated: early repeats meet the state that it changed, late ones later states."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RepeatsFound:
 
 
 async def one_run(server: RedisServer, name: str, journal: Journal, at_the_end: bool = False) -> RunOutcome:
-    """Run a whole run whose calls go into `journal`; `at_the_end`: repeat each call after the run."""
+    """Execute a whole run whose calls go into `journal`. `at_the_end`: repeat each call after the run."""
     plain, stores = await Store.connect(server.url, name, server.password), dict[str, Store]()
     for actor in ACTORS:
         connection = await Repeater.connect(server.url, name, server.password)
@@ -50,7 +50,7 @@ async def one_run(server: RedisServer, name: str, journal: Journal, at_the_end: 
 
 
 async def campaign(server: RedisServer, late: tuple[int, ...] = LATE) -> RepeatsFound:
-    """Run without repeats, with each call repeated at once, with each repeated at the end, and once for each of `late`."""
+    """Run without repeats, with each call repeated immediately, with each repeated at the end, and once for each of `late`."""
     calm = Journal()
     expected = await one_run(server, "calm", calm)
     journals = [Journal(at_once=True), Journal(), *(Journal(late=(delay,)) for delay in late)]

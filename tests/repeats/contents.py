@@ -1,4 +1,4 @@
-"""Contents of a run in Redis, to compare before and after a call."""
+"""The contents of a run in Redis, to compare before and after a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from services.store import Store
 
 CLOCKS = {"clock_ms", "leader_until_ms", "frozen_until_ms"}
-"""Fields of the run's hash that hold times."""
+"""Fields of the run's hash that contain times."""
 BEATS = ("fleet", "fleet:claimers")
 """Sorted sets with times as scores."""
 EVERYTHING = """

@@ -1,7 +1,7 @@
-"""A connection that repeats every function call: at once, as after a lost reply, and late, after later calls.
+"""A connection that repeats every function call: immediately, as after a lost reply, and late, after later calls.
 
-Guarantees: the caller gets the reply to the repeated call, and its error if it has one, as after a lost reply. What a repeat
-changed is noted, unless it is what `MAY_CHANGE` says that the function may.
+Guarantees: the caller gets the reply or the error of the repeated call, as after a lost reply. A change by a repeat is
+noted, unless `MAY_CHANGE` allows the function to make it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Repeater(Connection):
     """A store with a plain connection."""
 
     async def send(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Send commands; function calls are sent twice, together with some earlier ones."""
+        """Send commands. Function calls are sent twice, together with the earlier ones that are due."""
         names = [name for command in commands if (name := called(command))]
         if not names:
             return await super().send(*commands)

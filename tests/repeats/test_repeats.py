@@ -1,4 +1,4 @@
-"""Every function may be called again after a lost reply, at once or late, without a second effect."""
+"""Every function may be called again after a lost reply, immediately or late, without a second effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_no_call_of_a_whole_run_has_a_second_effect(server: RedisServer) -
 
 
 async def test_a_second_effect_is_detected(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repeated `retire` retires the next step, which is harm unless declared in MAY_CHANGE."""
+    """A repeated `retire` retires the next step, which is harmful unless declared in MAY_CHANGE."""
     monkeypatch.delitem(MAY_CHANGE, "retire")
     journal = Journal(at_once=True)
     await one_run(server, "noticed", journal)

@@ -1,4 +1,4 @@
-"""Completions to wire types and back, and partials with untrusted bytes."""
+"""The conversion of completions to wire types and back, and partials made of untrusted bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _with_tools(length: int, *tool_spans: tuple[int, int]) -> Generated:
 
 
 def _whole(completions: list[Generated]) -> list[list[Segment]]:
-    """Rollouts with one segment each."""
+    """Return rollouts with one segment each."""
     return [[Segment(completion)] for completion in completions]
 
 
@@ -159,12 +159,12 @@ def test_a_partial_with_other_sizes_is_ignored() -> None:
     data = pack_partial(COMPLETIONS)
     assert unpack_partial(data, ticket(0, group_size=3), 16) == [None] * 3
     assert unpack_partial(data, ticket(0, group_size=2), 2) == [None] * 2
-    assert None not in unpack_partial(data, ticket(0, group_size=2), 3)  # the longest has 3
+    assert None not in unpack_partial(data, ticket(0, group_size=2), 3)  # the longest has 3 tokens
     assert unpack_partial(None, ticket(0, group_size=2), 16) == [None] * 2
 
 
 def test_a_partial_with_ids_that_the_model_does_not_have_is_ignored() -> None:
-    data = pack_partial(COMPLETIONS)  # ids up to 9
+    data = pack_partial(COMPLETIONS)  # token ids up to 9
     assert unpack_partial(data, ticket(0, group_size=2), 16, vocabulary=9) == [None] * 2
     assert None not in unpack_partial(data, ticket(0, group_size=2), 16, vocabulary=10)
 

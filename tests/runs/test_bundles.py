@@ -32,7 +32,7 @@ FIRST, LAST = "first.bundle", "last.bundle"
 
 @dataclass
 class Recorded:
-    """Bundles of steps 1 and 5 of a run of two ranks, with checkpoints after steps 2 and 5; the first contains its weights."""
+    """Bundles of steps 1 and 5 of a run on two ranks, with checkpoints after steps 2 and 5; only the first has weights."""
 
     folder: Path
 
@@ -49,7 +49,7 @@ class Recorded:
         return out
 
 
-SLOWER = "generator.engine_options.token_s=0.3"  # so that both recorders are attached before a checkpoint covers what they want
+SLOWER = "generator.engine_options.token_s=0.3"  # both recorders must attach before a checkpoint covers their steps
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
             run = str(folder / "seen")
             while not (folder / "seen" / "config.toml").exists():
                 assert process.poll() is None
-            with ThreadPoolExecutor(2) as both:  # the run does not wait for either
+            with ThreadPoolExecutor(2) as both:  # the run waits for neither
                 first = both.submit(_record, run, "1", folder / FIRST, "--weights")
                 last = both.submit(_record, run, "5", folder / LAST)
                 assert (first.result(), last.result()) == (0, 0)
@@ -74,7 +74,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 def _record(run: str, step: str, out: Path, *options: str) -> int:
-    """Record a step as soon as it exists; until the run has a server and a first state, attaching fails."""
+    """Record a step as soon as it exists. Attaching fails until the run has a server and a first state."""
     import time
 
     deadline = time.monotonic() + 120
@@ -119,7 +119,7 @@ def test_a_bundle_describes_its_starting_point(recorded: Recorded) -> None:
 
 
 def test_a_bundle_with_weights_is_self_contained(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other one names what is missing once model or checkpoint are gone."""
+    """The other bundle reports what is missing once the model or the checkpoint is gone."""
     moved = tmp_path / "model"
     shutil.move(recorded.folder / "model", moved)
     try:

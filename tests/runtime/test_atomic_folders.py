@@ -1,4 +1,4 @@
-"""Folders appear atomically, and damage is detected."""
+"""Folders appear atomically, and damage to them is detected."""
 
 from __future__ import annotations
 

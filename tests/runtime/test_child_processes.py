@@ -1,4 +1,4 @@
-"""Why a child process ended, if the kernel knows more than its log."""
+"""The cause of a child process's exit if the kernel knows more than its log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_ITSELF = "raise ValueError('no such model')"
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a file in place of the kernel's, after which nothing else is asked."""
+    """Return a file that takes the place of the kernel's counter, the only source used."""
     path = tmp_path / "memory.events"
     path.write_text("low 0\noom 7\noom_kill 2\noom_group_kill 0\n")
     monkeypatch.setattr(memory, "COUNTERS", (tmp_path / "missing", path, Path("/proc/vmstat")))

@@ -1,4 +1,4 @@
-"""Imports collect no garbage, and what they load is never looked at again."""
+"""Imports run no garbage collection, and later collections skip the objects that they loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stream of JSON lines: ours, uvicorn's, vLLM's from all its processes, and those of packages with their own handlers."""
+"""Logs are one stream of JSON lines: ours, uvicorn's, those of all vLLM's processes and of packages with their own handlers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 def lines_of(code: str, **environ: str) -> list[dict[str, Any]]:
-    """Events logged by a process that runs `code` after the preamble; every line must be JSON."""
+    """Return the events logged by a process that runs `code` after the preamble; every line must be JSON."""
     done = subprocess.run(
         [sys.executable, "-c", PREAMBLE + code], capture_output=True, text=True, check=True, env={**os.environ, **environ}
     )
@@ -109,7 +109,7 @@ asyncio.run(main())
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # it imports vLLM
 def test_vllms_logs_are_json_in_all_its_processes() -> None:
-    """Its child processes are configured by the environment; in this one its loggers have no handlers."""
+    """The environment configures its child processes; in this process its loggers have no handlers."""
     child = """
 import gc
 gc.disable()  # a quarter of the import's time

@@ -74,7 +74,7 @@ def test_liveness_is_progress_within_the_limit() -> None:
 
 
 async def test_tasks_that_use_redis_can_be_cancelled(store: Store) -> None:
-    """redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives as the send ends."""
+    """redis-py uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives as the send finishes."""
 
     async def talk() -> None:
         while True:

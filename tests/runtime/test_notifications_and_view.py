@@ -1,4 +1,4 @@
-"""Wake-ups and the view of a run, on a real Redis."""
+"""Notifications and the view of a run, on a real Redis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.runtime.view import RunView
 from services.store import Store
 from services.store.calls.monitor import TopicSubscription
 
-LIMIT_S = 30.0  # on a busy machine; a wait that is never woken takes twice as long
+LIMIT_S = 30.0  # on a busy machine; a wait that nothing wakes takes twice as long
 
 
 async def _nothing(_: Loop) -> None: ...
@@ -29,12 +29,12 @@ def unwatched(name: str) -> Loop:
 
 @pytest_asyncio.fixture
 async def notifications(store: Store) -> AsyncIterator[Notifications]:
-    """Connected notifications."""
+    """Yield connected notifications."""
     notifications = Notifications()
     wait = asyncio.create_task(notifications.wait("control", timeout=60.0))
     await asyncio.sleep(0)
     listening = asyncio.create_task(notifications.listen(store))
-    await wait  # a new connection wakes those that wait for topics of Redis
+    await wait  # a new connection wakes whatever waits for topics in Redis
     yield notifications
     await end_tasks([listening])
 
@@ -54,10 +54,10 @@ async def test_a_change_in_redis_wakes_its_waiters(store: Store, notifications: 
 
 async def test_a_notification_before_the_wait_is_not_lost(notifications: Notifications) -> None:
     while await waited(notifications, "tickets", "version", timeout=0.5) < 0.4:
-        pass  # the subscriptions begin
+        pass  # wait for the subscriptions
     notifications.notify("tickets")
     assert await waited(notifications, "tickets", "version") < LIMIT_S
-    assert await waited(notifications, "tickets", "version", timeout=0.05) >= 0.04  # it counted once
+    assert await waited(notifications, "tickets", "version", timeout=0.05) >= 0.04  # it wakes only one wait
 
 
 async def test_a_notification_reaches_all_waiters_of_its_topic(notifications: Notifications) -> None:
@@ -80,7 +80,7 @@ async def test_only_topics_that_something_waits_for_are_received(store: Store, n
     received: list[str] = []
     notify = notifications.notify
     notifications.notify = lambda topic: (received.append(topic), notify(topic))[1]  # type: ignore[method-assign]
-    await notifications.wait("tickets", timeout=60.0)  # ends at once: a notification may have come before the subscription
+    await notifications.wait("tickets", timeout=60.0)  # returns at once: a notification may have come before
     assert received == ["tickets"]
     waiting = asyncio.create_task(waited(notifications, "tickets"))
     await asyncio.sleep(0.01)
@@ -180,7 +180,7 @@ async def test_the_view_follows_the_run(store: Store, notifications: Notificatio
     await store.run.resume("generator")
     await store.run.stop("enough")
     await becomes(lambda: not view.paused and view.state is not None and view.state.stopping == "enough")
-    assert not view.ended  # a requested stop is not the end: the trainer still saves
+    assert not view.ended  # a requested stop is not the end: the trainer still saves a checkpoint
     await store.run.finish("trained 4 of 4 steps")
     await becomes(lambda: view.ended)
     await end_tasks([following])

@@ -1,4 +1,4 @@
-"""reasoning-gym is imported without the plotting library that two of its tasks import, and those work nevertheless."""
+"""reasoning-gym is imported without the plotting library that two of its tasks import, and these tasks still work."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ first.join()
 
 
 def test_a_thread_waits_until_all_tasks_are_imported(tmp_path: Path) -> None:
-    """grpo run reads the data and tries the verifiers in threads, which both import it."""
+    """grpo run reads the data and tries the verifiers in two threads, and both import the library."""
     package = tmp_path / "reasoning_gym"
     package.mkdir()
     (package / "__init__.py").write_text(SLOW)

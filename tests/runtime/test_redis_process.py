@@ -1,4 +1,4 @@
-"""A Redis server is ended, whatever it is doing."""
+"""A Redis server is stopped, whatever it is doing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm pods are kept ready, given out once and swept; nothing is left over, despite kills and late requests."""
+"""Warm pods are kept ready, handed out once and swept; nothing is left over, despite kills and late requests."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_claimed_or_missing_pod_is_not_given_out(place: SandboxWorld) ->
 
 
 async def test_a_service_killed_during_a_claim_leaves_nothing(place: SandboxWorld) -> None:
-    """Its request arrives late, after the next service has given the rollout another pod."""
+    """Its request arrives late, when the next service has already given the rollout another pod."""
     await warmed(place, 2)
     late = place.kept._ready[0]
     name = SandboxName("0-0.7.0.0", "aa")

@@ -66,7 +66,7 @@ class SandboxWorld:
 
 @asynccontextmanager
 async def kept(place: SandboxWorld, warm: int = 0) -> AsyncIterator[SandboxKeeper]:
-    """Serve the endpoints of a sandbox service without any state of a predecessor."""
+    """Serve the endpoints of a sandbox service that has no state of a predecessor."""
     configuration, namespace = in_cluster("the test", place.cluster.environ, place.cluster.account)
     pods = PodsApi(configuration, namespace)
 

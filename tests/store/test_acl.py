@@ -1,4 +1,4 @@
-"""The Redis users of a run, on real servers: each may do its own work, and nothing else."""
+"""The Redis users of a run on real servers: each can do its own work and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = tuple(acl.GRANTS)
 
 @pytest.fixture(scope="module", params=SERVERS)
 def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server with users, of each kind, with the functions loaded and a run created."""
+    """Yield a server of each kind with the run's users, the functions loaded and a run created."""
     skip_without(request.param)
     server = RedisServer(tmp_path_factory.mktemp(request.param), program=request.param, run=RUN)
     server.start()
@@ -41,7 +41,7 @@ def as_user(server: RedisServer, kind: str) -> redis.Redis:
 
 
 def every_command(admin: redis.Redis) -> Iterator[tuple[str, int, set[str]]]:
-    """Name as an access list writes it (a subcommand as `container|sub`), minimum number of words, flags."""
+    """Yield each command's name as ACL rules spell it (`container|sub`), its minimum number of words, and its flags."""
     waiting = list(admin.execute_command("COMMAND").values())
     while waiting:
         info = waiting.pop()
@@ -59,7 +59,7 @@ def test_commands_that_are_not_granted_are_rejected(guarded: RedisServer, kind: 
     with redis.Redis(port=guarded.port, password=guarded.password) as admin, as_user(guarded, kind) as user:
         for name, words, flags in every_command(admin):
             if "no_auth" in flags:
-                continue  # AUTH, HELLO and the like are open to all
+                continue  # AUTH, HELLO and the like are open to everyone
             if name in granted:
                 allowed.add(name)
                 continue

@@ -1,4 +1,4 @@
-"""Functions are atomic: whatever their arguments are, an error comes before the first write."""
+"""Functions are atomic: whatever their arguments, they fail before the first write or not at all."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.repeats.whole_run import ACTORS, WholeRun
 from tests.support import flow
 
 WRONG = (b"", b"x", b"-1", b"0", b"2", b"nan", b"-inf", b"1e400", b"0.5", b"9007199254740993", b"99999999999999999999", b"1-1")
-"""Replacements for an argument: each is invalid for some kind of argument, and valid for another."""
-MOST = 30  # leading arguments of a call that are replaced
-EACH = 1  # calls of each function that are varied
+"""Replacements for an argument: each is invalid for some kinds of argument and valid for others."""
+MOST = 30  # number of leading arguments of a call that are replaced
+EACH = 1  # number of calls of each function that are varied
 SAVE = """
 local saved = {}
 for _, key in ipairs(redis.call('KEYS', '*')) do
@@ -37,7 +37,7 @@ for i = 1, #ARGV, 3 do redis.call('RESTORE', ARGV[i], ARGV[i + 2], ARGV[i + 1]) 
 
 
 class Fuzzer(Connection):
-    """Sends each call with wrong arguments before the right ones, and undoes what they do."""
+    """A connection that sends variants of a call with wrong arguments first, undoes their effects, and then sends the call."""
 
     seen: Counter[str]
     refused: Counter[str]
@@ -71,7 +71,7 @@ class Fuzzer(Connection):
 
 
 class Body(tuple[bytes, int]):
-    """A key's value and its time to live, which may only elapse."""
+    """A key's value and its time to live, which may only decrease."""
 
     def __new__(cls, body: bytes, ttl_ms: int) -> Body:
         return super().__new__(cls, (body, ttl_ms))
@@ -84,7 +84,7 @@ class Body(tuple[bytes, int]):
 
 
 def variants(command: tuple[Any, ...], seed: int) -> list[tuple[Any, ...]]:
-    """Return calls with one argument replaced, one missing, and one too many."""
+    """Return variants of a call: each with one argument replaced, one missing or one too many."""
     head, args, dice = command[:4], list(command[4:]), random.Random(seed)
     found = [(*head, *args, b"more"), (*head, *args[:-1]), head] if args else [(*head, b"more")]
     for place in range(min(len(args), MOST)):
@@ -137,7 +137,7 @@ async def test_an_invalid_variate_is_rejected_and_loses_no_group(any_store: Stor
 
 
 async def test_a_claim_of_zero_tickets_gets_none(any_store: Store) -> None:
-    """Stream commands take a count of 0 to mean all."""
+    """Stream commands would interpret a count of 0 as all."""
     team = await flow.start(any_store)
     await flow.issue(any_store, team, 3)
     assert await flow.claim(any_store, "g", 0) == []

@@ -1,4 +1,4 @@
-"""Servers whose clock goes back, by a failover or an NTP step: leases, freezes and heartbeats still expire."""
+"""A server's clock goes back, through a failover or an NTP step: leases, freezes and heartbeats still expire."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.support import flow
 from tests.support.flow import claim, issue, start
 from tests.support.harness import ticket, wait_until
 
-# Debian's Redis allocates by jemalloc, which does not start under libfaketime.
+# Not for Debian's Redis: its allocator, jemalloc, does not start under libfaketime.
 FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
 LEASE_S = 0.3
-LIMIT_S = 60.0  # far below the step back
+LIMIT_S = 60.0  # far less than the step back
 BACK_S = 3600
 POD = PodStatus("generator", "g", "boot", "h", 1, "", "ready", 0, 1, {})
 Back = Callable[[], Awaitable[None]]
@@ -30,7 +30,7 @@ Back = Callable[[], Awaitable[None]]
 async def back(
     request: pytest.FixtureRequest, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Store, Back]]:
-    """A store, and a function that sets the clock back: by faketime, or by a run that has seen another server's time."""
+    """Yield a store and a function that sets the clock back: by libfaketime, or by making the run's recorded time run ahead."""
     if request.param == "behind":
         mine = await Store.connect(server.url, "clocks", server.password)
 
@@ -72,7 +72,7 @@ async def back(
 
     yield store, move
     await store.close()
-    own.kill()  # on a busy machine one under libfaketime may not end on SIGTERM
+    own.kill()  # on a busy machine, a server under libfaketime may not exit on SIGTERM
 
 
 async def test_a_ticket_lease_expires_after_the_clock_went_back(back: tuple[Store, Back]) -> None:

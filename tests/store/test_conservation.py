@@ -1,6 +1,6 @@
-"""Conservation under a random walk: whatever generators, leaders and trainers do, in any order, late, twice or not at all,
-every issued ticket is in exactly one place or outcome, slots are held by exactly the tickets on their way, and a run that
-ended and was checkpointed leaves a handful of keys.
+"""Conservation under a random walk. Whatever generators, leaders and trainers do, in any order, late, twice or not at all,
+every issued ticket is in exactly one place or outcome, exactly the tickets on their way hold slots, and a run that has
+ended and been checkpointed leaves only a handful of keys.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LEFT_AT_THE_END = (
 
 
 class Walk:
-    """All callers of the store, each with its own view of it."""
+    """All callers of a store, each with its own view of the run."""
 
     def __init__(self, store: Store, seed: int) -> None:
         self.store, self.random = store, random.Random(seed)
-        self.held: list[tuple[str, Claim]] = []  # claims that were ever made, including lost ones
+        self.held: list[tuple[str, Claim]] = []  # all claims so far, including lost ones
         self.leaders: list[int] = []  # fencing numbers; the last one is valid
         self.trainers: list[int] = []
         self.operations = [
@@ -55,7 +55,7 @@ class Walk:
         await self.store.steps.publish(self.trainers[-1], 0)
 
     async def step(self) -> str:
-        """One operation, sometimes repeated as after a lost reply, sometimes by a superseded caller."""
+        """Make a random call, which may be repeated or come from a superseded caller; return its name."""
         operation = self.random.choice(self.operations)
         with contextlib.suppress(OutOfOrder, Fenced):
             await operation()
@@ -189,7 +189,7 @@ class Walk:
         await self.store.run.resume("generator")
 
     async def wind_up(self) -> None:
-        """Finish everything in flight, as a run would."""
+        """Finish everything in flight, as a run would at its end."""
         version = (await self.state()).published_version
         while (await self.store.run.audit())["tickets"]:
             for claim in await flow.claim(self.store, "last", 20, version, lease_s=0.0, max_expiries=100):
@@ -210,12 +210,12 @@ class Walk:
 
 
 async def names(store: Store) -> set[str]:
-    """Keys of the run, without their prefix."""
+    """Return the keys of the run, without their prefix."""
     return {key.decode().removeprefix(store.keys.prefix + ":") async for key in store.client.scan_iter()}
 
 
 async def check_keys(store: Store) -> None:
-    """Check that keys are known, payloads belong to a header or group or expire, and groups are in the table or a plan."""
+    """Check that keys are known, that payloads have a header or group or expire, and that groups are in the table or a plan."""
     present = await names(store)
     assert [name for name in present if not any(re.fullmatch(pattern, name) for pattern in PATTERNS)] == []
     groups = {name.removeprefix("group:") for name in present if name.startswith("group:")}

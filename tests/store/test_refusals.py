@@ -1,4 +1,4 @@
-"""Calls that a function rejects or ignores as a whole: incomplete, late, or by a superseded leader."""
+"""Calls that a function rejects or ignores completely: incomplete, late, or made by a superseded leader."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.harness import ticket
 
 
 async def dump(store: Store) -> dict[bytes, bytes | None]:
-    """All keys and their values."""
+    """Return all keys and their serialized values."""
     return {key: await store.client.dump(key) for key in sorted(await store.client.keys("*"))}
 
 
 async def refused(store: Store, why: str, *call: Any) -> None:
-    """Check that a call is rejected with a reason and changes nothing."""
+    """Check that a call is rejected for this reason and changes nothing."""
     before = await dump(store)
     with pytest.raises(StoreError, match=why):
         await store.connection.call(*call)
@@ -64,7 +64,7 @@ async def test_a_dropped_group_needs_no_valid_weight(store: Store) -> None:
 async def test_pass_rates_do_not_depend_on_the_order_of_settling(
     store: Store, solved: tuple[bool, ...], order: tuple[int, ...]
 ) -> None:
-    """The first issued group of the row that is solved counts, or if none is, the last issued."""
+    """Of a row's groups, the first issued that is solved counts; if none is, the last issued."""
     team = await start(store)
     await issue(store, team, 3)
     items: dict[str, HeaderEntry] = {}

@@ -1,4 +1,7 @@
-"""`python -m tests.storm --kills 1000`: exit code 1 if anything was lost, duplicated, run or sampled twice, or leaked."""
+"""`python -m tests.storm --kills 1000`: kill pods at random and count the effects.
+
+Exits with code 1 if anything was lost, duplicated, run or sampled twice, or leaked.
+"""
 
 from __future__ import annotations
 

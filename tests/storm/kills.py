@@ -1,8 +1,8 @@
 """Kills in a storm, and the counts after it.
 
-`lost`, `doubled`: tickets, by the audit. `tools_twice`: calls of a tool that were made again. `resampled_turns`: turns that were
-sampled again after their tool had been called, hence after they were committed. `leaked`: processes, scratch folders that no pod
-sweeps, turns of tickets that have ended, and tickets held by nobody.
+`lost`, `doubled`: tickets, by the audit. `tools_twice`: tool calls that ran twice. `resampled_turns`: turns sampled again after
+their tool had been called, and so after they were committed. `leaked`: processes, scratch folders that no pod sweeps, turns of
+tickets that have ended, and tickets that nobody holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.kubernetes.support.pod_cluster import PodCluster
 from tests.storm.world import POLL_S, Pod, World, world
 
 PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0, "sandbox": 3.0, "node": 1.0}
-"""Maximum time from a pod's readiness to its kill. A new leader waits for the lease of the previous one."""
+"""Maximum seconds from a pod's readiness to its kill. A new leader waits for the lease of the previous one."""
 END_LIMIT_S = 60.0
 
 
@@ -57,10 +57,10 @@ async def storm(
     sandboxes: bool = False,
     of_each: Mapping[str, int] | None = None,
 ) -> Storm:
-    """Kill at least so many pods of a run, one after the other and several at a time; let it settle, and count.
+    """Kill at least this many pods of a run, singly and several at a time; let the run settle, and count.
 
-    `of_each`: at least so many of a kind. `sandboxes`: the tool is code that runs in pods, which are killed, too, as are the
-    connections to them.
+    `of_each`: the minimum number of each kind. `sandboxes`: the tool is code that runs in pods; they and the connections to them
+    are killed, too.
     """
     found, began = Storm(), time.monotonic()
 
@@ -72,7 +72,7 @@ async def storm(
         if place.cluster is not None:
             storms.append(_lose_nodes(place.cluster, enough, seed, found))
         await asyncio.gather(*storms)
-        await _progress(place)  # work in progress is resumed
+        await _progress(place)  # interrupted work is resumed
         await _ended(place)
         await _counted(place, found)
     found.seconds = time.monotonic() - began
@@ -94,7 +94,7 @@ async def _kill_again_and_again(place: World, pod: Pod, enough: Callable[[], boo
 
 
 async def _lose_nodes(cluster: PodCluster, enough: Callable[[], bool], seed: int, found: Storm) -> None:
-    """Lose sandboxes with their nodes, or the connections to all of them."""
+    """Lose sandboxes with their nodes, or cut the connections to all of them."""
     dice = random.Random(f"{seed} node")
     while not enough():
         await asyncio.sleep(dice.uniform(0.0, PAUSES_S["node"]))
@@ -103,7 +103,7 @@ async def _lose_nodes(cluster: PodCluster, enough: Callable[[], bool], seed: int
             try:
                 await asyncio.to_thread(*dice.choice([(cluster.lose, dice.choice(held)), (cluster.cut,)]))
                 found.kills["node"] += 1
-            except KeyError:  # it has been deleted meanwhile
+            except KeyError:  # it was deleted in the meantime
                 continue
 
 
@@ -118,7 +118,7 @@ async def _progress(place: World, steps: int = 2) -> None:
 
 
 async def _ended(place: World) -> None:
-    """Terminate environments, then the others, and wait for them."""
+    """Terminate environments, then the other pods, and wait for them."""
     for kind in ("environment", "generator", "dataprep", "sandbox"):
         if kind == "sandbox" and place.cluster is not None:
             deadline = time.monotonic() + END_LIMIT_S
@@ -161,12 +161,12 @@ def _read_notes(log: Path, found: Storm) -> None:
 
 
 def _left(place: World) -> list[str]:
-    """Return processes, and the scratch folders left after a pod's sweep a minute later."""
+    """Return the processes, and the scratch folders that remain after a pod's sweep a minute later."""
     deadline = time.monotonic() + END_LIMIT_S
     while (processes := place.processes()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     pods: list[str] = []
-    if place.cluster is not None:  # warm pods, with one process each, are expected
+    if place.cluster is not None:  # warm pods, each with one process, are expected
         pods = place.cluster.held() + [f"process {pid} in a pod" for pid in place.cluster.processes()[len(place.cluster.pods) :]]
     folders = place.folder / "scratch"
     with patch.object(scratch, "YOUNG_S", 0.0), patch.object(scratch.tempfile, "gettempdir", lambda: str(folders)):

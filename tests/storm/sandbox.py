@@ -1,4 +1,4 @@
-"""The sandbox service of a storm: the real one, with the account of a cluster whose pods are local processes.
+"""The sandbox service of a storm: the real one, with credentials for a cluster whose pods are local processes.
 
 `python -m tests.storm.sandbox CONFIG NAME ACCOUNT`.
 """

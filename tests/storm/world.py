@@ -34,7 +34,7 @@ MARK = "STORM_FOLDER"
 
 @dataclass
 class Pod:
-    """A pod that is restarted when it has died."""
+    """A pod that is restarted when it dies."""
 
     name: str
     command: Sequence[str]
@@ -42,7 +42,7 @@ class Pod:
 
     @property
     def kind(self) -> str:
-        """What it is."""
+        """The kind of pod."""
         return self.name.partition("-")[0]
 
 
@@ -57,7 +57,7 @@ class World:
     environ: dict[str, str] = field(default_factory=dict[str, str])
     """Additional variables of the pods."""
     cluster: PodCluster | None = None
-    """The cluster with sandboxes, if the policy's code runs in them."""
+    """The cluster with sandboxes, if the policy's code runs in sandboxes."""
 
     @property
     def log(self) -> Path:
@@ -65,7 +65,7 @@ class World:
         return self.folder / "notes"
 
     def start(self, pod: Pod) -> None:
-        """Start a pod. Its scratch folders are in the storm's folder."""
+        """Start a pod with its scratch folders in the storm's folder."""
         environ = {**os.environ, **self.environ, MARK: str(self.folder), "TMPDIR": str(self.folder / "scratch")}
         with (self.folder / f"{pod.name}.log").open("ab") as out:
             pod.process = subprocess.Popen(
@@ -110,7 +110,7 @@ class World:
         """Return the processes that belong to the storm, apart from its Redis and this one."""
         found: list[int] = []
         for proc in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # exited meanwhile
+            with contextlib.suppress(OSError):  # it has exited
                 if f"{MARK}={self.folder}".encode() in (proc / "environ").read_bytes() and proc.name != str(os.getpid()):
                     found.append(int(proc.name))
         return found
@@ -131,7 +131,7 @@ def _sandboxed(place: World, path: Path) -> None:
 
 @asynccontextmanager
 async def world(folder: Path, environments: int, generators: int, sandboxes: bool = False) -> AsyncIterator[World]:
-    """Yield a run whose pods are ready; nothing of it is left afterwards. `sandboxes`: its tool runs code in sandboxes."""
+    """Yield a run whose pods are ready, and leave nothing of it behind. `sandboxes`: its tool runs code in sandboxes."""
     (folder / "scratch").mkdir(parents=True)
     (folder / "model").mkdir()
     save_family(FAMILIES[0], folder / "model")

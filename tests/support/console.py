@@ -16,11 +16,11 @@ from services.operations.history import recorded
 from tests.support.harness import small_config
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 300.0  # a command of seconds, on a machine that does ten other things
+LIMIT_S = 300.0  # for a command that takes seconds on an idle machine: tests share theirs with ten others
 
 
 def config_file(folder: Path) -> Path:
-    """A configuration file of the run `small` in `folder`."""
+    """Write the configuration file of the run `small` in `folder`, and return its path."""
     small_config(folder)
     return folder / "run.toml"
 
@@ -36,12 +36,12 @@ def wait_until(condition: Callable[[], Any], what: str = "", limit_s: float = LI
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """A launch with fake services."""
+    """Return the command of a launch with fake services."""
     return [sys.executable, "-m", "tests.console.local.launch", *map(str, arguments)]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a launch: without GPU and the caller's Redis password."""
+    """Return the environment of a launch, without GPUs and without the caller's Redis password."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **changes}
 
 
@@ -67,7 +67,7 @@ def launched(*arguments: str | Path, **environ: str) -> Iterator[subprocess.Pope
 
 
 def processes_of(run: Path) -> dict[str, int]:
-    """Live service processes of a run folder, and its Redis server, by name."""
+    """Return the running service processes of a run folder, and its Redis server, by name."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -93,7 +93,7 @@ def _servers(run: Path) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is running; a zombie is not."""
+    """Return whether a process is running; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -101,11 +101,11 @@ def lives(pid: int) -> bool:
 
 
 def steps(run: Path) -> list[int]:
-    """The steps of metrics.jsonl, in order."""
+    """Return the steps in metrics.jsonl, in order."""
     return [record["step"] for record in recorded(run / "metrics.jsonl")]
 
 
 def log(run: Path, pod: str) -> str:
-    """The log of a pod."""
+    """Return the log of a pod."""
     path = run / "logs" / f"{pod}.log"
     return path.read_text() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""Metrics documented in docs/metrics.md. In its first column, `{a,b}` is an alternative and `<name>` any single part."""
+"""The metrics that docs/metrics.md documents. In its first column, `{a,b}` lists alternatives and `<name>` is any one part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 
 
 def undocumented(keys: Iterable[str]) -> set[str]:
-    """Keys that the page does not document."""
+    """Return the keys that the page does not document."""
     known = [re.compile(pattern) for pattern in _patterns(PAGE.read_text())]
     return {key for key in keys if not any(pattern.fullmatch(key) for pattern in known)}
 

@@ -1,4 +1,4 @@
-"""A small run for tests: a data file, a configuration, tickets."""
+"""A small run for tests: a data file, a configuration and tickets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def small_config(folder: Path, server: RedisServer | None = None, *overrides: str, prompts: int = 40) -> RunConfig:
-    """A configuration of a run with the scripted engine: two-digit questions, `exact` verifier, eight groups per step."""
+    """Return a configuration of a run with the scripted engine: two-digit questions, `exact` verifier, eight groups per step."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     data, token, password, config = (folder / name for name in ("data.jsonl", "token", "password", "run.toml"))
     _put(data, "".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(prompts)))
@@ -76,7 +76,7 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
 
 
 def ticket(seq: int, prompt: list[int] | None = None, **fields: Any) -> Ticket:
-    """The ticket of row `seq` of epoch 0."""
+    """Return the ticket of row `seq` of epoch 0."""
     given = {
         "id": f"0-{seq}",
         "seq": seq,
@@ -91,7 +91,7 @@ def ticket(seq: int, prompt: list[int] | None = None, **fields: Any) -> Ticket:
 
 
 async def buried(store: Store) -> list[tuple[str, str]]:
-    """Ticket and reason of every dead letter, newest first."""
+    """Return the ticket and the reason of every dead letter, newest first."""
     return [(letter.ticket, letter.reason) for letter in await store.dead_letters.page()]
 
 
@@ -106,7 +106,7 @@ class PlainTokenizer:
 
 
 def save_model_folder(folder: Path) -> None:
-    """A tiny tokenizer and a model of two layers with random weights at `model.path` of `small_config`."""
+    """Save a two-layer model with random weights, and a tiny tokenizer, at the `model.path` of `small_config`."""
     import torch
 
     from examples.arithmetic.model import make_model, save_model
@@ -117,7 +117,7 @@ def save_model_folder(folder: Path) -> None:
 
 
 def save_tokenizer_folder(folder: Path) -> None:
-    """Only a tiny tokenizer."""
+    """Save a tiny tokenizer without a model."""
     from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def save_tokenizer_folder(folder: Path) -> None:
 
 
 async def wait_until(true: Callable[[], Any], limit_s: float = 60.0) -> None:
-    """Wait until `true()`, a value or an awaitable of one, holds."""
+    """Wait until `true()` returns a true value, or an awaitable of one."""
     async with asyncio.timeout(limit_s):
         while True:
             value = true()

@@ -1,4 +1,4 @@
-"""Import a module on first use: all of pytest-xdist's workers collect tests that only one of them runs."""
+"""Import a module on first use: every pytest-xdist worker collects tests that only one of them runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 class Lazily:
-    """Stands for the classes of a module: pytest and its plugins ask every name in a test file for other attributes."""
+    """Stands in for the classes of a module.
+
+    pytest and its plugins look up other attributes of every name in a test file.
+    """
 
     def __init__(self, name: str) -> None:
         """Name the module."""

@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def once(places: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
-    """A folder, and whether this worker must fill it; the others wait for that. After a failure the next one tries."""
+    """Yield a folder and whether this worker must fill it, while the others wait. If it fails, the next worker must."""
     base = places.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder, done = shared / f"shared-{name}", shared / f"shared-{name}.done"

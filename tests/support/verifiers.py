@@ -1,4 +1,4 @@
-"""Verifiers as in a configuration, and only their scores."""
+"""Verifiers as entries of a configuration, and their bare scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions without a trainer: parameters, the encoders of some ranks, and their parts."""
+"""Versions without a trainer: parameters, the encoders of some ranks, and the parts that they produce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FENCE = 7
 
 
 class Publisher:
-    """Makes versions of some parameters, as the ranks of a trainer do together."""
+    """Produces versions of some parameters, as the ranks of a trainer do together."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], ranks: int = 1) -> None:
         self.parameters = parameters
@@ -27,7 +27,7 @@ class Publisher:
         self.version = -1
 
     def anchor(self) -> tuple[VersionManifest, dict[int, memoryview]]:
-        """Return the present weights as an anchor."""
+        """Return the current weights as an anchor."""
         self.version += 1
         for encoder in self.encoders:
             encoder.load()
@@ -66,7 +66,7 @@ def bring(mirror: WeightMirror, manifest: VersionManifest, parts: Iterable[tuple
 
 
 def parameters(seed: int = 0) -> dict[str, torch.nn.Parameter]:
-    """Return parameters of several dtypes and shapes: an empty one, a scalar, a frozen one, one with a length that is odd."""
+    """Return parameters of several dtypes and shapes: one empty, one scalar, one frozen, one of odd length."""
     torch.manual_seed(seed)
     made = {
         "bf16": torch.randn(300, 257).bfloat16(),
@@ -81,7 +81,7 @@ def parameters(seed: int = 0) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def change(parameters: dict[str, torch.nn.Parameter], seed: int, share: float = 0.02) -> None:
-    """Move a share of every trained weight."""
+    """Change a share of every trained weight's values."""
     torch.manual_seed(seed)
     for parameter in parameters.values():
         if parameter.requires_grad:
@@ -89,7 +89,7 @@ def change(parameters: dict[str, torch.nn.Parameter], seed: int, share: float = 
 
 
 def copies(parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the present values."""
+    """Return copies of the current values."""
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 

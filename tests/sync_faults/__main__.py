@@ -1,4 +1,7 @@
-"""`python -m tests.sync_faults`: hit a member in every weight-sync round. Exit code 1 with the violation and its seed."""
+"""`python -m tests.sync_faults`: hit a member in every weight-sync round.
+
+Exits with code 1, the violation and its seed.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def main(argv: list[str]) -> int:
         print(f"{time.monotonic() - started:7.1f} {text}", file=sys.stderr, flush=True)
 
     outcome = Outcome()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal leaves nothing running
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal stops everything
     try:
         way = (f"sync.backend={options.backend}", f"sync.encoding={options.encoding}")
         if options.backend == "store":

@@ -1,7 +1,7 @@
-"""Rounds in each of which one member is hit, with rounds without a fault until it is back.
+"""Rounds in each of which one member is hit, followed by rounds without a fault until it is back.
 
-Guarantees: what must hold is looked at after every round (`_judge`); a fault comes at its phase or is counted as missed; a
-campaign that hangs dumps the stacks of all threads and ends.
+Guarantees: the invariants are checked after every round (`_judge`); a fault strikes in its phase or is counted as missed; a
+campaign that hangs dumps the stacks of all threads and exits.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.sync_faults.network import Loopback, Networks
 WIDTH, LAYERS = 512, 6  # tensors of 1 MiB, one per bucket
 BUCKET = 1 << 20
 CHANGED = 0.02  # share of the rows that a version changes
-MID_BROADCAST = 3  # faults of the phase `transfer` come before this bucket
-BETWEEN_S = 0.2  # between two rounds: the rest of a step
+MID_BROADCAST = 3  # a fault in the phase `transfer` strikes before this bucket
+BETWEEN_S = 0.2  # pause between two rounds, for the rest of a step
 LOAD_LIMIT_S = 180.0  # limit for all members to start
 SLACK_S = 5.0  # for a shared machine
 BACK_LIMIT_S = 180.0  # limit for a member to return: a new process first loads torch, perhaps on a shared machine
@@ -48,9 +48,9 @@ class Hit:
     round_s: float = 0.0
     """Duration of its round in seconds."""
     later_s: list[float] = field(default_factory=list)
-    """Duration of later rounds until the victim took part in one."""
+    """Durations of the later rounds, up to the first that the victim took part in."""
     missed: int = 0
-    """Versions that the victim missed in their round."""
+    """Versions that the victim did not receive in their round."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Outcome:
     hits: list[Hit] = field(default_factory=list)
     rounds: int = 0
     compared: int = 0
-    """Digests of members that were compared with the trainer's."""
+    """Digests of members compared with the trainer's."""
     violations: list[str] = field(default_factory=list)
 
 
@@ -71,13 +71,13 @@ class Campaign:
         self.world, self.members, self.outcome = world, members, outcome
         self.version = -1
         self._digests: dict[int, str] = {}
-        self._skipped: dict[str, int] = dict.fromkeys(members, 0)  # rounds missed in a row without having been hit
+        self._skipped: dict[str, int] = dict.fromkeys(members, 0)  # rounds missed in a row by a member that was not hit
         self._hit: Hit | None = None  # armed, or being recovered from
         self._sent = 0
         self._watching: threading.Thread | None = None
         sync = world.config.sync
         self.deadline_s = 2 * (sync.join_deadline_s + sync.transfer_deadline_s) + SLACK_S
-        """Limit of a broken attempt and the next one."""
+        """Limit of a broken attempt and the next one together."""
         self.short_s = 0.4 * sync.join_deadline_s
         self.long_s = sync.join_deadline_s + sync.transfer_deadline_s + 1.0
 
@@ -89,7 +89,7 @@ class Campaign:
             hit = self._hit = Hit(fault)
             self.outcome.hits.append(hit)
             if fault.phase in ("gather", "join"):
-                self.world.rounds._membership.breaks()  # a group that stands has neither
+                self.world.rounds._membership.breaks()  # a group that persists has neither phase
             report = self._round()
             hit.round_s = report.total_s
             hit.missed += fault.victim not in _names(report)
@@ -188,7 +188,7 @@ class Campaign:
             self.strike()
 
     def _watch(self, attempt: int) -> None:
-        """Strike after the victim's acknowledgement, possibly before those of others."""
+        """Strike once the victim has acknowledged, possibly before others have."""
         while True:
             current, acks = self.world.portal.call(self.world.store.fleet.round())
             if current is None or current.attempt != attempt:
@@ -219,14 +219,14 @@ def open_campaign(
     outcome: Outcome,
     way: Sequence[str] = (),
 ) -> Iterator[Campaign]:
-    """A campaign whose members are starting. `way`: keys of `sync` that select the transport."""
+    """Yield a campaign whose members are starting. `way`: keys of `sync` that select the transport."""
     torch.set_num_threads(1)
     network = Networks() if networks else Loopback()
     server = RedisServer(folder / "redis")
     server.start()
     limits = (f"sync.join_deadline_s={join_s}", f"sync.transfer_deadline_s={transfer_s}", f"sync.host={network.trainer}")
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    lay_end_to_end(model)  # as the trainer does: buckets are sent in place
+    lay_end_to_end(model)  # as the trainer does, so that buckets are sent in place
     members: dict[str, Member] = {}
     try:
         given = (*limits, "run.name=rounds", "fleet.ttl_s=5", *way)
@@ -261,7 +261,7 @@ def _watched(world: World, campaign: Campaign) -> Iterator[None]:
         return broadcast(group, buffer, deadline)
 
     def puts(self: FolderObjects, name: str, data: Data) -> None:
-        campaign.sends(BUCKET)  # of a version in a store: its part, its manifest, the catalogue
+        campaign.sends(BUCKET)  # a version in a store is a part, a manifest and the catalogue
         put(self, name, data)
 
     world.rounds._open, sending.begin_broadcast, FolderObjects.put = opened, sends, puts

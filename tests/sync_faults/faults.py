@@ -1,4 +1,4 @@
-"""What can happen to a member in a round, and the sequence of a seed. Pure.
+"""What can happen to a member in a round, and the sequence of faults of a seed. Pure.
 
 Guarantees: the same seed, number, kinds and members give the same sequence; kinds and phases are dealt like cards, and every kind
 meets every phase once in `len(kinds) * len(PHASES)` faults.
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PHASES = ("gather", "join", "pause", "transfer", "applied")
-"""When it strikes: when the phase opens, for `transfer` in mid-broadcast, for `applied` after the victim's acknowledgement."""
+"""When a fault strikes: as the phase opens, but `transfer` in mid-broadcast and `applied` once the victim acknowledges."""
 LASTING = ("stop", "cut-trainer", "cut-redis", "cut-all")
-"""SIGSTOP; no traffic to the trainer, to Redis, to anyone. Each shorter and longer than a round's deadlines."""
+"""SIGSTOP; no traffic to the trainer, to Redis, or to anyone. Each is applied for less and for more than a round's deadlines."""
 KINDS = ("kill", *(f"{verb}-{length}" for verb in LASTING for length in ("short", "long")))
 NEED_NETWORKS = ("cut-trainer", "cut-all")
 """Verbs that need a separate network for every member."""
@@ -39,12 +39,12 @@ class Fault:
 
 
 def possible(networks: bool) -> tuple[str, ...]:
-    """The kinds possible on this machine."""
+    """Return the kinds that are possible on this machine."""
     return tuple(kind for kind in KINDS if networks or not kind.startswith(NEED_NETWORKS))
 
 
 def chosen(names: str, networks: bool) -> tuple[str, ...]:
-    """The kinds that a comma-separated list names, each by its whole name or its verb; empty: all. Raises `ValueError`."""
+    """Return the kinds in a comma-separated list of kinds or verbs; all if it is empty. Raises `ValueError`."""
     kinds, wanted = possible(networks), [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if not any(kind == name or kind.startswith(f"{name}-") for kind in kinds):
@@ -53,10 +53,10 @@ def chosen(names: str, networks: bool) -> tuple[str, ...]:
 
 
 def sequence(seed: int, count: int, kinds: Sequence[str], members: Sequence[str]) -> Iterator[Fault]:
-    """The faults of a seed, in order."""
+    """Return the faults of a seed, in order."""
     dice = random.Random(seed)
     kinds, phases = dice.sample(kinds, len(kinds)), dice.sample(PHASES, len(PHASES))
-    again = math.lcm(len(kinds), len(phases))  # from there on pairs would repeat
+    again = math.lcm(len(kinds), len(phases))  # from here on, pairs would repeat
     for number in range(count):
         phase = phases[(number + number // again) % len(phases)]
         yield Fault(number, kinds[number % len(kinds)], phase, dice.choice(members))

@@ -1,7 +1,7 @@
-"""A member as a process of its own: it follows rounds with a scripted engine, looks at its weights as one that samples would, and
-tells what it holds. Lines of JSON: `applied` and `mixed` unasked, `holds` for each line on its input.
+"""A member as a separate process, which follows rounds with a scripted engine and reports the weights that it holds.
 
-Weights of version v begin with v in every tensor (tests/sync_faults/campaign.py), so a mixture shows.
+It inspects its weights whenever a token could be sampled, and prints lines of JSON: `applied` and `mixed` by itself, `holds` for
+each line of input. Weights of version v begin with v in every tensor (tests/sync_faults/campaign.py), so a mixture shows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAMPLE_S = 0.005
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
-    """A digest of names and bytes, independent of the transfer's code."""
+    """Return a digest of names and bytes that does not depend on the transfer's code."""
     hashed = hashlib.blake2b(digest_size=16)
     for name, weight in sorted(weights.items()):
         hashed.update(name.encode())
@@ -53,7 +53,7 @@ class StagingEngine(ScriptedEngine):
         tell(event="applied", version=version, digest=digest(self.weights))
 
     def holds(self) -> tuple[int, str]:
-        """Version and digest of complete weights; version -1 if there are none."""
+        """Return version and digest of complete weights; version -1 if there are none."""
         return (self.version, digest(self.weights)) if self.whole and self.weights else (-1, "")
 
 

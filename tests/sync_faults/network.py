@@ -1,7 +1,7 @@
-"""The network between the trainer's side and the members: a namespace for each member, a bridge between them, and ways to cut it.
+"""The network between the trainer's side and the members: a namespace per member, a bridge between them, and ways to cut it.
 
-Guarantees: what is cut is silent, as when packets are dropped: no connection ends by it. All of it goes with the campaign's
-processes. Needs iproute2 and util-linux, and to be root or allowed to make user namespaces.
+Guarantees: a cut is silent, as when packets are dropped, and ends no connection. Everything disappears with the campaign's
+processes. Needs iproute2 and util-linux, and either root or permission to create user namespaces.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ START_LIMIT_S = 30.0
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 _libc = ctypes.CDLL(None, use_errno=True)
 UNSHARE = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--user", "--map-root-user")))
-"""Runs a command in a separate network with full rights in it."""
+"""Runs a command in a separate network, with full rights in it."""
 
 
 def permitted() -> bool:
-    """Whether networks can be made here."""
+    """Return whether networks can be created here."""
     if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
         return False
     trial = "ip link add name trial type bridge && ip link add name one type veth peer name two"
@@ -35,25 +35,25 @@ def permitted() -> bool:
 
 
 def leave_network() -> None:
-    """Do what `UNSHARE` does for this process, which is root's and has one thread."""
+    """Do what `UNSHARE` does, for this process, which runs as root and has one thread."""
     if _libc.unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "no network of its own can be made")
 
 
 class Loopback:
-    """No networks: everything is at 127.0.0.1."""
+    """Stands in for networks: everything is at 127.0.0.1."""
 
     trainer = redis = "127.0.0.1"
 
     def add(self, member: str) -> None:
-        """Nothing to create."""
+        """Do nothing: there is nothing to create."""
 
     def join(self, member: str) -> Callable[[], None]:
-        """For `preexec_fn` of a member's process: there is no network to join."""
+        """Return the `preexec_fn` of a member's process, which has no network to join."""
         return die_with_parent
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is nothing to stop."""
 
 
 class Networks:
@@ -70,7 +70,7 @@ class Networks:
         _ip("link", "set", "bridge", "up")
 
     def add(self, member: str) -> None:
-        """Create a member's network, which outlives its processes."""
+        """Create a member's network, which outlives the member's processes."""
         number = len(self._holders)
         holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=die_with_parent)
         self._holders[member] = holder
@@ -85,11 +85,11 @@ class Networks:
             self._ip_of(member, "link", "set", link, "up")
 
     def join(self, member: str) -> Callable[[], None]:
-        """For `preexec_fn` of a member's process: join its network."""
+        """Return the `preexec_fn` of a member's process, which joins the member's network."""
         return partial(_join, self._holders[member].pid)
 
     def cut_trainer(self, member: str) -> None:
-        """Block the member's traffic to the trainer, and nothing else."""
+        """Block the traffic between the member and the trainer, and nothing else."""
         self._ip_of(member, "neighbour", "replace", TRAINER, "lladdr", NOBODY, "nud", "permanent", "dev", "eth")
 
     def mend_trainer(self, member: str) -> None:
@@ -97,7 +97,7 @@ class Networks:
         self._ip_of(member, "neighbour", "delete", TRAINER, "dev", "eth")
 
     def cut_all(self, member: str) -> None:
-        """Pull the member's cable."""
+        """Block all of the member's traffic, as if its cable were unplugged."""
         _ip("link", "set", f"to-{member}", "down")
 
     def mend_all(self, member: str) -> None:

@@ -10,7 +10,7 @@ from tests.sync_faults.campaign import Hit, Outcome
 
 
 def result(outcome: Outcome, **facts: Any) -> dict[str, Any]:
-    """Plain values; `facts` are the parameters of the campaign."""
+    """Return plain values; `facts` are the parameters of the campaign."""
     struck = [hit for hit in outcome.hits if hit.struck]
     return {
         **facts,
@@ -47,7 +47,7 @@ def _figures(hits: list[Hit], of: Callable[[Hit], str]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Cost of each kind and phase, and counts."""
+    """Return the cost of each kind and phase, and the counts."""
     lines = [f"{'':<18} {'n':>3} {'round median, worst s':>22} {'rounds after it':>16} {'versions missed':>16}"]
     for name, of in [*found["kinds"].items(), *found["phases"].items()]:
         spans = [

@@ -1,4 +1,4 @@
-"""Read the files of trackers, with their own readers where available."""
+"""Read the files of trackers, with the trackers' own readers where available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 32768  # block size of W&B's file, a LevelDB log after a header of 7 byt
 
 
 def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
-    """Scalars by name and step, as TensorBoard shows them."""
+    """Return scalars by name and step, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -20,7 +20,7 @@ def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def read_wandb(folder: Path) -> list[dict[str, Any]]:
-    """Logged rows of every offline run under `folder`, in order."""
+    """Return the logged rows of every offline run under `folder`, in order."""
     from wandb.proto import wandb_internal_pb2
 
     rows = []
@@ -37,13 +37,13 @@ def _log_records(data: bytes) -> list[bytes]:
     assert data.startswith(b":W&B")
     records, at, begun = [], 7, b""
     while at + 7 <= len(data):
-        if BLOCK - at % BLOCK < 7:  # the rest of a block that is too small for a header
+        if BLOCK - at % BLOCK < 7:  # the rest of the block is too small for a header
             at += BLOCK - at % BLOCK
             continue
         _crc, length, kind = struct.unpack("<IHB", data[at : at + 7])
         begun += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # a whole record, or the last piece of one
             records.append(begun)
             begun = b""
     return records

@@ -1,4 +1,4 @@
-"""Exits of local processes are detected; processes of other machines, or with a reused id, are ignored."""
+"""The exits of local processes are detected; processes on other machines or with a reused id are ignored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.harness import small_config
 
 
 def status(pid: int, age_s: float, host: str = "", **fields: object) -> PodStatus:
-    """A pod whose process is as old as its account states."""
+    """Return the status of a pod whose account starts with its process."""
     made = PodStatus(
         kind="generator", name="generator-0", boot="a", host=host or socket.gethostname(), pid=pid, url="", phase="", version=0,
         world=0, gauges={"devices": 1.0, "seconds/loading": age_s},
@@ -58,8 +58,8 @@ def test_other_processes_are_ignored() -> None:
     age_s = process_age_s(parent)
     neighbours.meet([
         (status(parent, age_s, host="elsewhere"), 0.0),
-        (status(parent, age_s + 5.0), 0.0),  # another process with its id
-        (status(os.getpid(), process_age_s()), 0.0),  # as in a container, where both are process 1
+        (status(parent, age_s + 5.0), 0.0),  # another process that reuses the id
+        (status(os.getpid(), process_age_s()), 0.0),  # as in a container, where both have process id 1
         (status(parent, age_s, gauges={}), 0.0),  # holds no devices
     ])  # fmt: skip
     assert neighbours.left() == []
@@ -68,7 +68,7 @@ def test_other_processes_are_ignored() -> None:
 
 
 async def follow_once(store: Store, folder: Path) -> None:
-    """Account for the fleet with a tracker that is stopped at once."""
+    """Account once for the fleet, with a tracker that is stopped at once."""
     stopping = asyncio.Event()
     stopping.set()
     accountant = Accountant(small_config(folder), store, folder, stopping)

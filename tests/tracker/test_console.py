@@ -1,4 +1,4 @@
-"""`grpo run` with a tracker, an optional unit of the run."""
+"""`grpo run` with a tracker, which is an optional part of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers get every record once and in order, despite failures of their own or of their process; nothing waits for them."""
+"""Trackers get every record once and in order, even if they or their process fail, and nothing waits for them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def following(store: Store, folder: Path) -> tuple[Follower, asyncio.Event, asyn
 
 
 async def test_every_record_reaches_the_tracker_once_and_in_order(store: Store, recorder: Recorder, tmp_path: Path) -> None:
-    for step in (0, 1, 0, 1, 2, 3, 4):  # a killed trainer repeats training and records
+    for step in (0, 1, 0, 1, 2, 3, 4):  # a killed trainer trains and records steps again
         await store.monitor.record(record(step))
     await add_round(store, 0)
     made, stopping, task = following(store, tmp_path)
@@ -146,7 +146,7 @@ async def test_a_new_process_continues_where_the_last_one_stopped(store: Store, 
 
 
 async def test_a_damaged_position_costs_only_records_that_come_twice(store: Store, recorder: Recorder, tmp_path: Path) -> None:
-    """The machine lost power while the file was written."""
+    """The file is damaged as if the machine had lost power while it was written."""
     (tmp_path / "tracking").mkdir()
     (tmp_path / "tracking" / "wandb.json").write_bytes(b"")
     await store.monitor.record(record(0))
@@ -176,7 +176,7 @@ async def test_undurable_records_are_sent_again_after_a_restart(store: Store, re
 async def test_an_outage_of_redis_repeats_nothing(
     store: Store, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It restarts the loop, while the tracker is still open."""
+    """The outage restarts the loop while the tracker is still open."""
     recorder.durable, stopping, failures, read = False, asyncio.Event(), list[str](), store.monitor.metrics
     made = Follower(
         "wandb", small_config(tmp_path, None, "tracking.wandb=project"), store, tmp_path / "tracking", stopping,
@@ -293,10 +293,10 @@ class Pod:
         environ = os.environ | {
             "PYTHONWARNINGS": "error",
             "WANDB_MODE": "offline",
-            "WANDB__SERVICE_WAIT": "120",  # its process starts slowly on a busy machine
+            "WANDB__SERVICE_WAIT": "120",  # W&B's process starts slowly on a busy machine
             "GRPO_API_TOKEN": "t",
             "HOME": str(log.parent),
-            PLAIN: "1",  # an import that warns is an error, too
+            PLAIN: "1",  # imports in a new process, so that their warnings are errors, too
         }
         command = [sys.executable, "-m", "services.tracker", "--config", str(config), "--name", "tracker-0"]
         self.log = log
@@ -359,7 +359,7 @@ def test_both_trackers_survive_a_kill_without_loss(server: RedisServer, tmp_path
     assert seen["reward/train/mean"] == {step: step / 8 for step in range(6)}
     assert seen["eval/main/pass@1"] == {6: 0.5}
     assert position("tensorboard") == position("wandb") == 5, pod.log.read_text()
-    rows = read_wandb(folder / "wandb")  # rows lost with the first process are in the second's
+    rows = read_wandb(folder / "wandb")  # rows that the first process lost are in the second's file
     assert {row["step"]: row["reward/train/mean"] for row in rows if "reward/train/mean" in row} == {s: s / 8 for s in range(6)}
     assert [row["eval/version"] for row in rows if "eval/version" in row] == [6]
     assert len({path.stem.split("-")[3] for path in (folder / "wandb").glob("offline-run-*")}) == 1  # one identity

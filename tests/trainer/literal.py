@@ -27,7 +27,7 @@ class Response:
 
 
 def objective(responses: Sequence[Response], config: Loss) -> Tensor:
-    """Loss of a mini-batch of whole responses."""
+    """Return the loss of a mini-batch of whole responses."""
     zero = sum((response.theta.sum() * 0 for response in responses), torch.zeros((), dtype=torch.float64))
     sums, counts, groups = [], [], []
     for response in responses:
@@ -52,7 +52,7 @@ def objective(responses: Sequence[Response], config: Loss) -> Tensor:
 
 
 def _tokens(response: Response, places: list[int], config: Loss) -> list[Tensor]:
-    """Loss of every counted token."""
+    """Return the loss of every counted token."""
     mu = [float(response.behaviour[t]) for t in places]
     theta = [response.theta[t] for t in places]
     old = mu if config.from_behaviour else [float(response.old[t]) for t in places]

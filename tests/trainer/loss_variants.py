@@ -29,7 +29,7 @@ VARIANTS: dict[str, Loss] = {
 
 
 def responses(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[Sample]) -> tuple[Any, list[literal.Response]]:
-    """The model of `folder` with transformers' own attention, and every trained sample with its theta and entropy."""
+    """Return `folder`'s model with transformers' own attention, and every trained sample with its theta and entropy."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
@@ -57,7 +57,7 @@ def responses(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[S
 
 
 def gradient(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[Sample], config: Loss) -> dict[str, torch.Tensor]:
-    """Gradient of the first optimizer step on one mini-batch; the reference is the model itself."""
+    """Return the gradient of the first optimizer step on one mini-batch; the reference is the model itself."""
     model, found = responses(folder, payloads, samples)
     literal.objective(found, config).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -66,7 +66,7 @@ def gradient(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[Sa
 def priorities(
     folder: Path, payloads: Mapping[str, Payload], samples: Sequence[Sample], low: float, high: float
 ) -> dict[str, float]:
-    """Sum over a group's completions of |A| x the share of counted tokens that have not moved past 1 - low or 1 + high."""
+    """Sum, over a group's completions, |A| x the share of counted tokens that have not moved past 1 - low or 1 + high."""
     found = {sample.payload.rpartition(".")[0]: 0.0 for sample in samples}
     for one in responses(folder, payloads, samples)[1]:
         counted = one.behaviour.isfinite()

@@ -14,7 +14,7 @@ from services.trainer.ranks import World
 
 
 def test_ranks_with_gpus_meet_over_nccl_and_do_not_ask_which_kernels_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed would start compilers to answer, which takes seconds."""
+    """To answer, DeepSpeed would start compilers, which takes seconds."""
     met: list[Any] = []
     ops: dict[str, Any] = {}
     fake = SimpleNamespace(ops=SimpleNamespace(), init_distributed=lambda backend, **_: met.append(backend))

@@ -1,4 +1,4 @@
-"""The pre-stop hook of a trainer pod requests a checkpoint, and returns at once if none can be written."""
+"""The pre-stop hook of a trainer pod requests a checkpoint, and returns immediately if none can be written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save(folder: Path, module: str = "services.trainer.save", *words: str) -> su
 
 
 async def refuses(folder: Path, why: str) -> None:
-    """Check that the hook returns at once, without an error and without a request for a checkpoint."""
+    """Check that the hook returns immediately, without an error and without requesting a checkpoint."""
     began = time.monotonic()
     done = await asyncio.to_thread(save, folder)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{why}\n", "")
@@ -89,7 +89,7 @@ async def test_a_missing_trainer_is_not_awaited(config: RunConfig, store: Store,
 
 
 async def test_a_loading_trainer_is_not_awaited(config: RunConfig, store: Store, tmp_path: Path) -> None:
-    """A real rank 0, started after a killed one whose heartbeat has not expired."""
+    """The trainer is a real rank 0, started after a killed one whose heartbeat has not expired."""
     await train(store)
     ranks = ChildService(ServicePlan("trainer", (loading_rank(0, ""),)), tmp_path)
     try:

@@ -1,4 +1,4 @@
-"""Throughput of a step, on hand-made histories: work from before the process started is not counted."""
+"""Throughput of a step, on hand-made histories: work done before the process started is not counted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_plans_from_before_a_restart_have_no_generation_rate() -> None:
 
 
 def test_the_first_step_after_a_restart_has_no_generation_rate() -> None:
-    """What the counter was at the step before is unknown."""
+    """The counter's value at the previous step is unknown."""
     rates = Throughput(500.0)
     rates.resume(prepared_step=8)
     assert GENERATED not in rates.record(9, 400, 866_000, 520.0)

@@ -1,4 +1,4 @@
-"""A verifier's process after it has dropped its privileges, tested from inside. Real kernel, real process."""
+"""What a verifier's process can do after it has dropped its privileges, tested from inside it on the real kernel."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_dropped_privileges_are_denied(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     held = found.pop("held")
-    if "files" not in held:  # a kernel without landlock, or where it is off
+    if "files" not in held:  # the kernel lacks landlock, or it is disabled
         for name in ("files elsewhere", "deleting"):
             found.pop(name)
     if "calls" not in held:

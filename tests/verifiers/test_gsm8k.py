@@ -1,4 +1,4 @@
-"""The verifier `math` on all of GSM8K, through the pool as in a run: gold answers are right, off-by-one answers wrong."""
+"""The verifier `math` on all of GSM8K, through the pool as in a run: gold answers are right, off-by-one answers are wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMS = (
     "solution off by one",
     "boxed off by one",
 )
-RIGHT = 4  # the first four forms are right
+RIGHT = 4  # the first four forms are right answers
 
 
 def _solutions() -> list[str]:

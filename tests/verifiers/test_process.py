@@ -1,4 +1,4 @@
-"""What workers and pods, in which code that is not ours runs, may send: it is read or rejected, whatever it is."""
+"""Workers and pods run untrusted code: whatever they send is either read or rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifiers one by one, against hand-made completions."""
+"""Each verifier against hand-made completions."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ _values = st.recursive(
 def test_any_entry_round_trips(entry: dict[str, object]):
     decoded = decode_entry(encode_entry(entry))
     assert decoded == entry
-    assert repr(decoded) == repr(entry)  # == considers True equal to 1
+    assert repr(decoded) == repr(entry)  # because True == 1
 
 
 def test_an_entry_must_be_an_object():

@@ -1,4 +1,4 @@
-"""What happens to a group when a process dies: nothing is lost, nothing is done twice."""
+"""Follow a group when a process dies: nothing is lost, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.harness import ticket
 
 
 async def test_a_generator_dies_and_another_finishes_its_ticket(store: Store) -> None:
-    """The dead pod's lease expires; the next claim gets the ticket with a higher fencing number and the tokens so far."""
+    """The dead pod's lease expires. The next claim gets the ticket, with a higher fencing number and the tokens so far."""
     team = await start(store)
     await issue(store, team, 1)
     (dead,) = await claim(store, "generator-0")
@@ -39,7 +39,7 @@ async def test_a_standby_takes_over_and_the_old_leader_is_fenced_off(store: Stor
 
 
 async def test_a_reply_is_lost_and_the_call_is_retried(store: Store) -> None:
-    """The client retries calls when a connection breaks, so each must be idempotent."""
+    """The client retries calls when a connection breaks, so every call must be idempotent."""
     team = await start(store)
     assert await store.tickets.issue(team.leader, 0, [ticket(0)]) == 1
     assert await store.tickets.issue(team.leader, 0, [ticket(0)]) == 0
@@ -50,7 +50,7 @@ async def test_a_reply_is_lost_and_the_call_is_retried(store: Store) -> None:
 
 
 async def test_a_trainer_dies_after_its_commit(store: Store) -> None:
-    """Its successor trains the step again from the checkpoint, on the same plan; committing it again changes nothing."""
+    """Its successor loads the checkpoint and trains the step again on the same plan. The second commit changes nothing."""
     team = await start(store)
     await buffer(store, team, 1)
     await prepare(store, team, 0, ["0-0"])

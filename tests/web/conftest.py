@@ -1,4 +1,4 @@
-"""A browser for tests of the page that have an event loop."""
+"""A fixture: the browser for tests of the page that have an event loop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.web.browser import Visit, on_a_thread
 
 @pytest.fixture(scope="module")
 def visit() -> Iterator[Visit]:
-    """One browser for the tests of a file, each with tabs of its own (`opened`)."""
+    """Yield one browser for all tests of a file, each of which opens its own tabs (`opened`)."""
     with on_a_thread() as visit:
         yield visit

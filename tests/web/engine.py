@@ -1,4 +1,4 @@
-"""A scripted engine with readable completions: sums, more often correct with newer weights."""
+"""A scripted engine with readable completions: sums, which are correct more often with newer weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEARNT = 100  # policy version from which nearly all answers are correct
 
 
 class SumsEngine(ScriptedEngine):
-    """Answers `What is 12 + 7?`."""
+    """Answers questions such as `What is 12 + 7?`."""
 
     async def start(self, config: RunConfig) -> None:
         from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""Takes screenshots of every page in both themes: `python -m tests.web.screenshots`, about five minutes on two quiet cores.
+"""Take screenshots of every page in both themes: `python -m tests.web.screenshots`, about five minutes on two idle cores.
 
 Without --url it runs the example of `make demo`, with an evaluation, and fails two of its tickets.
 """
@@ -26,14 +26,14 @@ from tests.web.world import Shown, started
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "screenshots"
 EXAMPLE, MODEL = ROOT / "examples" / "arithmetic" / "config.toml", ROOT / "build" / "arithmetic"
-COLOURS = 256  # in the palette: pages use few colours, and files become half as large
+COLOURS = 256  # size of the palette: pages use few colours, and this halves the size of the files
 TALLEST = 1500  # pixels
 TRAINED = 60  # of the 100 steps of the example
 NARROW_PAGES = ["overview", "fleet", "group", "ledger"]  # also shown at 360 pixels
 
 
 def places(url: str, token: str) -> dict[str, str]:
-    """Return the path of every page, with the last trained step, one of its groups, and the last dead letter."""
+    """Return the path of every page: of the last trained step, one of its groups, the last dead letter and a sample."""
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
         state = http.get("/v1/state").json()["state"]
         plan = http.get(f"/v1/steps/{state['committed_step']}").json()["plan"]
@@ -46,16 +46,16 @@ def places(url: str, token: str) -> dict[str, str]:
 
 
 def _worth_a_look(group: dict[str, Any]) -> tuple[float, int]:
-    """Rank groups: first those with different rewards, then those with tokens of several versions."""
+    """Return a sort key that prefers groups with different rewards, then those with tokens of several versions."""
     return group["advantage"]["max"] > group["advantage"]["min"], group["newest"] - group["oldest"]
 
 
 def save(page: Any, path: Path) -> None:
-    """Save a screenshot with few colours."""
+    """Save a screenshot of the page with a small palette."""
     height = min(TALLEST, page.evaluate("() => document.documentElement.scrollHeight"))
     size = page.viewport_size
     page.set_viewport_size({"width": size["width"], "height": max(height, 400)})
-    page.wait_for_timeout(300)  # charts follow their width
+    page.wait_for_timeout(300)  # charts adapt to the new width
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     page.set_viewport_size(size)
     picture.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -63,7 +63,7 @@ def save(page: Any, path: Path) -> None:
 
 
 def shoot(url: str, folder: Path, token: str) -> None:
-    """Save every page of the console at `url`, as an operator sees it."""
+    """Save screenshots of every page of the console at `url`, as an operator sees them."""
     folder.mkdir(parents=True, exist_ok=True)
     sessions = [
         (theme, *shape) for theme in ("light", "dark") for shape in ((WIDE, "", [*PAGES]), (NARROW, "-narrow", NARROW_PAGES))
@@ -80,7 +80,7 @@ def shoot(url: str, folder: Path, token: str) -> None:
 
 @contextlib.contextmanager
 def example(folder: Path) -> Iterator[Shown]:
-    """Train the model of the example, and evaluate it on other prompts of the same kind."""
+    """Start a run of the example, with evaluation on other prompts of the same kind; yield it once it has trained some steps."""
     if not MODEL.exists():
         subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart", "--out", str(MODEL)], check=True, cwd=ROOT)
     port = free_port()
@@ -99,7 +99,7 @@ def example(folder: Path) -> Iterator[Shown]:
 
 
 def main() -> None:
-    """Run the command."""
+    """Parse the arguments and take the screenshots."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="", help="address of a console; default: of a run made for it")
     parser.add_argument("--token", default="", help="token that may operate, with --url")

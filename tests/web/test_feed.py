@@ -50,7 +50,7 @@ async def test_a_page_that_receives_nothing_is_disconnected(monkeypatch: pytest.
     async def send(message: Message) -> None:
         sent.append(message["type"])
         if message["type"] == "http.response.body":
-            await asyncio.Event().wait()  # its socket is full
+            await asyncio.Event().wait()  # as if its socket were full
 
     answering = asyncio.create_task(EventResponse(feed.subscribe())(SCOPE, never, send))
     await wait_until(lambda: feed.watchers == 1)

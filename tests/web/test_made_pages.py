@@ -1,4 +1,4 @@
-"""Pages of an artificial run, for what a small real run lacks, such as long completions and members outside a round."""
+"""Pages of an artificial run, which has what a small real run lacks, such as long completions and members outside a round."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample_of(epoch: int) -> str:
 
 
 def logged() -> list[dict[str, Any]]:
-    """Return completions of one prompt, one in each epoch; the first two are long and end differently."""
+    """Return completions of one prompt, one for each epoch; the first two are long and differ in a few words."""
     texts = [" ".join([*WORDS, "one"]), " ".join([*WORDS[:10], "other", *WORDS[10:]])]
     rows = [
         made_row(
@@ -54,7 +54,7 @@ async def url(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterato
 
 
 def at(url: str, look: Callable[[Any], None], size: dict[str, int] = WIDE) -> Callable[[Any], None]:
-    """Open a page in a browser and inspect it. It must have no errors and be accessible."""
+    """Open a page in a browser and inspect it; check that it has no errors and is accessible."""
 
     def opening(browser: Any) -> None:
         with opened(browser, url, size=size) as page:

@@ -1,4 +1,4 @@
-"""The page's endpoints of the sample log."""
+"""The endpoints through which the page reads the sample log."""
 
 from __future__ import annotations
 

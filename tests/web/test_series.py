@@ -1,4 +1,4 @@
-"""The data of charts."""
+"""The data of the page's charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small real run for the page: the scripted engine, a real trainer, evaluation rounds, and two failed tickets."""
+"""A small real run for the page, with the scripted engine, a real trainer, evaluation rounds and two failed tickets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.harness import save_model_folder, small_config
 T = TypeVar("T")
 
 NAME, REASON = "shown", "verifier math: worker killed after 5.0 s"
-LIMIT_S = 300.0  # for the run to reach a state, on a busy machine
+LIMIT_S = 300.0  # for the run to reach some state, on a busy machine
 
 
 @dataclass
@@ -39,16 +39,16 @@ class Shown:
 
     @property
     def token(self) -> str:
-        """Token with scope operate."""
+        """Return the token with scope operate."""
         return (self.folder / "api-token").read_text().strip()
 
     @property
     def read_token(self) -> str:
-        """Token with scope read."""
+        """Return the token with scope read."""
         return (self.folder / "api-read-token").read_text().strip()
 
     def ask(self, question: Callable[[Store], Coroutine[Any, Any, T]], kind: str = "console") -> T:
-        """Query the run's Redis as the user of a kind of service, in a new thread because playwright has a loop in this one."""
+        """Query the run's Redis as the user of a kind of service, in a new thread because playwright runs a loop in this one."""
 
         async def asked() -> T:
             config = load_resolved(self.folder / "config.toml")
@@ -77,13 +77,13 @@ class Shown:
 
     @property
     def kept_step(self) -> int | None:
-        """A trained step whose plan still exists."""
+        """Return a trained step whose plan still exists, or None."""
         state = self.state()
         return state.committed_step if state.committed_step > state.checkpointed_step else None
 
 
 def write_run(folder: Path, steps: int, port: int, token_s: float) -> Path:
-    """Write the configuration of the run."""
+    """Write the configuration of the run, its model and its data; return the configuration's path."""
     save_model_folder(folder / "model")
     prompts, held_out = folder / "sums.jsonl", folder / "held_out.jsonl"
     for file, first, count in ((prompts, 0, 4000), (held_out, 5000, 8)):
@@ -135,7 +135,7 @@ def started(path: Path, folder: Path, name: str, port: int, trained: int) -> Ite
     finally:
         process.send_signal(signal.SIGINT)
         time.sleep(1.0)
-        process.send_signal(signal.SIGINT)  # immediately: the run is not resumed
+        process.send_signal(signal.SIGINT)  # a second signal stops the run immediately, as it is not resumed
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
@@ -144,7 +144,7 @@ def started(path: Path, folder: Path, name: str, port: int, trained: int) -> Ite
 
 
 def bury(run: Shown, count: int) -> bool:
-    """Fail tickets as a generator until there are enough dead letters."""
+    """Let some tickets fail like a generator; return whether there are enough dead letters."""
 
     async def failed(store: Store) -> int:
         buried = 0
@@ -155,7 +155,7 @@ def bury(run: Shown, count: int) -> bool:
             _, claims = await store.tickets.claim("script", state.published_version, state.published_by, 30.0, 1)
             for claim in claims:
                 buried += await store.tickets.fail("script", claim, REASON, 1)
-            await asyncio.sleep(0.02)  # the generators are fast
+            await asyncio.sleep(0.02)  # the generators claim quickly
         return buried
 
     run.ask(failed, "generator")
@@ -163,7 +163,7 @@ def bury(run: Shown, count: int) -> bool:
 
 
 def pids(run: Shown, pod: str) -> list[int]:
-    """Return the processes of a pod of the run."""
+    """Return the process ids of a pod of the run."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

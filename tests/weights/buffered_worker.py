@@ -1,4 +1,4 @@
-"""The extension class of a vLLM worker that loads weights beside sampling although its model is small."""
+"""The extension class of a vLLM worker that loads weights during sampling although its model is small."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ double_buffer.LEAST_BYTES = 0
 
 
 class WorkerExtension(UsualExtension):
-    """The usual one, in a process where the limit is 0."""
+    """The usual class, in a process where the limit is 0."""

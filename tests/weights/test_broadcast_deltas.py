@@ -1,4 +1,4 @@
-"""Rounds of `gloo` and `filesystem` that send deltas: exact, only to members with the base, and all weights after a fault."""
+"""Rounds over `gloo` and `filesystem` that send deltas: exact, only to members with the base, and all weights after a fault."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_member_that_missed_a_round_gets_all_weights(world: World) -> None:
     world.member("a")
     world.member("b")
     assert not trained(world, 0)
-    world.hold("b", 0)  # it evaluates and declines
+    world.hold("b", 0)  # it is evaluating, and declines
     assert not trained(world, 1), "the group was torn down, so everything is sent"
     assert trained(world, 2)
     world.release("b")
@@ -178,7 +178,7 @@ def test_a_sender_that_fails_mid_delta_sends_all_weights(world: World, monkeypat
 
 
 def test_a_member_without_a_mirror_rejects_deltas(world: World) -> None:
-    """A restarted process has another name; one that lost its copy rejects the delta and gets all weights."""
+    """A restarted process has another name; a member that lost its copy rejects the delta and gets all weights."""
     world.member("a")
     assert not trained(world, 0)
     world.engines["a"]._mirror.forget()

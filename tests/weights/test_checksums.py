@@ -15,7 +15,7 @@ SIZES = st.one_of(st.integers(1, 40), st.integers(1, 40_000))  # below and above
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """[n] of any type, with few different values, so that sums may collide, or with arbitrary bytes."""
+    """Draw a tensor [n] of any type, with few different values, so that sums may collide, or with arbitrary bytes."""
     dtype, size = draw(st.sampled_from(DTYPES)), draw(SIZES)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     values = draw(st.sampled_from([2, 3, 256]))
@@ -23,7 +23,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether bytes are equal: a NaN equals itself."""
+    """Return whether the bytes are equal: a NaN equals itself."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -59,7 +59,7 @@ def test_moved_elements_change_the_checksum(tensor: torch.Tensor, data: st.DataO
 
 
 def test_swapped_opposite_signs_change_the_checksum() -> None:
-    """They differ only in the highest bit, which a weighted sum modulo 2^64 cannot distinguish."""
+    """Swapped values differ only in the highest bit, which a weighted sum modulo 2^64 cannot distinguish."""
     tensor = torch.zeros(40_000)
     tensor[[1, 30_001]] = torch.tensor([0.5, -0.5])
     changed = tensor.clone()
@@ -77,7 +77,7 @@ def test_the_checksum_depends_only_on_the_values(tensor: torch.Tensor, offset: i
 
 
 def test_the_checksum_is_the_same_on_all_machines() -> None:
-    """Sender and receiver may run different machines."""
+    """Sender and receiver may run on different machines."""
     numbers = torch.arange(5000, dtype=torch.int32)
     assert checksums([numbers]).tolist() == [[-6245662841737281971, 5524801111106019727]]
     assert checksums([torch.empty(0, 3)]).tolist() == [[0, 0]]

@@ -1,4 +1,4 @@
-"""The second copy of a model: loaded without touching the model, and exchanged with it whole or not at all."""
+"""The second copy of a model: loaded without touching the model, and swapped with it as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(3).requires_grad_(False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load as models of vLLM do."""
+        """Load as vLLM's models do."""
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
         tensors = dict(self.named_parameters())
@@ -40,7 +40,7 @@ def weights_of(value: float) -> list[tuple[str, torch.Tensor]]:
 
 
 def values(model: Model) -> list[float]:
-    """The value of each tensor that `weights_of` names, all of whose elements must be equal."""
+    """Return the value of each tensor that `weights_of` names, all of whose elements must be equal."""
     assert model.head.weight is model.embedding.weight, "tied weights stay tied"
     return [float(tensor.unique().item()) for tensor in (model.embedding.weight, model.norm.weight)]
 

@@ -31,7 +31,7 @@ def bucket(tensors: dict[str, torch.Tensor]) -> Bucket:
 
 
 def sent(given: dict[str, torch.Tensor], fleeting: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The memory of a bucket of these weights, and the weights that a receiver finds in it."""
+    """Return the memory of a bucket of these weights, and the weights that a receiver finds in it."""
     whole = bucket(given)
     memory = HostBuckets(1, fleeting).memory(0, whole, list(given.values()))
     assert memory.dtype == torch.uint8
@@ -107,8 +107,10 @@ def test_weights_are_ordered_by_memory_within_a_piece() -> None:
 
 @pytest.mark.parametrize(("stage", "dtype", "copied"), [(0, "float32", 0), (1, "float32", 1), (2, "bfloat16", 1)])
 def test_deepspeeds_weights_are_sent_in_place(stage: int, dtype: str, copied: int, tiny_model: Path, tmp_path: Path) -> None:
-    """After a step, too: DeepSpeed writes new weights where the old were. It has two pieces of memory, and copied is the bucket
-    that goes over from one into the other."""
+    """DeepSpeed writes new weights in place, so this holds after a step, too.
+
+    It has two pieces of memory, and the one bucket that spans both is copied.
+    """
     sections = {"trainer": {"zero_stage": stage}, "model": {"dtype": dtype}, "loss": {"kl_beta": 0.0}}
     payloads = make_payloads(2, 2)
     given = {"payloads": payloads, "samples": make_samples(payloads), "layout": [[[[0, 1, 2, 3]]]]}

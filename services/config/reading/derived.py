@@ -1,6 +1,6 @@
 """Defaults that depend on the model: a configuration that sets no lengths fits any model. Pure except for reading `config.json`.
 
-Guarantees: a key that is set keeps its value; a length is above its documented default only where others that are set need it;
+Guarantees: a key that is set keeps its value; a length exceeds its documented default only if others that are set need it;
 the same file and folder give the same values. A hub name is not looked up: its lengths are the documented defaults.
 """
 
@@ -65,8 +65,8 @@ def derived(config: RunConfig) -> RunConfig:
 def shared_out(total: int, prompt: int | None, completion: int | None) -> tuple[int, int]:
     """Return the longest prompt and the longest completion in a context of `total` tokens; None: not set.
 
-    Where neither is set and their defaults do not fit, the completion gets its default, but at most half, and the prompt what
-    is left. Where one is set, the other gets what it leaves, and its default if that is nothing: then the two are refused.
+    If neither is set and their defaults do not fit, the completion gets its default, but at most half, and the prompt the rest.
+    If one is set, the other gets the rest, or its default if there is no rest: then the two are refused.
     """
     most_prompt, most_completion = _default(Data, "max_prompt_tokens"), _default(Sampling, "max_tokens")
     if prompt is None:

@@ -1,4 +1,4 @@
-"""The docstrings of the fields of classes, e.g. of configuration keys, read from the source when they are asked for."""
+"""The docstrings of the fields of classes, e.g. of configuration keys, read from the source on request."""
 
 from __future__ import annotations
 

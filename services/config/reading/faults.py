@@ -117,12 +117,12 @@ def explained(fault: Any) -> str:
 
 
 def keys_of(fault: Any) -> tuple[str | int, ...]:
-    """Return the keys that lead to what one of pydantic's errors is about."""
+    """Return the keys that lead to the subject of one of pydantic's errors."""
     return tuple(_located(fault)[0])
 
 
 def without(tree: dict[str, Any], location: Sequence[str | int]) -> None:
-    """Remove from a tree what is at a location, if anything is, and not an entry of a list."""
+    """Remove from a tree the value at a location, if there is one and it is not an entry of a list."""
     node: Any = tree
     for part in location[:-1]:
         if isinstance(node, list):
@@ -134,7 +134,7 @@ def without(tree: dict[str, Any], location: Sequence[str | int]) -> None:
 
 
 def _located(fault: Any) -> tuple[list[str | int], list[type[BaseModel]]]:
-    """Return the keys that lead to what an error is about, and the sections that may have the last one.
+    """Return the keys that lead to the subject of an error, and the sections that may have the last one.
 
     Pydantic also names the branch of a union that it took: the kind of an entry, or a type.
     """
@@ -152,7 +152,7 @@ def _located(fault: Any) -> tuple[list[str | int], list[type[BaseModel]]]:
 
 
 def _of_kind(sections: Sequence[type[BaseModel]], kind: str) -> list[type[BaseModel]]:
-    """Return those of the sections that are of a kind."""
+    """Return the sections of a kind."""
     kinds = [(each, each.model_fields["kind"].annotation) for each in sections if "kind" in each.model_fields]
     return [section for section, annotation in kinds if kind in typing.get_args(annotation)]
 

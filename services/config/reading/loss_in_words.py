@@ -1,4 +1,4 @@
-"""What the configured loss comes to, for the start of a run: keys may be set and still not act in their combination."""
+"""Describes the effective loss at the start of a run: keys may be set and still have no effect in their combination."""
 
 from __future__ import annotations
 

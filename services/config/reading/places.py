@@ -1,6 +1,7 @@
 """Where each key of a configuration is set: a line of the file, an environment variable, or the command line.
 
-Guarantees: a key that is set somewhere has a place; one within an inline table or a list has that of the table or list. Pure.
+Guarantees: a key that is set somewhere has a place; a key within an inline table or a list has the place of the table or list.
+Pure.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class KeyPlaces:
         return f"{self.found(message) or self.file}: {message}"
 
     def found(self, message: str) -> str:
-        """Return where the first key that a message names and that is set stands, else what holds one; "" if it names none."""
+        """Return the place of the first set key that a message names, or else of what holds one; "" if it names none."""
         keys = self.named(message)
         keys.sort(key=lambda key: key not in self._set and key not in self._lines)
         return next((place for key in keys if (place := self.of(key))), "")
 
 
 def _upwards(key: str) -> Iterator[str]:
-    """Return a key and, from the innermost on, what holds it."""
+    """Return a key and the tables and lists that hold it, from the innermost on."""
     while key:
         yield key
         key = key.rpartition(".")[0]
@@ -92,7 +93,7 @@ def _place(name: str, counts: dict[str, int], listed: bool) -> str:
 
 
 def _open(line: str, depth: int, closes: str) -> tuple[int, str]:
-    """Return how many brackets are open after a line, and which long string is."""
+    """Return how many brackets are open after a line, and which multi-line string."""
     start = 0
     while True:
         if closes:

@@ -1,4 +1,4 @@
-"""Values as messages show them: without what may be a secret. Pure."""
+"""Values for messages, without anything that may be secret. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IN_ADDRESS = re.compile(r"(://[^:/@\s]*):.+@")
 
 
 def shown(key: str, value: Any) -> str:
-    """Return the value of a key as a message shows it, with `HIDDEN` in the place of secrets."""
+    """Return the value of a key for a message, with `HIDDEN` in place of secrets."""
     return repr(_without_secrets(key, value))
 
 

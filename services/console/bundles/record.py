@@ -51,7 +51,7 @@ PACKAGES = (
     "math-verify",
 )
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-POLL_S = 0.2  # between looks at whether a step has been trained
+POLL_S = 0.2  # between checks whether a step has been trained
 TRAINER = "trainer"  # folder of the trainer's state in a checkpoint
 WEIGHTS = [sys.executable, "-m", "services.trainer.replay.weights"]
 
@@ -66,7 +66,7 @@ async def record(run: str, step: int, redis_url: str, out: Path | None, weights:
         reader, first = StepReader(attached.store, judged), step // config.checkpoint.every_steps * config.checkpoint.every_steps
 
         async def read(state: RunState) -> None:
-            """Read what is prepared since the checkpoint that is due before the step: the next one covers it."""
+            """Read the steps prepared since the checkpoint that is due before the step, as the next checkpoint removes them."""
             await reader.read_ahead(first, min(state.prepared_step, step), state.incarnation)
 
         state = await _reached(attached, step, "prepared", until, read)
@@ -140,7 +140,7 @@ async def present(store: Store, folder: CheckpointFolder) -> list[Saved]:
 
 
 async def _after(store: Store, folder: CheckpointFolder, config: RunConfig, step: int, until: float) -> Saved | None:
-    """Return the checkpoint of the step, for which to wait if it is due; None: there is none."""
+    """Return the checkpoint of the step, to wait for if it is due; None if there is none."""
     due = (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.run.steps
     while True:
         found = next((saved for saved in await present(store, folder) if saved.step == step), None)
@@ -164,7 +164,7 @@ def _origin(before: Saved | None) -> Origin:
 
 
 def _judged(config: RunConfig) -> Callable[[Header, Payload], Judged]:
-    """Return what gives a group's answer and row, from the data set as it is now."""
+    """Return a function that gives a group's answer and row, from the current data set."""
     try:
         source = PromptSource(config)
     except DataError as error:

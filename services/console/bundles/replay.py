@@ -31,7 +31,7 @@ SHOWN = 5  # differences in the output
 def replay(
     path: Path, stage: Stage, tolerance: float, run_code: bool, save: Path | None, against: Path | None, as_json: bool
 ) -> int:
-    """Replay a stage. Return exit code 1 if it gives something else than was recorded."""
+    """Replay a stage. Return exit code 1 if the results differ from the recorded ones."""
     try:
         file = bundles.read(path)
         config = _config(file.bundle, path, stage, run_code)

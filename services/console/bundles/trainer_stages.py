@@ -1,4 +1,4 @@
-"""Does the stages loss and train of a bundle again: by processes of the trainer, as many as the run had ranks, on CPUs.
+"""Repeats the stages loss and train of a bundle on CPUs, with as many trainer processes as the run had ranks.
 
 Waits for: those processes. They end with this one.
 """
@@ -72,7 +72,7 @@ def trained(file: BundleFile, config: RunConfig, loss_only: bool, save: Path | N
 def _prepare(file: BundleFile, config: RunConfig, work: Path) -> None:
     """Write the ranks' input: configuration, model, state. Raises `ConsoleError`.
 
-    Settings that need a GPU are replaced, for the ranks see none.
+    Settings that need a GPU are replaced, since the ranks see none.
     """
     bundle, model = file.bundle, Path(config.model.path)
     if file.has(bundles.MODEL):

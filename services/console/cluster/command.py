@@ -1,8 +1,8 @@
 """Runs a command in a pod of a release, for `grpo status --kube-context CONTEXT -n NAMESPACE RELEASE`.
 
 Guarantees: the command runs in a pod that has what it reads (one that mounts the volume of the runs, or one of dataprep), with
-that pod's credentials, so nothing of them leaves the cluster; its output and exit code are those of this command. What
-acts on files of this machine is refused. The user needs the rights to list pods and to execute in them, and no forwarded port.
+that pod's credentials, so none of these leave the cluster; its output and exit code are those of this command. Commands that act
+on files of this machine are refused. The user needs the rights to list pods and to execute in them, and no forwarded port.
 Waits for: the command in the pod. Unblocked by: its end, Ctrl-C, or a lost connection, which is an error.
 """
 
@@ -40,7 +40,7 @@ INSTEAD = {
 STDOUT, STDERR, STATUS = 1, 2, 3
 """Channels of the remote command's protocol (v4.channel.k8s.io): the first byte of each message."""
 NO_RELEASE = re.compile(r"generators|[0-9]+(-[0-9]+)?")
-"""What stands beside the name of a release: a number, its unit, or the id of a dead letter."""
+"""Words beside the name of a release: a number, its unit, or the id of a dead letter."""
 NARROWEST = 80
 
 
@@ -80,12 +80,12 @@ def run(given: Remote, tree: Any) -> int:
 
         return asyncio.run(_served(given, release, words[1:], tree, serve))
     if verb == "stop" and not {"--yes", "-y"}.intersection(words):
-        confirm(f"End the run of release {release} permanently?")  # the pod has nobody to ask
+        confirm(f"End the run of release {release} permanently?")  # nobody can answer in the pod
     return asyncio.run(_in_pod(given, release, verb, words))
 
 
 def split(command: Sequence[str], tree: Any) -> tuple[str, str, list[str]]:
-    """Return the name of a command, its argument RUN, and its words without that one, as the pod is to be given them.
+    """Return the name of a command, its argument RUN, and its words without that one, to pass to the pod.
 
     `tree` has all commands.
     """

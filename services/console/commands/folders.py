@@ -1,4 +1,4 @@
-"""Implements `grpo ls` and `grpo logs`, which read run folders and nothing else: a run may be running, stopped or killed.
+"""Implements `grpo ls` and `grpo logs`, which read only run folders: a run may be running, stopped or killed.
 
 Guarantees: no server is started and no lock is kept; text of logs cannot move the cursor.
 """
@@ -20,7 +20,7 @@ from services.console.paths import RunPaths, existing
 from services.console.printable import columns, print_json, printable, safe_json
 from services.operations import figures
 
-POLL_S = 0.2  # between looks at logs that are followed
+POLL_S = 0.2  # between polls of followed logs
 TAIL_BYTES = 64 * 1024  # of a file of records, which holds more than its last line
 BLOCK_BYTES = 1 << 20
 

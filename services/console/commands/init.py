@@ -1,4 +1,4 @@
-"""Implements `grpo init`, which looks at a model, data and a reward, or asks for them, and writes a configuration file."""
+"""Implements `grpo init`, which inspects a model, data and a reward, or asks for them, and writes a configuration file."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def _asked(model: str, data: str, reward: str, rewarded: bool) -> tuple[str, str
 
 
 def _read(config: RunConfig, most_tokens: int) -> tuple[int, int]:
-    """Return how many prompts of at most `most_tokens` there are, and the tokens of the longest; zeros where no tokenizer is here
-    yet, and for tasks, whose prompts are made up. Raises `ConfigError` for a row that cannot be read, and if none is left.
+    """Return how many prompts of at most `most_tokens` there are, and the tokens of the longest; zeros if there is no tokenizer
+    here yet, and for tasks, whose prompts are generated. Raises `ConfigError` for a row that cannot be read, and if none is left.
     """
     if not Path(config.model.path).is_dir() or any(source.kind == "reasoning_gym" for source in config.data.sources):
         return 0, 0
@@ -107,7 +107,7 @@ def _read(config: RunConfig, most_tokens: int) -> tuple[int, int]:
 
 
 def _dropped(config: RunConfig, count: int, longest: int, what: str, model: SeenModel) -> str:
-    """Return a line on the rows that the model's context has no room for. Raise `ConsoleError` if it has room for none."""
+    """Return a line on the rows that are too long for the model's context. Raise `ConsoleError` if all of them are."""
     try:
         kept, _ = _read(config, config.data.max_prompt_tokens)
     except ConfigError:

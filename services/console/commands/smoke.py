@@ -33,8 +33,10 @@ async def smoke(run: str, redis_url: str, steps: int, limit_s: float, as_json: b
 
 
 async def _watch(attached: Attached, steps: int, deadline: float) -> str:
-    """Wait for `steps` more steps, or the end. Return how the run ended; empty: it trained the steps. Steps that a restore undoes
-    have been trained."""
+    """Wait for `steps` more steps, or the end.
+
+    Return how the run ended; empty: it trained the steps. Steps that a restore undoes count as trained.
+    """
     last: int | None = None
     trained = 0
     while True:

@@ -1,8 +1,8 @@
 """Implements `grpo web`, which serves the web console of a run while the command runs.
 
-Guarantees: the page stays at its address while the run stops, starts and ends: whoever has the run's Redis up, the page reads it.
-The page of a run that is over and whose Redis is gone shows what its folder has.
-Waits for: Ctrl-C or SIGTERM, and for another process to take the run's folder, looked at every `WATCH_S`.
+Guarantees: the page stays at its address while the run stops, starts and ends: the page reads the run's Redis, whichever process
+keeps it up. The page of a run that is over and whose Redis is gone shows what its folder has.
+Waits for: Ctrl-C or SIGTERM, and for another process to take the run's folder, checked every `WATCH_S`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def links_of(url: str, tokens: ApiTokens) -> dict[str, str]:
 
 
 def shown(links: Mapping[str, str]) -> list[str]:
-    """Return links as lines; none where they have been shown."""
+    """Return links as lines; none if they have been shown."""
     if not links:
         return []
     control = [f"to control it: {links['control']}"] if links["control"] else []
@@ -118,7 +118,7 @@ def shown(links: Mapping[str, str]) -> list[str]:
 
 
 def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfig:
-    """Return the configuration with the page's address and the folder's present location."""
+    """Return the configuration with the page's address and the folder's current location."""
     return config.model_copy(
         update={
             "web": config.web.model_copy(update={"host": host or config.web.host, "port": port}),

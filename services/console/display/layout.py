@@ -1,5 +1,5 @@
 """Text and tables for people. On a terminal rich draws them. Elsewhere they are plain text, for which rich is not imported: that
-takes as long as many a command.
+takes as long as many commands.
 
 Guarantees: no text is read as markup; plain text has no colours, is not cut off and not wrapped.
 """
@@ -86,7 +86,7 @@ class Grid:
 
 
 def facts_grid(rows: Sequence[tuple[str, str | Styled]], style: str = "dim") -> Grid:
-    """Return names, which have a style, and values, a line each."""
+    """Return names, which have a style, with their values, one per line."""
     grid = Grid(box=None, padding=(0, 2), collapse_padding=True, show_header=False, show_edge=False, pad_edge=False)
     grid.column(style=style, no_wrap=True)
     grid.column(overflow="fold")

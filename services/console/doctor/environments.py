@@ -1,5 +1,8 @@
-"""Checks of environments: each is loaded as a run's worker loads it, its server is asked for its tools, and it has a rollout with
-the first row of a source, in which the policy says the row's answer: once, or whenever an environment that drives itself asks."""
+"""Checks of environments: each is loaded as a run's worker loads it, its server is asked for its tools, and it runs a rollout.
+
+The rollout is of the first row of a source, and the policy replies with the row's answer: once, or to every call of an
+environment that drives itself.
+"""
 
 from __future__ import annotations
 

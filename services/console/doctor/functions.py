@@ -34,7 +34,7 @@ def functions(config: RunConfig) -> Iterator[Finding]:
 
 
 def _imported(key: str, name: str) -> Finding:
-    """Import in a process of its own: it may take seconds, or crash."""
+    """Import in a separate process: it may take seconds, or crash."""
     module, _, attribute = name.partition(":")
     try:
         done = subprocess.run(
@@ -53,7 +53,10 @@ def _imported(key: str, name: str) -> Finding:
 
 
 def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
-    """Call the verifiers on the first row of each prompt source. `remote`: also services; else only their keys are tried."""
+    """Call the verifiers on the first row of each prompt source.
+
+    `remote`: also call services; otherwise only their keys are checked.
+    """
     try:
         with copied(config.model_copy(update={"environments": []})) as tried:
             yield from asyncio.run(_called(config, tried, remote))

@@ -1,4 +1,4 @@
-"""Checks of this machine that take seconds or are worth knowing: shared memory, GPUs and their driver, the network."""
+"""Checks of this machine that take seconds or only give notes: shared memory, GPUs and their driver, the network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.console.local.plan import visible_gpus
 GIBIBYTE = 2**30
 SHARED_BYTES = 64 * 2**20  # for vLLM's and torch's processes on a CPU; Docker's default
 SHARED_GPU_BYTES = GIBIBYTE  # for NCCL's buffers between the GPUs of one machine
-LOCKED_BYTES = GIBIBYTE  # a fraction of what NCCL's buffers and connections take; 8 MiB are common where no limit was set
+LOCKED_BYTES = GIBIBYTE  # a fraction of what NCCL's buffers and connections take; 8 MiB is a common default
 INFINIBAND = Path("/dev/infiniband")
 TORCH_LIMIT_S = 120.0
 CONNECT_LIMIT_S = 5.0
@@ -64,7 +64,7 @@ def gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def network(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that members of a collective can reach this machine at the address they are given."""
+    """Check that members of a collective can reach this machine at the address that they are given."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = [part.lstrip("^=") for part in environ.get(name, "").split(",") if part and not part.startswith("^")]
         there = [interface for _, interface in socket.if_nameindex()]

@@ -58,7 +58,7 @@ def model(config: RunConfig) -> Iterator[Finding]:
 
 
 def folder_of(path: str) -> Path | None:
-    """Return the folder of a model: that named, or the one to which the hub's was downloaded before; None if there is none."""
+    """Return the folder of a model: the named one, or that of an earlier download from the hub; None if there is none."""
     if Path(path).is_dir():
         return Path(path)
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
@@ -125,7 +125,7 @@ def _files(given: str, folder: Path) -> Iterator[Finding]:
 
 
 def _fits(config: RunConfig, given: str, folder: Path) -> Iterator[Finding]:
-    """Find what does not fit together: context, vocabulary, heads, chat template."""
+    """Find mismatches of context, vocabulary, heads and chat template."""
     try:
         check_model(config)
     except ConfigError as error:

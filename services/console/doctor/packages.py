@@ -17,7 +17,7 @@ VERIFIERS = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "judge": "
 
 
 def packages(config: RunConfig) -> Iterator[Finding]:
-    """Find the packages that this run needs and that are not there; one fault for each extra that brings them."""
+    """Find missing packages that this run needs; one fault for each extra that installs them."""
     missing = [name for name in dict.fromkeys((*TRAINER, *DATA, *REPORT)) if not there(name)]
     if missing:
         detail = f"a run on this machine needs the package{'s' * (len(missing) > 1)} {', '.join(missing)}"

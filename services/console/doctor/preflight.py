@@ -1,4 +1,5 @@
-"""Everything about a run on this machine that can be told before it starts, in seconds: what `grpo run` and `grpo doctor` check.
+"""Everything about a run on this machine that can be checked in seconds before it starts: what `grpo run` and `grpo doctor`
+check.
 
 Guarantees: nothing is started or written; torch and vLLM are not imported here; all faults are found at once.
 """
@@ -33,8 +34,11 @@ Look = tuple[str, Callable[[], Iterable[Finding]]]
 def preflight(
     config: RunConfig, gpus: Sequence[str], environ: Mapping[str, str], *, own: bool, remote: bool = False
 ) -> list[Finding]:
-    """Return the findings. `own`: the run has its own Redis, and all its services are here. `remote`: also call services that are
-    verifiers, which need not answer before a run begins."""
+    """Return the findings.
+
+    `own`: the run has its own Redis, and all its services are here. `remote`: also call services that are verifiers, which need
+    not respond before a run begins.
+    """
     looks = [
         ("packages", lambda: packages(config)),
         *_machine(config, gpus, own, pod=CONFIG_ENV in environ),
@@ -57,7 +61,7 @@ def preflight(
 def check_again(config: RunConfig, held: RunConfig, gpus: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
     """Return the findings about a run on this machine that has begun as `held`: what it needs besides its data and functions.
 
-    Evaluation may change, so that its rows are read then.
+    Evaluation may change, in which case its rows are read.
     """
 
     def model_files() -> Iterable[Finding]:
@@ -103,7 +107,7 @@ def faults_of(
     except ConfigError as error:
         found = of_configuration(error)
         if error.rest is not None and error.places is not None:
-            stood_in = {one.key for one in found}  # by defaults, whose faults are none of the file's
+            stood_in = {one.key for one in found}  # by defaults, whose faults are not the file's
             further = placed(check(error.rest), error.places)
             found += [one for one in further if not (one.state == "fault" and one.key in stood_in)]
         return None, found
@@ -112,7 +116,7 @@ def faults_of(
 
 def without_repeats(found: Sequence[Finding]) -> list[Finding]:
     """Return the findings without faults that another states: the tokenizer's, and an environment's that cannot be asked for its
-    tools, come up again where data is read.
+    tools, come up again when data is read.
 
     Notes on a model that cannot be downloaded, or is faulty otherwise, are left out, too.
     """

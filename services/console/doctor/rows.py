@@ -1,7 +1,7 @@
 """Checks of the data: every row of every prompt source is read, tokenised and measured.
 
-Guarantees: a fault names the key, the file and the line; of several in one source the first are named, and all are counted. Those
-of a file are found even if the model's tokenizer cannot be loaded.
+Guarantees: a fault names the key, the file and the line; of several in one source the first are named, and all are counted.
+Faults of a file are found even if the model's tokenizer cannot be loaded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _source(what: str, key: str, source: Source, config: RunConfig, found: list[
         read = PromptSource(config, [source])
     except ConfigError as error:
         yield told(what, ConfigError(_with_key(str(with_model_path(error, config)), key, source)))
-    except (OSError, ValueError, TypeError, RuntimeError) as error:  # what libraries raise for data that they did not expect
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # what libraries raise for unexpected data
         path = f"{key}.{'path' if isinstance(source, FileSource) else 'task'}"
         yield fault(what, f"{path} = {getattr(source, path.rpartition('.')[2])!r}: {error}", "fix the data")
     else:

@@ -13,8 +13,8 @@ from services.runtime.tracking import check_tracking
 
 
 def secrets(config: RunConfig, environ: Mapping[str, str], own: bool) -> Iterator[Finding]:
-    """Check trackers' keys and the endpoints' tokens and certificates. `own`: `grpo run` starts all services, and creates tokens;
-    in a pod nobody does.
+    """Check trackers' keys and the endpoints' tokens and certificates. `own`: `grpo run` starts all services, and creates tokens,
+    which no pod does.
     """
     from services.http.certificate import load_certificate
 

@@ -123,7 +123,7 @@ def judge(asked: Asked, config: RunConfig) -> list[Finding]:
 
 
 def judge_node(node: ClusterNode, info: dict[str, Any]) -> Finding:
-    """Judge whether a run is safe on a node other than the master already judged. Pure."""
+    """Judge whether a run is safe on a node other than the master, which is already judged. Pure."""
     what, wrong = f"Redis: {node}", dict[str, str]()
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
         wrong[f"maxmemory-policy {policy}"] = "maxmemory-policy noeviction"

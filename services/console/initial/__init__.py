@@ -1,1 +1,1 @@
-"""What comes before a run: `grpo init`, which writes a configuration that fits a model, data and a reward, and `grpo rows`."""
+"""Commands before a run: `grpo init`, which writes a configuration that fits a model, data and a reward, and `grpo rows`."""

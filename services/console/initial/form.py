@@ -104,7 +104,8 @@ def write(
 ) -> None:  # fmt: skip
     """Write the configuration; without `rows` prompts come from a reasoning-gym task. `small`: a model of millions of weights.
 
-    `longest`: tokens of the longest prompt, if it is beyond what the model's context leaves by default. `drop`: leave such out.
+    `longest`: tokens of the longest prompt, if it exceeds what the model's context leaves by default. `drop`: leave out such
+    prompts.
     """
     name = file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", file.stem) else "run"
     table = ("" if model.chat else PLAIN) + (DROP if drop else LONG.format(tokens=longest) if longest else "")

@@ -1,6 +1,6 @@
 """Implements `grpo rows`: writes the prompts of environments that bring their own data, for the sources that name them.
 
-Guarantees: a file is there whole or not at all; one that is there already is kept.
+Guarantees: a file is written whole or not at all; an existing one is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
 
 PAGE = 100
-"""Rows asked for at a time; a ticket's row has at most 64 KiB, and a worker's reply 64 MiB."""
+"""Rows requested at a time; a ticket's row has at most 64 KiB, and a worker's reply 64 MiB."""
 
 
 class WantedRows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Implements `grpo compare`, which lays two runs side by side from their folders: configuration, curves, evaluations.
+"""Implements `grpo compare`, which compares two runs by their folders: configuration, curves, evaluations.
 
 Guarantees: reads files only, so the runs may be running, finished or from another machine; a torn last line is left out.
 """
@@ -24,7 +24,7 @@ CURVES = (
 """Metrics compared without `--metric` (docs/metrics.md)."""
 BARS = "▁▂▃▄▅▆▇█"
 POINTS = 16  # of a curve in the table
-IGNORED = ("run.name", "run.dir", "redis.", "api.", "web.")  # where a run is, not what it is
+IGNORED = ("run.name", "run.dir", "redis.", "api.", "web.")  # where a run is, not what it does
 
 
 def compare(first: str, second: str, metrics: Sequence[str], as_json: bool) -> int:

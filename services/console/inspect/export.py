@@ -1,6 +1,6 @@
 """Implements `grpo export`, which writes a checkpoint of a run in Hugging Face format, from its folder alone.
 
-Guarantees: torch is imported in a process of its own; a failure is one line.
+Guarantees: torch is imported in a separate process; a failure is reported in one line.
 """
 
 from __future__ import annotations

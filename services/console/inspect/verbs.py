@@ -13,7 +13,7 @@ from services.console.printable import print_json
 from services.protocol.errors import NotFound
 from services.store.calls.inspection import Sort
 
-if TYPE_CHECKING:  # what answers and shows takes longer to import than the answer: each verb imports its own
+if TYPE_CHECKING:  # modules that answer and format take longer to import than the answer: each verb imports its own
     from services.console.commands.control import Target
     from services.operations.inspection.answer import Answer
 

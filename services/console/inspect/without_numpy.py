@@ -19,7 +19,7 @@ def without_numpy() -> Iterator[None]:
         yield
         return
     modules = cast("dict[str, Any]", sys.modules)
-    modules["numpy"] = None  # as the import system has it for a module that is not to be found
+    modules["numpy"] = None  # how the import system marks a module that cannot be found
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Records which settings changed when a run was resumed, each with the step from which it holds.
 
 Guarantees: only keys of `CHANGEABLE` ever change; a run without a line in `changes.jsonl` has the settings that it began with. A
-change is recorded before the run has it; `take_back` removes one that a killed start has recorded and not made.
+change is recorded before it is applied; `take_back` removes one that a killed start has recorded but not applied.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def take_back(file: Path, held: RunConfig) -> None:
 
 
 def _whole_lines(file: Path) -> list[bytes]:
-    """Return the lines of a history, without one at its end that a kill has torn."""
+    """Return the lines of a history, without a last line that a kill has torn."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 

@@ -1,4 +1,4 @@
-"""The code of a run's own verifiers and environments: files that are copied into its folder when it begins, and serve to its end.
+"""The code of a run's own verifiers and environments: files that are copied into its folder when it begins, and used to its end.
 
 Guarantees: a run that is resumed is scored by the same code, whatever has become of the original files since; a copy is whole,
 however often a start is killed.
@@ -40,8 +40,8 @@ def keep_code(config: RunConfig, folder: Path) -> RunConfig:
     placed: dict[str, str] = {}
     for name, function, file in _functions(config):
         copy = (folder / name / Path(file).name).absolute()
-        if Path(file) != copy:  # what is there is of a start that was killed before the run began
-            code_digest(file)  # tells why it cannot be read
+        if Path(file) != copy:  # an existing copy is of a start that was killed before the run began
+            code_digest(file)  # raises with the reason if it cannot be read
             copy.parent.mkdir(parents=True, exist_ok=True)
             atomic_folders.replace(copy, Path(file).read_bytes())
         placed[name] = f"{copy}:{_names(function)[1]}"
@@ -50,7 +50,7 @@ def keep_code(config: RunConfig, folder: Path) -> RunConfig:
 
 @contextlib.contextmanager
 def copied(config: RunConfig) -> Iterator[RunConfig]:
-    """Give the configuration with copies of these files as a run would make them, to be tried: each is alone there."""
+    """Yield the configuration with copies of these files as a run would make them, for a trial: each is alone in its folder."""
     with tempfile.TemporaryDirectory(prefix="grpo-code-") as folder:
         yield keep_code(config, Path(folder))
 
@@ -69,7 +69,7 @@ def _names(function: str) -> tuple[str, str]:
 
 
 def _with(config: RunConfig, functions: dict[str, str]) -> RunConfig:
-    """Return the configuration with other places of its functions, by the verifier or environment."""
+    """Return the configuration with new places of its functions, given by verifier or environment."""
     verifiers = [
         each.model_copy(update={"function": functions[name]}) if name in functions else each
         for name, each in named(config.verifiers)

@@ -1,4 +1,4 @@
-"""A lock that allows one run at a time per run folder, or one server for those who read a run that is stopped.
+"""A lock that allows one run at a time per run folder, or one server for readers of a stopped run.
 
 Guarantees: the lock is held while the console or any service that it started lives, because services inherit it. The kernel
 releases it when the last of them exits, for whatever reason. A process that cannot take the lock learns which process holds it.
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 POLL_S = 0.1
-GLANCE_S = 0.5  # a command may look at the lock, which takes it for an instant
+GLANCE_S = 0.5  # a command that checks the lock takes it for an instant
 YIELD_S = 30.0  # for the server of readers to shut down when a run starts
 TOLD_S = 1.0  # a longer wait is reported
 KILLED_S = 10.0  # for killed processes to be gone
@@ -48,8 +48,9 @@ class FolderLock:
     def __init__(
         self, folder: Path, patience_s: float = 0.0, *, readers: bool = False, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`patience_s`: seconds to wait for the services of a dead console to exit, before they are killed; 0: neither.
-        `readers`: take it for a server of readers; else such a server is asked to give way. `say` receives what is waited for.
+        """`patience_s`: seconds to wait for the services of a dead console to exit, before they are killed; 0: do neither.
+        `readers`: take it for a server of readers; otherwise such a server is asked to give way. `say` receives what is waited
+        for.
         """
         self.folder = folder
         self.path = folder / "lock"
@@ -115,7 +116,7 @@ class FolderLock:
             return False
         if os.fstat(self.fd).st_nlink:
             return True
-        os.close(self.fd)  # a start that was refused has deleted it
+        os.close(self.fd)  # a refused start has deleted it
         self._open()
         return False
 
@@ -166,7 +167,7 @@ def users(folder: Path, found: LockHolder) -> str:
 
 
 def _holders(path: Path) -> list[int]:
-    """Return the other processes that share the lock, and none that wait for it. Empty where /proc is not available."""
+    """Return the other processes that share the lock, without those that wait for it. Empty where /proc is not available."""
     found = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _has_open(int(entry.name), path, locked=True)]
     return sorted(pid for pid in found if pid != os.getpid())
 

@@ -21,7 +21,7 @@ TRAINER = "trainer"  # name of the ranks together
 USED_SHARE = 0.9  # of a GPU's memory, as vLLM takes by default; the rest is for the driver and for fragments
 GENERATORS_PER_CORE = 4  # more would only take memory and time from each other
 TRAINER_STOP_S = 30.0  # time for a stopping trainer to finish its step and save
-TRACKER_STOP_S = 30.0  # time for a stopping tracker to account the end of the others and then to close what it writes to
+TRACKER_STOP_S = 30.0  # time for a stopping tracker to account for the end of the others and then close its outputs
 
 
 def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -> list[ServicePlan]:
@@ -120,7 +120,8 @@ def forced_backend(config: RunConfig, gpus: Sequence[str]) -> str:
 
 
 def memory_share(config: RunConfig, gpus: Sequence[str]) -> float | None:
-    """Return the share of a GPU's memory for an engine that shares its GPU; None: it has one to itself, or the run says how much.
+    """Return the share of a GPU's memory for an engine that shares its GPU; None: it has the GPU to itself, or the run configures
+    the share.
 
     All processes on the fullest GPU get the same.
     """

@@ -1,5 +1,5 @@
 """Shows a run from its folder alone, for `grpo status`, `audit`, `inspect ledger` and `web` where its Redis is missing.
-Guarantees: a running run is never shown from its folder: then its Redis is only out of reach, which is an error.
+Guarantees: a running run is never shown from its folder: its Redis is then only unreachable, which is an error.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def show_status(folder: RunPaths, as_json: bool) -> None:
 
 
 def describe(folder: RunPaths) -> Condition:
-    """Return how the run was left."""
+    """Return how the run ended or stopped."""
     return conditions.of(folder)
 
 
 @contextlib.contextmanager
 def with_tokens(config: RunConfig, folder: RunPaths) -> Iterator[RunConfig]:
-    """Give the configuration with the folder's own tokens or, where it has none, one for this page alone."""
+    """Yield the configuration with the folder's own tokens or, if it has none, with one for this page only."""
     import secrets
 
     with tempfile.TemporaryDirectory(prefix="grpo-web-") as work:

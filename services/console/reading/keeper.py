@@ -1,8 +1,8 @@
-"""Keeps the Redis server of a stopped run up while anybody reads the run: `python -m services.console.reading.keeper FOLDER`.
+"""Keeps the Redis server of a stopped run up while the run has readers: `python -m services.console.reading.keeper FOLDER`.
 
-Guarantees: the server runs no longer than its readers, however they end, and ends with this process; a run that starts takes
-its place. It is started by shared_server.py, which any command does that needs it.
-Waits for: readers. Unblocked by: the last one leaving or ending, or SIGTERM from a run that starts; looked at every `POLL_S`.
+Guarantees: the server runs no longer than its readers, however they end, and ends with this process; a run that starts takes its
+place. Any command that needs it starts it through shared_server.py.
+Waits for: readers. Unblocked by: the last one leaving or ending, or SIGTERM from a run that starts; checked every `POLL_S`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who reads a run that is stopped: readers hold a file together, and the keeper of their server takes it when none is left.
+"""Tracks the readers of a stopped run: they share a lock on a file, which the keeper of their server takes when none is left.
 
 Guarantees: the kernel releases a process's locks when it exits, for whatever reason, so no dead reader is counted. A reader
 that arrives while the server shuts down waits until it is down.
@@ -28,13 +28,13 @@ class Presence:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _request(fcntl.F_RDLCK))
 
     def leave(self) -> bool:
-        """Stop being a reader. Return whether no other is left."""
+        """Stop being a reader. Return whether no other reader is left."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK))
         found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK))
         return struct.unpack(_LOCK, found)[0] != fcntl.F_RDLCK
 
     def take(self) -> bool:
-        """Take the file alone, as the keeper. Return whether that was possible, that is, there are no readers."""
+        """Lock the file exclusively, as the keeper. Return whether that succeeded, that is, whether there are no readers."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK))
         except BlockingIOError:

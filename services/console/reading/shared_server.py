@@ -1,7 +1,7 @@
 """Reaches the Redis server of a run on this machine, to read or control the run, whether it is running or not.
 
-Guarantees: a server that the run has up is used as it is. Without one, all who read share one on the run's folder, started by
-the first and shut down after the last (keeper.py). Each wait is announced with its reason, and has a limit.
+Guarantees: the run's own server is used if it is up. Otherwise all readers share one on the run's folder, started by the first
+and shut down after the last (keeper.py). Each wait is announced with its reason, and has a limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reading:
 
     url: str
     holder: LockHolder
-    """Who has it up: the run, or a keeper for readers."""
+    """Who keeps it up: the run, or a keeper for readers."""
 
 
 @contextlib.contextmanager

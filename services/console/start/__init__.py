@@ -1,1 +1,1 @@
-"""What happens before a run starts: its options, everything that is checked, the folder it may have, and forks."""
+"""What happens before a run starts: its options, all checks, the folder that it uses, and forks."""

@@ -39,7 +39,7 @@ class Options:
 
 
 def redis_of(options: Options, config: RunConfig) -> tuple[str, str]:
-    """Return the address of the run's Redis, empty for a server of its own, and its password."""
+    """Return the address of the run's Redis, empty for its own server, and its password."""
     return split_password(options.redis_url or config.redis.url)
 
 
@@ -55,7 +55,7 @@ def checked(options: Options, check: Check, again: CheckAgain) -> tuple[RunConfi
     """Load the configuration and check everything that the run needs. Return it, and where its keys are set.
 
     A run that has begun resumes with the data and functions that it began with, which its services compare: `again` checks the
-    rest. Prints what is worth knowing. Raises `ConfigError` with all faults.
+    rest. Prints notes. Raises `ConfigError` with all faults.
     """
 
     def begun(config: RunConfig) -> RunConfig | None:
@@ -77,7 +77,7 @@ def checked(options: Options, check: Check, again: CheckAgain) -> tuple[RunConfi
 
 
 def judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """Return the configuration with the code that the run in the folder is judged by, and say if it has changed since."""
+    """Return the configuration with the code that the run in the folder began with, and report whether it has changed since."""
     if (held := folder.held()) is None:
         return config
     config, changed = with_kept_code(config, held)

@@ -1,4 +1,4 @@
-"""Implements `grpo fork`: another run from a checkpoint of a run, with other settings.
+"""Implements `grpo fork`: creates a run from a checkpoint of another run, with other settings.
 
 Guarantees: the old run is only read; a folder that has a configuration has the complete checkpoint; a setting that the checkpoint
 cannot continue with is refused with the reason. Groups that were not trained on are generated again, under the new settings. A
@@ -49,13 +49,13 @@ FIXED = {
 """Keys and sections that a fork keeps -> why."""
 
 ELSEWHERE = {"max_memory_mib", "payload_shards"}
-"""Keys of `[redis]` that a fork keeps on another server than the old run's, which is not sent the old one's password."""
+"""Keys of `[redis]` that a fork keeps on another server than the old run's, which must not receive the old one's password."""
 KEPT: dict[str, Collection[str]] = {"api": {"host"}, "web": {"host"}, "redis": {"appendfsync", "max_memory_mib"}}
-"""Sections whose other keys are of the old run alone: its addresses, secrets and server."""
+"""Sections whose other keys belong only to the old run: its addresses, secrets and server."""
 
 
 def fork(run: str, at: int | None, overrides: Sequence[str], as_json: bool) -> int:
-    """Make the folder of the new run, and a configuration file to start it with, in the working folder."""
+    """Create the folder of the new run, and in the working folder a configuration file to start it with."""
     found = existing(run)
     old = RunFolder(found.path, found.given)
     held = old.held()
@@ -64,7 +64,7 @@ def fork(run: str, at: int | None, overrides: Sequence[str], as_json: bool) -> i
     config = _configured(old, held, saved.step, overrides)
     new, file = RunFolder.of(config), Path(f"{config.run.name}.toml")
     text = f"# Forked from {old.path} at step {saved.step}.\n{to_toml(config)}".encode()
-    left = file.exists() and file.read_bytes() == text  # by the same command, which was killed before its end
+    left = file.exists() and file.read_bytes() == text  # by the same command, which was killed before it finished
     for path in (new.config, file):
         if path.exists() and not (path == file and left):
             raise ConsoleError(f"{path} already exists: give the new run another name with run.name=NAME", EXIT_CONFIG)
@@ -120,7 +120,7 @@ def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[
         for asks in (needs_answer, needs_row)
         if asks(held.verifiers, source.name) != asks(config.verifiers, source.name)
     ]
-    if not faults:  # the code of environments is asked last
+    if not faults:  # the code of environments is run last
         faults += _of_tools(held, config)
     if faults:
         raise ConfigError(*faults)
@@ -154,7 +154,7 @@ def _of_tools(held: RunConfig, config: RunConfig) -> Iterator[str]:
 
 
 def _own(name: str, section: Section, kept: Collection[str], places: KeyPlaces) -> Section:
-    """Return a section with the keys that a fork has from the old run or is given, and the defaults of the others."""
+    """Return a section with the keys that a fork keeps from the old run or is given, and the defaults of the others."""
     given = {key: value for key, value in section if key in kept or places.of(f"{name}.{key}") == COMMAND_LINE}
     return type(section)(**given)
 

@@ -1,5 +1,5 @@
-"""Notices every Ctrl-C of a starting command. Python prints and ignores the exception of one that arrives in a finalizer or in a
-hook of a fork, and a run that starts forks a lot.
+"""Notices every Ctrl-C of a starting command. Python prints and ignores the exception if one arrives in a finalizer or in a fork
+hook, and a starting run forks a lot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._before)
 
     def check(self) -> None:
-        """Raise `KeyboardInterrupt` if the exception of one was ignored."""
+        """Raise `KeyboardInterrupt` if the exception of a Ctrl-C was ignored."""
         if self._pressed:
             raise KeyboardInterrupt
 

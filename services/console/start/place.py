@@ -1,5 +1,7 @@
-"""What a run would find under its name: its folder, and in a Redis that several runs share. `grpo doctor` looks before `grpo run`
-does, with the same checks. They only read."""
+"""Checks what a run would find under its name: in its folder, and in a Redis that several runs share.
+
+`grpo doctor` and `grpo run` use the same checks, which only read.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ FOLDER = "run folder"
 
 
 def as_started(config: RunConfig, gpus: Sequence[str], web_port: int = 0) -> RunConfig:
-    """Return the configuration with what this machine decides. Raise `ConsoleError` if the run does not fit on it."""
+    """Return the configuration with what this machine determines. Raise `ConsoleError` if the run does not fit on it."""
     backend, share = forced_backend(config, gpus), memory_share(config, gpus)
     return resolve(config, RunFolder.of(config), backend=backend, web_port=web_port, memory_share=share)
 
 
 def folder(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
-    """Check that the run's folder is free, or holds this run and not more steps than it is to have."""
+    """Check that the run's folder is free, or holds this run with no more steps than it should have."""
     place = RunFolder.of(config)
     try:
         held = place.held()

@@ -33,7 +33,7 @@ class Result:
 
 
 def read_result(ticket: Ticket, body: bytes, longest: int) -> Result:
-    """Decode the result of a ticket, whose segments have at most `longest` tokens. Raises `Unfit` for an impossible one."""
+    """Decode the result of a ticket, whose segments have at most `longest` tokens. Raises `Unfit` for an impossible result."""
     try:
         header = codec.decode(body, Header)
     except codec.CorruptMessage as error:

@@ -1,8 +1,7 @@
 """The leader's part of evaluation rounds: open, watch, report or abandon them (docs/evaluation.md).
 
-Guarantees: at most one round is open at a time. It is reported once, when every prompt is answered by the round's version
-alone, or abandoned with a reason that is counted and logged; either way all its keys are deleted. `tend` never waits: it does
-one turn.
+Guarantees: at most one round is open at a time. It is reported once, when every prompt is answered by the round's version alone,
+or abandoned with a reason that is counted and logged; either way all its keys are deleted. `tend` does one turn and never waits.
 
 A round opens as soon as the step that makes its version is planned, before the version exists. It is therefore open when the
 first generator holds the version, and generators can stay on that version before the next sync round begins.

@@ -10,7 +10,7 @@ import numpy as np
 TOLERANCE = 0.002
 """Swaps between ranks stop when the highest and the lowest load differ by at most this share of the mean."""
 SWAPS_PER_RANK = 16
-"""Most swaps per rank. Each may make one more rank fetch a payload."""
+"""Maximum number of swaps per rank. Each may make one more rank fetch a payload."""
 
 
 def deal(tokens: Sequence[int], parts: int) -> list[list[int]]:

@@ -46,7 +46,7 @@ class Prompt(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """Something about a source that a run does not fail for, but that its owner should know."""
+    """A fault of a source that does not fail the run, but that its owner should know of."""
 
     source: str
     what: str
@@ -118,7 +118,7 @@ class _Columns:
     def read(
         self, source: Source, tokenizer: PromptTokenizer, data: Data, needs: Needs, tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        """Add all rows of a source, whose prompts show `tools`. Return which were left out because they are too long."""
+        """Add all rows of a source, whose prompts show `tools`. Return those that were left out because they are too long."""
         first, too_long = len(self.token_ends), _TooLong(data.max_prompt_tokens)
         rows = read_rows(source, needs)
         while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -165,7 +165,7 @@ class _TextBuilder:
 
 
 def row_text(row: PromptRow, data: Data) -> str:
-    """Return the JSON of what verifiers are given of a row, or "" if they are given nothing. Raises `DataError`."""
+    """Return the JSON of the part of a row that verifiers are given, or "" if they are given nothing. Raises `DataError`."""
     if row.columns is None:
         return ""
     try:

@@ -27,7 +27,7 @@ class SourceFile:
 
     path: Path
     shown: str
-    """Its name for messages: as it was given, or its place on the hub."""
+    """Its name in messages: as given, or its place on the hub."""
 
 
 def find_files(path: str) -> list[SourceFile]:
@@ -66,7 +66,7 @@ def _dataset_files(path: str) -> list[SourceFile]:
         ]
     except DataError:
         raise
-    except (HTTPError, OSError, ValueError) as error:  # ValueError: of a name that the hub's library refuses
+    except (HTTPError, OSError, ValueError) as error:  # ValueError: a name that the hub's library rejects
         raise DataError(_explained(name, revision, error)) from None
 
 

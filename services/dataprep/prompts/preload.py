@@ -25,7 +25,7 @@ CUT_OFF = "*.incomplete"  # files that a killed download has begun, which the li
 
 
 class NoSuchModel(FolderError):
-    """The model or the folder that was asked for is wrong: a retry does not help."""
+    """The requested model or folder is wrong: a retry does not help."""
 
 
 def preload(name: str, folder: Path, revision: str) -> str:
@@ -43,7 +43,7 @@ def preload(name: str, folder: Path, revision: str) -> str:
         for path in partial.rglob(CUT_OFF):
             path.unlink()
         snapshot_download(name, revision=found.sha, local_dir=partial)
-        if missing := _missing(partial, found):  # without the hub it returns what there is
+        if missing := _missing(partial, found):  # without the hub it returns what is in the cache
             raise FolderError(f"{name} is incomplete: {', '.join(missing[:3])} could not be downloaded; run it again to resume")
         partial.rename(folder)
     except HTTPError as error:
@@ -94,7 +94,7 @@ def _missing(partial: Path, found: ModelInfo) -> list[str]:
 
 
 def _explained(name: str, folder: Path, error: OSError) -> FolderError:
-    """Return why a download failed: at the disk, or, without a number from the system, on the way."""
+    """Return why a download failed: because of the disk, or of the network if the system gives no error number."""
     if error.errno is None:
         return FolderError(f"{name} could not be downloaded whole: {_first_line(error)}; run it again to resume")
     if error.errno in FULL:

@@ -1,7 +1,7 @@
-"""Messages to text and tokens, and sampled text back to messages, as the model's chat template and family have it.
+"""Converts messages to text and tokens, and sampled text back to messages, by the model's chat template and family.
 
-Guarantees: a conversation renders as dataprep renders prompts; whatever a model sampled becomes a message: what looks like a tool
-call and is none stays text, with an error to answer the model with.
+Guarantees: a conversation renders as dataprep renders prompts; whatever a model sampled becomes a message: text that looks like a
+tool call but is not one stays text, with an error to return to the model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SENTINEL = "\u2063reply\u2063"
 CACHED_PROMPTS = 64
 """Rendered texts whose tokens are kept: the rollouts of a group begin with the same one."""
 CACHED_CHARACTERS = 1 << 18
-"""Maximum length of one: a program may send anything."""
+"""Maximum length of such a text: a program may send anything."""
 SHRINKS = 4
-"""Characters that a tokenizer which rewrites text, such as accents, may make one of."""
+"""Maximum number of characters that a tokenizer which normalises text, such as accents, may merge into one."""
 
 
 class Parsed(NamedTuple):
@@ -128,7 +128,7 @@ class ChatFormat:
         return self.thinks and rendering.rstrip().endswith("<think>")
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, thinking: bool = False) -> Parsed:
-        """Return what sampled text says; tool calls only where there are tools. `thinking`: it begins within the reasoning."""
+        """Return the contents of sampled text; tool calls only if there are tools. `thinking`: it begins within the reasoning."""
         reasoning, text = self._reasoning(text, thinking)
         if not tools:
             return Parsed(text, reasoning, [], "")

@@ -48,7 +48,7 @@ def canonical(message: Mapping[str, Any]) -> bytes:
 
 
 def text_of(where: str, content: object) -> str:
-    """Return the text of a message's content, whose parts are on lines of their own. Raises `BadMessages`."""
+    """Return the text of a message's content, with each part on its own line. Raises `BadMessages`."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -59,7 +59,7 @@ def text_of(where: str, content: object) -> str:
 
 
 def argument_object(text: object) -> object:
-    """Return the arguments of a call, which are JSON in a string or an object already; what is neither is returned as it is."""
+    """Return the arguments of a call, which are JSON in a string or an object already; anything else is returned unchanged."""
     if not isinstance(text, str):
         return text
     try:

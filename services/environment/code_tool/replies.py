@@ -17,18 +17,18 @@ DESCRIBED = (
     "between calls, variables are not. There is no network."
 )
 SLOW, FULL, LOUD = "slow", "full", "loud"
-"""What ends a call, besides signals."""
-HINTS = {"SIGKILL": ", perhaps for its memory or its processor time"}  # of others, such as SIGXCPU, the description says it
+"""Ways in which a call ends, besides signals."""
+HINTS = {"SIGKILL": ", perhaps for its memory or its processor time"}  # for others, such as SIGXCPU, the description says it
 
 
 class PythonTool(ABC):
-    """The tool `python` of one rollout. Where the code runs is a subclass."""
+    """The tool `python` of one rollout. Subclasses decide where the code runs."""
 
     name = "python"
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return it as chat templates take it: a JSON schema in OpenAI's form."""
+        """Return its description for chat templates: a JSON schema in OpenAI's form."""
         schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
         return {"type": "function", "function": {"name": self.name, "description": DESCRIBED, "parameters": schema}}
 

@@ -1,8 +1,8 @@
-"""The tool `python` of one rollout on a cluster: runs code that the policy writes in a pod of the rollout's own.
+"""The tool `python` of one rollout on a cluster: runs code that the policy writes in the rollout's own pod.
 
-Guarantees: a call is made at most once, however often it is asked for: the pod knows it by its number. What cannot be known of
-it, because the pod or the service that keeps it was lost, is `SandboxLost`, and never an answer to the policy. No pod is shared
-with another rollout, nor with another program of the same one; one that is not closed here is swept when the ticket is no
+Guarantees: a call is made at most once, however often it is requested: the pod identifies it by its number. If its result is
+unknown, because the pod or the sandbox service was lost, `SandboxLost` is raised; it is never an answer to the policy. No pod is
+shared with another rollout, nor with another program of the same one; one that is not closed here is swept when the ticket is no
 longer held.
 """
 
@@ -33,13 +33,13 @@ from services.protocol.sandboxes import (
 )
 
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-"""Between requests to a service that is away, as one that restarts is for seconds."""
+"""Seconds between requests to a service that is unavailable, as it is for seconds while it restarts."""
 OPEN_WAIT_S = 20.0
-"""For which the service waits for a pod in one request: a lost one costs no more."""
+"""Seconds for which the service waits for a pod in one request: a lost request costs no more."""
 OPEN_MARGIN_S = 5.0
-"""Time beyond the wait for a pod for the reply, which says why there is none."""
+"""Seconds beyond the wait for a pod for the reply, which says why there is no pod."""
 CALL_MARGIN_S = 30.0
-"""Time beyond that of the code for a call: a restart of the service, and the way there and back."""
+"""Seconds beyond the code's own for a call: a restart of the service and the round trip."""
 CLOSE_LIMIT_S = 5.0
 UNAVAILABLE = 503
 
@@ -50,13 +50,13 @@ class SandboxLost(Exception):
     """A rollout's sandbox was lost, or none was available; the call's result is unknown."""
 
     def __init__(self, message: str, suspected: bool = False) -> None:
-        """`suspected`: the code may be why."""
+        """`suspected`: the code may be the cause."""
         super().__init__(message)
         self.suspected = suspected
 
 
 class SandboxService:
-    """The service that keeps the sandboxes, as a worker process asks it."""
+    """A worker process's client of the sandbox service."""
 
     def __init__(self, access: SandboxAccess) -> None:
         verified = access.url.startswith("https://")
@@ -66,7 +66,7 @@ class SandboxService:
         self._url, self._poster = access.url, Poster(access.token, trusted, access.server_name)
 
     async def ask(self, path: str, message: Any, reply: type[T], limit_s: float) -> T:
-        """Return the reply, asking again while the service is away. Raises `SandboxLost`."""
+        """Return the reply, repeating the request while the service is unavailable. Raises `SandboxLost`."""
         deadline, asked, why = time.monotonic() + limit_s, 0, "no reply"
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -93,7 +93,7 @@ class SandboxService:
 
 
 class SandboxTool(PythonTool):
-    """Runs the code in a pod of the rollout's own."""
+    """Runs the code in the rollout's own pod."""
 
     def __init__(self, rollout: str, limit_s: float, memory_mib: int, service: SandboxService, open_limit_s: float) -> None:
         """`rollout` is the name of the rollout; `open_limit_s`: how long it may wait for a sandbox."""

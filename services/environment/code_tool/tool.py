@@ -1,7 +1,8 @@
-"""The tool `python` of one rollout: runs code that the policy writes in a process of its own, in a folder that lasts as long.
+"""The tool `python` of one rollout: runs code that the policy writes in its own process, in a folder that lasts as long as the
+rollout.
 
 Guarantees: a call ends within its time limit with a text of bounded length; when it has ended, no process of it is left, and its
-folder is within its limits. The folder and its processes are named after the rollout, and go with it.
+folder is within its limits. The folder and its processes are named after the rollout, and end with it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from services.verifiers.sandbox import folder
 from services.verifiers.sandbox.scratch import remove
 from services.verifiers.sandbox.script import KEPT_BYTES, OUTPUT_BYTES
 
-LOOK_S = 0.1  # between looks at how full the folder is
+LOOK_S = 0.1  # between checks of how full the folder is
 _ROOT = Path(__file__).resolve().parents[3]
 _at_once = asyncio.Semaphore(os.cpu_count() or 1)
 

@@ -1,1 +1,1 @@
-"""The door: the endpoints of OpenAI and Anthropic, behind which a rollout's policy answers and its tokens are kept."""
+"""The door: endpoints like OpenAI's and Anthropic's, at which a rollout's policy answers and its tokens are recorded."""

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`, as Anthropic has it. Pure."""
+"""`POST /v1/messages`, as Anthropic defines it. Pure."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one of Anthropic's messages in OpenAI's form: results of tools are messages of their own, before the user's text."""
+    """Return one of Anthropic's messages in OpenAI's form: results of tools are separate messages, before the user's text."""
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
         raise RequestRefused(f"{where}.role = {shown(role)}: use user or assistant")
@@ -136,7 +136,7 @@ class _Said:
                 raise RequestRefused(f"{where} has type {shown(kind)}: the model reads text only")
 
     def as_assistant(self) -> dict[str, Any]:
-        """Return the message of an assistant that said these blocks."""
+        """Return the assistant's message with these blocks."""
         return {
             "role": "assistant",
             "content": "\n".join(self.texts),

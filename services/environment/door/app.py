@@ -1,8 +1,8 @@
 """The door: the APIs of OpenAI and Anthropic on the loopback interface, each request answered by one rollout's policy.
 
-Guarantees: a request's key names its rollout, and reaches no other; whatever a body holds, it is answered by a reply or by a 4xx
-in the form that the API's own clients read; a request that a client sends again gets the turn that it
-asked for before. A 5xx means that the policy failed, and is not to be retried by the client.
+Guarantees: a request's key names its rollout, and reaches no other; whatever a body holds, the answer is a reply or a 4xx in the
+form that the API's own clients read; a request that a client resends gets the turn that it requested before. A 5xx means that the
+policy failed; the client should not retry it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Event = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one endpoint reads questions and words replies."""
+    """How one endpoint reads requests and writes replies."""
 
     prefix: str
-    """What identifiers of its replies begin with."""
+    """Prefix of the identifiers of its replies."""
     read: Callable[[Mapping[str, Any]], Question]
     reply: Callable[[Question, TurnReply, Sequence[str], dict[str, Any]], dict[str, Any]]
     events: Callable[[Question, dict[str, Any]], Iterator[Event]]
     done: bytes = b"data: [DONE]\n\n"
-    """What ends a stream."""
+    """The last event of a stream."""
 
 
 DIALECTS = {
@@ -97,7 +97,7 @@ def _endpoint(rollouts: Rollouts, dialect: Dialect) -> Callable[[Request], Any]:
         body = _body(data)
         question = dialect.read(body)
         digest, attempt, gone = digest_of(request.url.path, data), attempt_of(request.headers), request.is_disconnected
-        if await gone():  # nobody would read the reply, and what is sent in its place may be here already
+        if await gone():  # nobody would read the reply, and the resent request may have arrived already
             raise ClientDisconnect
         asked = await rollout.asked.resent(digest, attempt, gone) if attempt else None
         if asked is None:

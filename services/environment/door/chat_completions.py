@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`, as OpenAI has it. Pure."""
+"""`POST /v1/chat/completions`, as OpenAI defines it. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(body: Mapping[str, Any]) -> Question:
 
 
 def reply(question: Question, completion: TurnReply, pieces: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of the reply. `pieces` are the texts of the sampled tokens, if they were asked for."""
+    """Return the body of the reply. `pieces` are the texts of the sampled tokens, if requested."""
     choice = {
         "index": 0,
         "message": {"refusal": None, **message_of_reply(completion)},
@@ -45,7 +45,7 @@ def reply(question: Question, completion: TurnReply, pieces: Sequence[str], base
 
 
 def chunks(question: Question, body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a stream that delivers a reply: the role, the message, its end, then the usage if it was asked for."""
+    """Yield the events of a stream that delivers a reply: the role, the message, its end, then the usage if requested."""
     choice = body["choices"][0]
     base = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     delta = {key: value for key, value in choice["message"].items() if value is not None and key != "role"}

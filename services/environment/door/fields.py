@@ -1,4 +1,4 @@
-"""Reads fields of request bodies, which anybody may have written. Pure.
+"""Reads fields of request bodies, which are not trusted. Pure.
 
 Guarantees: a value that cannot be served raises `RequestRefused` with the field, the value and what to do.
 """
@@ -15,11 +15,11 @@ MOST_STOPS = 16
 LONGEST_TOKENS = 1 << 31
 SAMPLING = ("temperature", "top_p", "top_k")
 FORCED = ("required", {"type": "any"})
-"""How OpenAI's and Anthropic's clients ask for a reply that calls a tool, whichever one."""
+"""Values by which OpenAI's and Anthropic's clients require a reply that calls some tool."""
 
 
 def integer(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these fields that is set: a positive integer. None: none is."""
+    """Return the first of these fields that is set, a positive integer; None if none is."""
     for name in names:
         value = body.get(name)
         if value is None:
@@ -57,7 +57,7 @@ def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
 
 
 def overrides(body: Mapping[str, Any], stop: str, *longest: str) -> Overrides:
-    """Return what a body chooses of its sampling: the field `stop` names its stop strings, `longest` its limit."""
+    """Return the sampling parameters that a body sets: the field `stop` names its stop strings, `longest` its limit."""
     value: object = body.get(stop)
     given: object = [] if value is None else [value] if isinstance(value, str) else value
     strings = cast("list[str]", given) if isinstance(given, list) else [""]

@@ -1,8 +1,8 @@
 """Distinguishes a request that a client retries from a new one.
 
-Guarantees: a request that an SDK of OpenAI or Anthropic resends after a time limit or a lost connection gets the turn of
-the request that it repeats, whether that is under way or answered. Requests that are not resent get turns of their own, even
-equal ones.
+Guarantees: a request that an SDK of OpenAI or Anthropic resends after a time limit or a lost connection gets the turn of the
+request that it repeats, whether that turn is running or answered. Requests that are not resent get their own turns, even equal
+ones.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Gone = Callable[[], Awaitable[bool]]
 
 @dataclass(slots=True, eq=False)
 class AskedTurn:
-    """A turn that a request began, and who asked for it last."""
+    """A turn that a request began, and its last requester."""
 
     digest: bytes
     attempt: int  # the retry count of whoever asked last
     gone: Gone  # whether that client has closed its connection
     turn: asyncio.Task[TurnReply]
-    base: dict[str, Any]  # what every wording of its reply has in common, such as its identifier
-    unread: bool | None = None  # whether its client had gone when its reply was ready; None: it is not
+    base: dict[str, Any]  # fields that all forms of its reply share, such as its identifier
+    unread: bool | None = None  # whether its client had disconnected when its reply was ready; None: it is not ready
 
 
 class AskedTurns:
@@ -42,9 +42,9 @@ class AskedTurns:
         self._turns: list[AskedTurn] = []  # in the order in which they began
 
     async def resent(self, digest: bytes, attempt: int, gone: Gone) -> AskedTurn | None:
-        """Return the turn that a resent request asks for again; None: it is the first to arrive.
+        """Return the turn that a resent request repeats; None if the request is the first to arrive.
 
-        Of several, it is one whose client has disconnected: a client that still waits, or has its reply, does not retry.
+        Of several, prefer one whose client has disconnected: a client that still waits, or has its reply, does not retry.
         """
         equal = [each for each in self._turns if each.digest == digest and each.attempt < attempt]
         left = [await each.gone() if each.unread is None else each.unread for each in equal]
@@ -85,7 +85,7 @@ class AskedTurns:
         await asyncio.gather(*under_way, return_exceptions=True)
 
     def _ended(self, asked: AskedTurn, done: asyncio.Task[TurnReply]) -> None:
-        """Forget a turn that failed, for it sampled nothing to repeat, and the oldest that are answered."""
+        """Forget a turn that failed, since it sampled nothing to repeat, and the oldest answered ones."""
         answered = [each for each in self._turns if each.turn.done()]
         if done.cancelled() or done.exception() is not None:
             self._turns.remove(asked)
@@ -94,11 +94,11 @@ class AskedTurns:
 
 
 def attempt_of(headers: Mapping[str, str]) -> int:
-    """Return how often a request was sent before, as far as it says."""
+    """Return how often a request was sent before, according to its header."""
     count = headers.get(RETRIES, "")
     return int(count) if count.isascii() and count.isdigit() and len(count) < 4 else 0
 
 
 def digest_of(path: str, body: bytes) -> bytes:
-    """Return what requests have in common that ask the same."""
+    """Return a key that is equal for requests that ask for the same."""
     return hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`, as OpenAI has it, without a memory of its own: each request brings its whole conversation. Pure."""
+"""`POST /v1/responses`, as OpenAI defines it, but stateless: each request brings its whole conversation. Pure."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _uses_tools(body: Mapping[str, Any]) -> bool:
 
 
 def _messages(value: object) -> list[dict[str, Any]]:
-    """Return the input in the form of chat completions: what an assistant thought, said and called is one message."""
+    """Return the input in the form of chat completions: an assistant's reasoning, text and tool calls become one message."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):

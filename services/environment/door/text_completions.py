@@ -1,4 +1,4 @@
-"""`POST /v1/completions`, as OpenAI has it: text, or token ids, continued without a chat template. Pure."""
+"""`POST /v1/completions`, as OpenAI defines it: text, or token ids, continued without a chat template. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("logprobs", (False, True, 0, 1)),  # a number is a count of alternatives: there is only the sampled token
 )
 LONGEST_DEFAULT = 16
-"""Tokens of a completion that names no limit, as OpenAI has it."""
+"""Tokens of a completion that names no limit: OpenAI's default."""
 
 
 def read(body: Mapping[str, Any]) -> Question:
@@ -35,7 +35,7 @@ def read(body: Mapping[str, Any]) -> Question:
 
 
 def reply(question: Question, completion: TurnReply, pieces: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of the reply. `pieces` are the texts of the sampled tokens, if they were asked for."""
+    """Return the body of the reply. `pieces` are the texts of the sampled tokens, if requested."""
     choice = {
         "index": 0,
         "text": completion.message["content"],
@@ -46,7 +46,7 @@ def reply(question: Question, completion: TurnReply, pieces: Sequence[str], base
 
 
 def chunks(question: Question, body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a stream that delivers a reply: the text, then the usage if it was asked for."""
+    """Yield the events of a stream that delivers a reply: the text, then the usage if requested."""
     yield "", {key: value for key, value in body.items() if key != "usage"}
     if question.usage:
         yield "", {**body, "choices": []}

@@ -24,14 +24,14 @@ class RolloutOver(RequestRefused):
 
 
 class ContextFull(RequestRefused):
-    """The conversation leaves no token to sample."""
+    """The conversation leaves no room for a sampled token."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 400, "context_length_exceeded")
 
 
 class TurnLost(Exception):
-    """A turn could not be kept: the rollout ends here, and is continued or restarted elsewhere."""
+    """A turn could not be committed: the rollout ends here, and is continued or restarted elsewhere."""
 
 
 class Overrides(NamedTuple):

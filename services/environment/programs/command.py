@@ -1,11 +1,11 @@
-"""An agent that is a program of its own: started once per rollout in a folder of its own, ended with it.
+"""An agent that is a separate program: started once per rollout in its own folder, and ended with the rollout.
 
 The program finds the policy at OPENAI_BASE_URL with OPENAI_API_KEY (and ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY), its data row
 as JSON in the file GRPO_ROW_FILE and, unless it is too long for a variable, in GRPO_ROW, and prints its reward as the last line
 of its output: a number, or a JSON object of numbers with the key `score`.
 
-Guarantees: when the program has ended, or the rollout, so has whatever it has started, and its folder is deleted; only the end
-of its output is kept.
+Guarantees: when the program or the rollout has ended, so have all processes that it started, and its folder is deleted; only the
+end of its output is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.verifiers.sandbox import guard
 from services.verifiers.sandbox.scratch import remove
 
 ERROR = re.compile(r"\s*[\w.]*(?:Error|Exception)\b.*:")
-"""What a line begins with in which an interpreter says why a program failed."""
+"""Start of the line in which an interpreter says why a program failed."""
 TAIL_BYTES = 1 << 16
 VARIABLE_BYTES = 100_000
 """Longest row in a variable: the kernel takes no variable of more than 128 KiB."""

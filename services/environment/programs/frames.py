@@ -9,7 +9,7 @@ import msgspec
 
 
 def as_json(value: Any) -> str:
-    """Return the JSON of what programs are given and return: msgpack has no integers beyond 64 bits.
+    """Return the JSON of what programs receive and return: msgpack has no integers beyond 64 bits.
 
     Raises TypeError, ValueError, RecursionError.
     """
@@ -20,7 +20,7 @@ class SandboxAccess(msgspec.Struct, array_like=True):
     """How to reach the service that keeps sandboxes on a cluster."""
 
     url: str
-    token: str = ""  # for sandboxes alone
+    token: str = ""  # valid for sandboxes only
     ca_file: str = ""
     server_name: str = ""
 
@@ -31,7 +31,7 @@ class ProgramSetup(msgspec.Struct, array_like=True):
     kind: str  # python | agent | mcp | verifiers
     function: str = ""
     options: dict[str, Any] = {}
-    command: list[str] = []  # of an agent that is a program of its own, or of an MCP server
+    command: list[str] = []  # of an agent that is a separate program, or of an MCP server
     url: str = ""  # of an MCP server
     shared: bool = False  # whether rollouts share a session with it
     token_env: str = ""  # variable with its bearer token
@@ -51,7 +51,7 @@ class Started(msgspec.Struct, array_like=True):
 
 
 class ProgramStep(msgspec.Struct, array_like=True):
-    """Something that a rollout's program is to do."""
+    """A step for a rollout's program to perform."""
 
     id: int
     rollout: str
@@ -66,5 +66,5 @@ class StepDone(msgspec.Struct, array_like=True):
     value: Any = None  # JSON on its way
     error: str = ""
     seconds: float = 0.0  # that its code took
-    lost: bool = False  # whether it is an error because a sandbox was lost: what came of the step is unknown
-    suspected: bool = False  # whether the code in it may be why
+    lost: bool = False  # whether a sandbox was lost, so that the outcome of the step is unknown
+    suspected: bool = False  # whether the code in it may be the cause

@@ -38,16 +38,16 @@ class Kind:
         raise Unusable(f"an environment of kind {self._setup.kind} calls the policy itself")
 
     async def run(self, given: Any) -> dict[str, float] | None:
-        """Run a rollout that asks the policy by itself; return its reward as `score` and its parts, or None if it gives none."""
+        """Run a rollout that calls the policy itself; return its reward as `score` and its parts, or None if it gives none."""
         raise Unusable(f"an environment of kind {self._setup.kind} replies to the policy")
 
     async def rows(self, start: int, count: int, evaluation: bool, limited: bool) -> list[dict[str, Any]]:
-        """Return up to `count` rows of the environment's own data from number `start`; fewer: there are no more."""
+        """Return up to `count` rows of the environment's own data from number `start`; fewer at the end of the data."""
         raise Unusable(f"an environment of kind {self._setup.kind} has no rows of its own")
 
 
 def policy_client(given: Any) -> AsyncOpenAI:
-    """Return a client that asks the policy in the rollout that `run` was given."""
+    """Return a client that calls the policy for the rollout passed to `run`."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     # A door on the loopback interface: without TLS, whose certificates take longer to load than most requests, and proxies.

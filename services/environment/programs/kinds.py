@@ -23,7 +23,7 @@ from services.environment.programs.tools import CODE, ToolSet, lists_code, metho
 from services.runtime.own_code import Unusable, imported
 
 METHODS = {"start": ["row"], "turn": ["message"], "score": [], "close": [], "snapshot": [], "restore": ["state"]}
-"""Methods of a class -> their arguments. All may be missing, but not all of them."""
+"""Methods of a class -> their arguments. Each is optional, but a class needs at least one."""
 OPEN_SHARE = 0.25
 """Part of `timeout_s` for which a rollout's first call of code may wait for a sandbox."""
 
@@ -133,7 +133,7 @@ def _check_methods(program: type) -> None:
 
 
 def _check_call(function: Any, shown: str, count: int, options: Mapping[str, Any] | None = None) -> None:
-    """Raise `Unusable` if a function cannot be called with so many arguments and `options`."""
+    """Raise `Unusable` if a function cannot be called with this many arguments and `options`."""
     try:
         inspect.signature(function).bind(*range(count), **(options or {}))
     except TypeError as error:
@@ -141,7 +141,7 @@ def _check_call(function: Any, shown: str, count: int, options: Mapping[str, Any
 
 
 def _class_tools(program: Any) -> list[dict[str, Any]]:
-    """Return the tools that a class lists as its attribute `tools`. No object of it is initialised."""
+    """Return the tools that a class lists as its attribute `tools`. Creates no object of the class."""
     listed = getattr(program, "tools", ())
     if not inspect.isclass(program) or not isinstance(listed, list | tuple):  # such as a property: each object has its own
         return []

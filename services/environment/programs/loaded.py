@@ -23,10 +23,10 @@ class BadReply(Exception):
 
 
 class LoadedProgram:
-    """An instance of a custom class in one rollout, with tools that are not its own."""
+    """An instance of a custom class in one rollout, with tools from elsewhere."""
 
     def __init__(self, made: Any = None, sets: Sequence[ToolSet] = (), timeout_s: float = float("inf")) -> None:
-        """`made`: the object; None: the rollout ends with the first reply that calls no tool, and scores nothing.
+        """`made`: the object; None: the rollout ends with the first reply that calls no tool, and has no score.
 
         `timeout_s` is the time limit of a reply.
         """
@@ -76,7 +76,7 @@ class LoadedProgram:
                 await each.close()
 
     def _found_tools(self) -> list[dict[str, Any]]:
-        """Take the tools as they are from now on, the object's first, and return their descriptions."""
+        """Take the current tools, the object's first, and return their descriptions."""
         own = methods_of(self._made, getattr(self._made, "tools", ()))
         listed: list[Callee] = [*own.values(), *(tool for each in self._sets for tool in each.tools)]
         self._tools = {tool.name: tool for tool in listed}
@@ -100,7 +100,7 @@ class LoadedProgram:
         return None if any(each is None for each in kept) else {"own": own, "sets": kept}
 
     async def _maybe(self, name: str, *given: Any) -> Any:
-        """Call a method of the object, if it has it."""
+        """Call a method of the object, if it has one of this name."""
         method = getattr(self._made, name, None)
         if method is None:
             return None

@@ -1,7 +1,7 @@
 """The tools of an MCP server, as the policy calls them.
 
 Guarantees: a call ends within its time limit with a text of bounded length for the model, or with `ServerLost`; every rollout has
-a session of its own, begun with its first call, unless the environment says that rollouts may share one.
+its own session, begun with its first call, unless the environment says that rollouts may share one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServerLost(BadReply):
 
 
 class McpSession:
-    """A connection to a server, from its first use to `close`. One task holds it, as the library demands.
+    """A connection to a server, from its first use to `close`. One task holds it, as the library requires.
 
     If it ends, a session shared by rollouts is reopened on its next use; any other is not, since its server has lost its state.
     """
@@ -47,7 +47,7 @@ class McpSession:
 
     @property
     def used(self) -> bool:
-        """Whether the server may have been asked for anything."""
+        """Whether any request may have reached the server."""
         return self._held is not None
 
     async def client(self) -> Any:
@@ -56,12 +56,12 @@ class McpSession:
             self._held = HeldSession(self._setup)
         held = self._held
         client = await asyncio.shield(held.opened)
-        if held.over:  # otherwise the library's complaint about a closed client would be taken for what a tool says
+        if held.over:  # otherwise the library's error for a closed client would be taken for a tool's output
             raise ServerLost(f"the connection to the MCP server {named(self._setup)} has ended{held.why}"[:ERROR_CHARACTERS])
         return client
 
     def lost(self, client: Any) -> str:
-        """Take note that a client's connection has ended. Return what its server wrote to standard error last."""
+        """Note that a client's connection has ended. Return what its server last wrote to standard error."""
         if self._held is None or not self._held.is_of(client):
             return ""
         self._held.closing.set()
@@ -121,13 +121,13 @@ class HeldSession:
                     client = await stack.enter_async_context(Client(streams))
                 self.opened.set_result(client)
                 await self.closing.wait()
-        except BaseException as error:  # of a server, or of the library that reads what it says
+        except BaseException as error:  # of a server, or of the library that reads its output
             if not self.opened.done():
                 slow = f"it did not answer within {START_LIMIT_S:g} s"
                 first = slow if isinstance(error, TimeoutError) else _reason(error)
                 why = "; ".join([first, *server.errors])[: 3 * ERROR_CHARACTERS]
                 self.opened.set_exception(ServerLost(f"the MCP server {named(self._setup)} cannot be used: {why}"))
-                self.opened.exception()  # it may be that nobody waits
+                self.opened.exception()  # marks it as retrieved: perhaps nobody waits
             self.why = f": {_reason(error)}"
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -169,7 +169,7 @@ class McpTool:
                 why = "; ".join(filter(None, [error.message, self._session.lost(client)]))
                 raise ServerLost(f"the MCP server was lost during a call of {self.name!r}: {why}"[:ERROR_CHARACTERS]) from None
             return f"Error: {error.message}"[:ERROR_CHARACTERS]
-        except Exception as error:  # an answer that the library refuses
+        except Exception as error:  # an answer that the library rejects
             return f"Error: {_reason(error)}"
 
 
@@ -182,7 +182,7 @@ class McpToolSet:
         self.tools: Sequence[Callee] = [McpTool(each, self._session, setup.tool_timeout_s) for each in described]
 
     def snapshot(self) -> Any:
-        """Return an empty state if there is none: the server is shared, or was not called yet."""
+        """Return an empty state if there is nothing to keep: the server is shared, or was not called yet."""
         return None if self._own and self._session.used else {}
 
     def restore(self, state: Any) -> None:

@@ -1,6 +1,6 @@
 """MCP over the standard input and output of a server that is started here, and over HTTP.
 
-Guarantees: any output of a started server other than messages is skipped. A server that sends a message without end loses its
+Guarantees: any output of a started server other than messages is skipped. A server that sends an endless message loses its
 connection, and so does one over HTTP that fails or has forgotten the session: these are not answers of a tool. When the
 connection ends, a started server's process group is killed. The last lines of its standard error are kept for error messages.
 """
@@ -102,7 +102,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await asyncio.wait_for(asyncio.shield(process.wait()), GRACE_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):  # something in a session of its own may hold its output: that ends with the worker
+    with contextlib.suppress(TimeoutError):  # a process in its own session may hold its output: it ends with the worker
         await asyncio.wait_for(asyncio.shield(process.wait()), GRACE_S)
     draining.cancel()
     await asyncio.gather(draining, return_exceptions=True)
@@ -126,11 +126,11 @@ async def over_http(url: str, token: str) -> AsyncGenerator[tuple[Any, Any]]:
 
 
 class _CarefulClient(httpx2.AsyncClient):
-    """Raises for what ends a session, and for messages that are too long; events of a stream the library limits."""
+    """Raises for responses that end a session, and for messages that are too long; the library limits events of a stream."""
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **keys: Any) -> httpx2.Response:
         """Return the response. Raises `httpx2.TransportError`, which ends the connection."""
-        request.headers["accept-encoding"] = "identity"  # what a few bytes unpack to has no limit
+        request.headers["accept-encoding"] = "identity"  # the size of a few decompressed bytes has no limit
         response = await super().send(request, stream=True, **keys)
         kind, status = response.headers.get("content-type", "").lower(), response.status_code
         forgotten = status == 404 and MCP_SESSION_ID in request.headers
@@ -150,7 +150,7 @@ class _CarefulClient(httpx2.AsyncClient):
 
 
 class _Limited(httpx2.AsyncByteStream):
-    """A body that ends with an error where it gets too long."""
+    """A body that fails with an error once it is too long."""
 
     def __init__(self, body: Any, request: httpx2.Request) -> None:
         self._body, self._request = body, request

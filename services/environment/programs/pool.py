@@ -1,6 +1,6 @@
 """The worker processes of one environment.
 
-Guarantees: a process that has died is replaced before the next rollout is given to it. No process outlives the pool.
+Guarantees: a process that has died is replaced before it gets the next rollout. No process outlives the pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ProgramPool:
 
     @contextlib.asynccontextmanager
     async def process(self) -> AsyncGenerator[ProgramProcess]:
-        """Give the process with the fewest rollouts, started again if it has died. Raises `ProgramFailed`."""
+        """Return the process with the fewest rollouts, restarted if it has died. Raises `ProgramFailed`."""
         process = min(self.processes, key=lambda each: each.rollouts)
         process.rollouts += 1
         try:

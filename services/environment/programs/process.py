@@ -1,8 +1,8 @@
-"""One worker process, as the pod sees it: starts it, has it do what rollouts' programs are to do, ends it.
+"""The pod's handle of one worker process: starts it, has it perform the steps of rollouts' programs, ends it.
 
 Guarantees: a step ends with its value or with `ProgramFailed`. A step that takes too long is stopped; its process is ended only
-if its code blocks, so that it does not even stop. A rollout whose process was ended because of another one gets `ProcessLost`.
-A process that was ended leaves no process and no folder behind.
+if its code blocks, so that the step cannot be stopped. A rollout whose process was ended because of another one gets
+`ProcessLost`. A process that was ended leaves no process and no folder behind.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from services.verifiers.sandbox.scratch import Scratch
 
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 5.0
-"""For which a process may leave unanswered that a step is to stop; then its code is blocking it."""
+"""Seconds for a process to answer that a step has stopped; after that, its code is blocking it."""
 REAP_LIMIT_S = 10.0
 """A guard ends its worker within milliseconds; past this limit it is killed."""
 NEEDED = ("msgspec", "pydantic")
-"""Libraries that a worker needs in the virtual environment that it runs in, besides those of its environment's kind."""
+"""Libraries that a worker needs in its virtual environment, besides those of its environment's kind."""
 BEGINNINGS = ("start", "restore", "run", "rows")
-"""Steps that begin a program; the others are of one that was begun in the same process."""
+"""Steps that begin a program; the others need one that was begun in the same process."""
 
 
 class ProgramFailed(Exception):
@@ -50,7 +50,7 @@ class ProcessLost(ProgramFailed):
     """The process of a rollout's program has ended, and the program with it; or the sandbox in which its code ran."""
 
     def __init__(self, message: str, suspected: bool = False) -> None:
-        """`suspected`: the rollout was doing something then, which may be why."""
+        """`suspected`: the rollout was performing a step then, which may be the cause."""
         super().__init__(message)
         self.suspected = suspected
 
@@ -136,7 +136,7 @@ class ProgramProcess:
             self._waiting.pop(number, None)
             await self.stop(rollout, why)
             raise ProgramFailed(why) from None
-        except (TypeError, ValueError, RecursionError) as error:  # what it is given or has said is not JSON
+        except (TypeError, ValueError, RecursionError) as error:  # its input or output is not JSON
             raise ProgramFailed(f"{what}: {error}") from None
         finally:
             self._waiting.pop(number, None)
@@ -147,8 +147,10 @@ class ProgramProcess:
         return done
 
     async def stop(self, rollout: str, why: str) -> None:
-        """Stop the current step of a rollout's program. A process that does not answer is ended, and `why` given to the
-        others."""
+        """Stop the current step of a rollout's program.
+
+        A process that does not answer is ended, with `why` as the error of the others.
+        """
         if not self.alive:
             return
         number = next(self._numbers)
@@ -184,7 +186,7 @@ class ProgramProcess:
         return answer
 
     async def _end(self, why: str, suspected: bool = True) -> None:
-        """End the process, if any; `suspected`: whatever was under way in it may be the reason."""
+        """End the process, if any; `suspected`: a step running in it may be the cause."""
         process, writer, reading, scratch = self._process, self._writer, self._reading, self._scratch
         self._process = self._writer = self._reading = self._scratch = None  # another may be started meanwhile
         self._programs.clear()
@@ -193,7 +195,7 @@ class ProgramProcess:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ProcessLost(f"its worker process {why}", suspected))
-                answer.exception()  # it may be that nobody waits any longer
+                answer.exception()  # marks it as retrieved: perhaps nobody waits
         if writer is not None:
             writer.close()
         if process is not None:
@@ -255,7 +257,7 @@ def _spawn(environment: EnvironmentConfig, descriptor: int, scratch: Path) -> su
 
 
 def _why_not(interpreter: str, error: Exception) -> str:
-    """Return why a worker did not start, as far as its interpreter shows it."""
+    """Return why a worker did not start, as far as its interpreter's output shows."""
     if not interpreter:
         return f"{error!r}; see its output above"
     try:

@@ -1,4 +1,4 @@
-"""The data row as programs are given it."""
+"""The data row in the form that programs receive."""
 
 from __future__ import annotations
 

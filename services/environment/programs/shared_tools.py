@@ -1,8 +1,8 @@
 """The tools that an environment offers in all of its rollouts, so that its groups' prompts can have them.
 
 Run as `python -m services.environment.programs.shared_tools` with the environment's configuration as JSON on standard input: a
-process of its own, since the code is not ours. Prints a JSON object with `tools`, or with `error`. Tools that an object of the
-class sets for its row are not among them: those the environment pod puts into the rollout's own context.
+separate process, since the code is not ours. Prints a JSON object with `tools`, or with `error`. Tools that an object of the
+class sets for its row are not among them: the environment pod puts those into the rollout's own context.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.runtime.own_code import Unusable, reason_of
 def main() -> None:
     """Print the tools of the environment on standard input."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what the code prints is no answer
+    os.dup2(2, 1)  # what the code prints is not part of the answer
     try:
         found = {"tools": normalised_tools(asyncio.run(shared_tools(json.load(sys.stdin))))}
     except BaseException as error:  # whatever the code raises is reported to the user
@@ -39,7 +39,7 @@ async def shared_tools(environment: Mapping[str, Any]) -> list[dict[str, Any]]:
     fields = {name: environment[name] for name in ProgramSetup.__struct_fields__ if name in environment}
     setup = ProgramSetup(**fields)
     if url := os.environ.get(URL_ENV):
-        setup.sandbox = SandboxAccess(url)  # which is named, and not used
+        setup.sandbox = SandboxAccess(url)  # only named, not used
     kind = await opened(setup)
     try:
         return kind.shared_tools()

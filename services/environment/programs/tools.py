@@ -1,8 +1,8 @@
-"""The tools of an environment that the policy may call. A class's own are described by their signatures and docstrings.
+"""The tools of an environment that the policy may call. A class's own tools are described by their signatures and docstrings.
 
-Guarantees: whatever a model writes as a call is answered with a text of bounded length, its fault if there is one; only a
-tool's own exceptions of type `Exception` are returned to the model, and end nothing. However many calls a turn has, they take
-bounded time and space together.
+Guarantees: whatever a model writes as a call is answered with a text of bounded length, which is the fault if there is one; only
+a tool's own exceptions of type `Exception` are returned to the model, and these end nothing. However many calls a turn has, they
+take bounded time and space together.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ERROR_CHARACTERS = 500
 ANSWER_CHARACTERS = 200_000
 """Maximum number of characters of a tool's output that the model gets: more than fits into most models' contexts."""
 TURN_CHARACTERS = 2 * ANSWER_CHARACTERS
-"""Most characters of what all tools of a turn say: even escaped as JSON, they fit into a record."""
+"""Maximum number of characters of all tools' output in a turn: even escaped as JSON, they fit into a record."""
 TURN_CALLS = 100
-"""Most calls of a turn that are made."""
+"""Maximum number of calls that are made in a turn."""
 TURN_SHARE = 0.5
 """Share of `timeout_s` after which no further call of a turn is started: the rest is for the running one."""
 
@@ -40,7 +40,7 @@ class Callee(Protocol):
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return it as chat templates take it: a JSON schema in OpenAI's form."""
+        """Return its description for chat templates: a JSON schema in OpenAI's form."""
         ...
 
     async def call(self, arguments: object) -> str:
@@ -97,7 +97,7 @@ class Tool:
             said = self._method(**{name: getattr(given, name) for name in type(given).model_fields})
             if inspect.isawaitable(said):
                 said = await said
-        except Exception as error:  # the model is told, and may do better
+        except Exception as error:  # reported to the model, which may do better
             return f"Error: {_told(error)}"[:ERROR_CHARACTERS]
         return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
 
@@ -107,7 +107,8 @@ async def answered(
 ) -> list[dict[str, Any]]:
     """Call the tools that an assistant's message calls, one after the other; return a message for each call, or none.
 
-    `timeout_s` is the time limit of a reply. Calls that would exceed it, or the limits above, are not made, and answered so.
+    `timeout_s` is the time limit of a reply. Calls that would exceed it, or the limits above, are not made, and the reply says
+    so.
     """
     replies: list[dict[str, Any]] = []
     began, room = time.monotonic(), TURN_CHARACTERS
@@ -130,7 +131,7 @@ async def answered(
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return a text, cut to at most `limit` characters with a note of how many it had."""
+    """Return a text, truncated to at most `limit` characters with a note of its length."""
     if len(text) <= limit:
         return text
     note = f" … ({len(text)} characters, truncated)"
@@ -138,12 +139,12 @@ def shortened(text: str, limit: int) -> str:
 
 
 def lists_code(program: object, listed: Sequence[Any]) -> bool:
-    """Return whether a program lists the built-in tool that runs code, and no method of its name."""
+    """Return whether a program lists the built-in tool that runs code, and has no method of that name."""
     return CODE in listed and not hasattr(program, CODE)
 
 
 def methods_of(program: object, listed: Sequence[Any]) -> dict[str, Tool]:
-    """Return the tools of its own that a program lists, by name: names of its methods, or functions.
+    """Return a program's own listed tools by name: methods named in its list, or functions.
 
     Raises TypeError or AttributeError.
     """
@@ -170,7 +171,7 @@ def _arguments(text: object) -> object:
 
 @lru_cache(maxsize=1024)
 def _arguments_of(function: Callable[..., Any], bound: bool) -> tuple[type[BaseModel], dict[str, Any]]:
-    """Return the arguments of a function as a model and as a JSON schema, made once; `bound`: its first parameter is given."""
+    """Return the arguments of a function as a model and as a JSON schema, cached; `bound`: its first parameter is bound."""
     hints = get_type_hints(function)
     fields: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(function).parameters.items())[bound:]:

@@ -40,7 +40,7 @@ def main() -> None:
         loop = runner.get_loop()
         serving = loop.create_task(_serve(socket.socket(fileno=int(sys.argv[1]))))
         while not serving.done():
-            with contextlib.suppress(SystemExit):  # of a task that a program began: it ends that task, and nothing else
+            with contextlib.suppress(SystemExit):  # of a task that a program began: it ends only that task
                 loop.run_until_complete(serving)
 
 
@@ -60,7 +60,7 @@ async def _serve(pod: socket.socket) -> None:
         while True:
             worker.begin(msgspec.msgpack.decode(await _frame(reader), type=ProgramStep), writer)
     finally:
-        with contextlib.suppress(Exception):  # nobody is there to be told
+        with contextlib.suppress(Exception):  # nobody is left to report it to
             await kind.close()
 
 

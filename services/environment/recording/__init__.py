@@ -1,1 +1,1 @@
-"""What became of each message: the exact tokens that the policy read and sampled, turn by turn."""
+"""Records the tokens of each message: exactly those that the policy read and sampled, turn by turn."""

@@ -1,7 +1,7 @@
 """Computes what a conversation adds to the tokens of a segment. Pure.
 
-Guarantees: the text returned is what the chat template puts after the recorded reply, no more and no less; if the template now
-renders anything before it, or the reply itself, differently from what the policy read and sampled, there is none.
+Guarantees: the text returned is what the chat template puts after the recorded reply, no more and no less; no text is returned if
+the template now renders anything before it, or the reply itself, differently from what the policy read and sampled.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _ends_of_reply(rest: str, body: str, end: str) -> Iterator[int]:
 
 
 def _says(parsed: Parsed, message: Mapping[str, Any]) -> bool:
-    """Return whether a rendered reply says what the recorded one says, its reasoning included."""
+    """Return whether a rendered reply has the contents of the recorded one, including its reasoning."""
     said = message_of(parsed, [""] * len(parsed.calls))
     same = canonical(normalised([said])[0]) == canonical(message)
     return same and parsed.reasoning.strip() == message.get("reasoning_content", "").strip()

@@ -1,8 +1,8 @@
-"""Which tokens belong to which message of a rollout.
+"""Records which tokens belong to which message of a rollout.
 
 Guarantees: nothing that the policy has sampled or read is tokenised again; a call whose messages continue recorded ones continues
 their tokens, in their own segment if nothing else has continued it, otherwise in a new one; any other call, and any that the
-chat template renders differently than before, opens a segment with tokens of its own. A recorder is determined by its turns.
+chat template renders differently than before, opens a segment with its own tokens. A recorder is determined by its turns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Call:
     segment: int
     """The segment that it extends; the number of segments: it opens one."""
     base: int
-    """The turn whose messages its own follow; -1: none."""
+    """The turn whose messages its own messages follow; -1: none."""
     kept: int
     """How many of `tokens` are those of `base`'s segment up to the end of that turn."""
     history: list[dict[str, Any]]
@@ -97,7 +97,7 @@ class Recorder:
         return recorder
 
     def plan(self, messages: object, tools: object = None, limit: int = LONGEST) -> Call:
-        """Return what to ask the policy for a conversation, in OpenAI's form. Changes nothing.
+        """Return the call to the policy for a conversation, in OpenAI's form. Changes nothing.
 
         Raises `BadMessages`; also `TooLong`, for a text that surely has more than `limit` tokens.
         """
@@ -127,7 +127,7 @@ class Recorder:
         return text
 
     def plan_text(self, prompt: str | list[int], limit: int = LONGEST) -> Call:
-        """Return what to ask the policy for a text, or token ids, to continue. Changes nothing. Raises like `plan`.
+        """Return the call to the policy that continues a text or token ids. Changes nothing. Raises like `plan`.
 
         It extends a turn of this kind if it begins with all tokens of that turn or, where only text was sampled, with their text.
         """
@@ -154,7 +154,7 @@ class Recorder:
         return Call(kept + added, segment, base, len(kept), history, 1, [], before + rest, _chain(history, [])[-1])
 
     def _begins(self, turn: int, prompt: str | list[int]) -> bool:
-        """Return whether a plain prompt begins with a turn that was asked for by one."""
+        """Return whether a plain prompt begins with a turn that also had a plain prompt."""
         mark = self._marks[turn]
         if mark.history[0]["role"] != PROMPT:
             return False
@@ -170,7 +170,7 @@ class Recorder:
         """Append the policy's sampled tokens for a call and return them as the assistant's message, which ends before a `stop`
         string.
 
-        If its tool calls are malformed, the message has an `error`, to answer the model with. If another call has extended the
+        If its tool calls are malformed, the message has an `error` to return to the model. If another call has extended the
         segment since `plan`, this one opens another. Raises `GenerationFailed` if there are no tokens.
         """
         if not len(generated.tokens):
@@ -215,7 +215,7 @@ class Recorder:
             self._ids.append([])
             self._texts.append("")
             self._by_segment.append([])
-        self._texts[turn.segment] = text  # begins with what it was
+        self._texts[turn.segment] = text  # begins with the previous text
         ids = self._ids[turn.segment]
         ids += (turn.context.tolist() or ([] if ids else self._prompt)) + turn.tokens.tolist()
         message = normalised([json.loads(turn.reply)])[0]
@@ -226,9 +226,9 @@ class Recorder:
         self._by_chain.setdefault(_link(chain, message), []).append(number)
 
     def _longest_prefix(self, chains: Sequence[bytes]) -> tuple[int, int]:
-        """Return the turn with the longest history that a call begins with, and its number of messages; (-1, 0): none has.
+        """Return the turn with the longest history that a call begins with, and its number of messages; (-1, 0) if there is none.
 
-        Of several, it is the newest that ends its segment, or otherwise the newest.
+        Of several, return the newest that ends its segment, or otherwise the newest.
         """
         for known in range(len(chains) - 1, 0, -1):
             if turns := self._by_chain.get(chains[known]):

@@ -22,7 +22,7 @@ QUEUED_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """The present load of an engine."""
+    """The current load of an engine."""
 
     running: int  # completions past their prefill
     waiting: int  # completions before their first token

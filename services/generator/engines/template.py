@@ -33,12 +33,12 @@ AUTHENTICATED = (3, 14)
 
 
 class TemplateProcess(ForkServerProcess):
-    """A process forked from the template, with the environment of who starts it."""
+    """A process forked from the template, with the environment of the process that starts it."""
 
     _environ: dict[str, str]
 
     def start(self) -> None:
-        """Start with the environment of now."""
+        """Start with the current environment."""
         self._environ = dict(os.environ)
         super().start()
 
@@ -59,7 +59,7 @@ def start(environment: Callable[[], None]) -> None:
 
     `environment` sets the variables that vLLM reads on import. Forks nothing in a process that has more than one thread.
     """
-    importlib.import_module("setproctitle")  # which finds no room for titles once the environment has changed
+    importlib.import_module("setproctitle")  # which finds no space for titles once the environment has changed
     environment()
     with garbage_collection.importing():
         for name in MODULES:

@@ -2,7 +2,7 @@
 
 Guarantees: those of services/generator/engines/base.py. The model runs in its own processes, which end when this process does,
 for whatever reason. Importing this module does not import vLLM.
-Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, and `pause` asks its engine core, which are no public
+Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, and `pause` asks its engine core, which are not public
 interfaces.
 """
 
@@ -163,7 +163,7 @@ class VllmEngine:
             self._resent.remove(request_id)
 
     async def _send_waiting_again(self) -> None:
-        """Send completions without a token to vLLM again, under the salt of the present weights.
+        """Send completions without a token to vLLM again, under the salt of the current weights.
 
         Otherwise they would take their prompts' KV of older weights from the prefix cache, and their spans would not say so.
         A token that is still on its way from the engine core is sampled again.
@@ -232,7 +232,7 @@ class VllmEngine:
             await self._send_waiting_again()
 
     def gauges(self) -> Gauges:
-        """Count the load here: vLLM's own statistics are of its last iteration, not of this moment.
+        """Count the load here: vLLM's own statistics describe its last iteration, not the present moment.
 
         `kv_usage` is what the running completions need, in blocks; at 1 some were preempted. Completions with the same prompt
         share its full blocks (a continued completion has its own prompt).

@@ -1,7 +1,7 @@
 """Weights of vLLM's workers, as a `WeightReceiver` receives them (services/weights/receiver.py).
 
-Guarantees: a version is applied whole in every worker, or `whole` says that it was not; an update that fails leaves the version
-before. Workers connect and receive in threads of their own while the engine samples, and are asked until they are done.
+Guarantees: a version is applied whole in every worker, or `whole` says that it was not; an update that fails leaves the previous
+version. Workers connect and receive in their own threads while the engine samples, and are polled until they are done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WorkerWeights:
         self.version = -1
         self.whole = True
         self.fetched_bytes: int | None = None
-        self.loads = 0  # weights applied; a version that is trained again is other weights
+        self.loads = 0  # weights applied; a version that is retrained has other weights
         self._llm, self._config, self._stages = llm, config, stages
         self._world = config.generator.tensor_parallel
         self._staged = -1  # the version staged in the workers, ready to be applied

@@ -22,12 +22,12 @@ Reason = Literal["start", "room", "queue", "kv"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 POLL_S = 0.25  # between polls of the engine: several iterations, and short compared to a completion
-SCORING_TIMES = 4  # as many groups may wait for their scores as may be generated, this many times over
+SCORING_TIMES = 4  # groups that may wait for their scores, as a multiple of those being generated
 SLACK_SHARE = 4  # one extra completion per this many running: on its way into the engine, or ready when one ends
 PATIENCE_LOOKS = 2  # polls for which a queue must last
 KV_FULL, KV_ROOM = 0.95, 0.9  # the limit shrinks above the first; it grows while usage with the addition is below the second
 KV_CALM_LOOKS = 40  # polls without growth after the KV cache was full, since completions must get long before it fills again
-PROBE_LOOKS = 120  # polls, half a minute, after which more is tried
+PROBE_LOOKS = 120  # polls, half a minute, after which a higher number is tried
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Limit:
     calm: int = 0
     """Polls since the limit last shrank, or since a queue was last seen that could not be shortened."""
     queue: tuple[int, int] = (0, 0)
-    """The present queue: the polls it has lasted, and the completions that ran when it began."""
+    """The current queue: the polls it has lasted, and the completions that ran when it began."""
     tokens: int = 0
     """Tokens that the engine had sampled."""
 

@@ -1,7 +1,8 @@
 """The file of a bundle: a checksum, the facts as msgpack, then files such as weights one after the other.
 
 Guarantees: reading runs no code and decodes nothing but msgpack into the types below; a file that is damaged or truncated raises
-`BundleError`; a bundle is complete under its name or not there; a name inside it never leaves the folder that it is unpacked to.
+`BundleError`; a bundle is complete under its name or does not exist; a name inside it never leaves the folder that it is unpacked
+to.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from services.store import Store
 
 
 class Judged(NamedTuple):
-    """What completions of a prompt are judged by; `answer` is None if that is not known."""
+    """The data by which completions of a prompt are judged; `answer` is None if unknown."""
 
     answer: str | None
     row: str

@@ -15,7 +15,7 @@ MAX_PAGE = 500
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Answer:
-    """Base of all answers. They are dataclasses: endpoints make models of them, and commands need no pydantic.
+    """Base of all answers. They are dataclasses: endpoints turn them into models, and commands need no pydantic.
 
     Their fields are immutable, and the fields' docstrings document the endpoints.
     """

@@ -19,7 +19,7 @@ class ByteLevelDecoder:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteLevelDecoder | None:
-        """Return the decoder of a `tokenizers.Tokenizer`; None if that has another one, or is None."""
+        """Return the decoder of a `tokenizers.Tokenizer`; None if it has another kind, or is None."""
         return cls(tokenizer) if type(getattr(tokenizer, "decoder", None)).__name__ == "ByteLevel" else None
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -44,7 +44,7 @@ class _TokenBytes(dict[int, bytes]):
             raise KeyError(token)
         text: str | None = self._tokenizer.id_to_token(token)
         if text is None:
-            found = b""  # a hole in the vocabulary
+            found = b""  # a gap in the vocabulary
         elif all(char in _BYTES for char in text):
             found = bytes(_BYTES[char] for char in text)
         else:

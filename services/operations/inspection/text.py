@@ -1,7 +1,7 @@
 """Decodes tokens to text, if the model's tokenizer is available.
 
-Guarantees: without a tokenizer it gives the reason instead of text, and looks again later, since the model may be on its way to
-its folder. It downloads nothing unless it is told to.
+Guarantees: without a tokenizer it gives the reason instead of text, and tries again later, since the model may still be copied to
+its folder. It downloads nothing unless told to.
 Waits for: the hub, if it may download. Unblocked by: the limits of its library.
 """
 
@@ -32,7 +32,7 @@ class TextReader:
 
     @property
     def why_not(self) -> str:
-        """Why there is no text; empty: there is."""
+        """Why there is no text; empty if there is."""
         self._load()
         return self._why_not
 

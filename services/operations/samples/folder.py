@@ -36,7 +36,7 @@ class DamagedPart(Exception):
 
 
 class LogPosition(msgspec.Struct):
-    """What a log has up to the end of a file; in the file's metadata."""
+    """What a log contains up to the end of a file; stored in the file's metadata."""
 
     incarnation: int = 0
     step: int = -1
@@ -49,14 +49,14 @@ class LogPosition(msgspec.Struct):
 
 
 class LogStatus(msgspec.Struct):
-    """What the log does not have, in `log.json`."""
+    """What the log lacks, stored in `log.json`."""
 
     missed: dict[str, int] = {}
     """Outcome -> groups that were to be logged and are not: the tracker was gone or too slow."""
     first_step: int = 0
     """Step at which the log begins."""
     counted: dict[str, int] | None = None
-    """Outcome -> how many of `missed` are in the counts of the present Redis; None: all, in files of earlier versions."""
+    """Outcome -> how many of `missed` are in the counts of the current Redis; None: all, in files of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Part:
             with cast("Any", pq.ParquetFile)(self.path) as file:  # half the CPU time of read_table
                 yield file
         except (OSError, pa.ArrowInvalid) as error:
-            if isinstance(error, OSError) and error.errno:  # of the file system, and not pyarrow's
+            if isinstance(error, OSError) and error.errno:  # of the file system, not of pyarrow
                 raise
             raise DamagedPart(self.path.name, " ".join(str(error).split())) from None
 
@@ -104,7 +104,7 @@ class Part:
 
 @dataclass
 class SampleFolder:
-    """A log as it is on disk. `refresh` reads what is new; files never change."""
+    """A log on disk. `refresh` reads what is new; files never change."""
 
     path: Path
     parts: list[Part] = field(default_factory=list[Part])
@@ -119,8 +119,8 @@ class SampleFolder:
         return self.parts
 
     def reading(self, read: Callable[[list[Part]], T]) -> T:
-        """Return what `read` makes of the parts that count. It starts again if a tracker has merged or deleted some meanwhile, or
-        if one is damaged, which is then left out.
+        """Return the result of `read` for the parts that count. Starts again if a tracker has merged or deleted some meanwhile,
+        or if one is damaged, which is then left out.
         """
         while True:
             parts = self.refresh()
@@ -157,11 +157,11 @@ class SampleFolder:
 
     @property
     def position(self) -> LogPosition:
-        """Return what the log has."""
+        """Return the position of the log."""
         return self.parts[-1].position if self.parts else LogPosition()
 
     def status(self) -> LogStatus:
-        """Return what the log does not have."""
+        """Return what the log lacks."""
         try:
             return msgspec.json.decode((self.path / STATUS).read_bytes(), type=LogStatus)
         except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""What became of the sampled tokens of a run, from its sample log.
+"""Counts the sampled tokens of a run by outcome, from its sample log.
 
 Guarantees: with `samples.share` below 1, counts are estimates for all groups; if the log lacks other groups, or its share is not
 known, `missing` says why.
@@ -26,9 +26,9 @@ CONFIG = "config.toml"
 CONDITION = "condition.json"
 METRICS = "metrics.jsonl"
 FEW = 3
-"""Steps by which a complete log of all groups may end early; a log of a share may have no group of more steps."""
+"""Steps by which a complete log of all groups may end early; a log of a share of the groups may lack more steps."""
 BEHIND = 50
-"""Steps by which the log of a run at work may lag."""
+"""Steps by which the log of an active run may lag."""
 SILENT_S = 60.0
 """Seconds without a step after which the log has caught up, if it is still written."""
 _COLUMNS = ["payload", "step", "outcome", "reason", "length", "tool_tokens", "solved"]
@@ -48,7 +48,7 @@ class SampledTokens:
 
 
 def sampled_tokens(folder: Path, steps: Mapping[int, float]) -> SampledTokens:
-    """Return what the log in a run's folder says; steps that a restore has undone count, for their tokens were sampled.
+    """Return what the log in a run's folder says; steps that a restore has undone count, since their tokens were sampled.
 
     `steps`: every step of the run -> its incarnation, 0: unknown.
     """
@@ -112,7 +112,7 @@ def _ends_early(log: SampleFolder, folder: Path, steps: Mapping[int, float], sha
 
 
 def _over(folder: Path) -> bool:
-    """Return whether the run has ended or is silent, as its folder tells; a cluster's has no condition."""
+    """Return whether the run has ended or is silent, according to its folder; on a cluster, that has no condition."""
     try:
         noted: Any = msgspec.json.decode((folder / CONDITION).read_bytes())
         if noted["condition"]["word"] not in ("running", "paused"):

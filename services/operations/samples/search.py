@@ -33,7 +33,7 @@ class SamplePage:
     rows: list[dict[str, Any]]
     """The page."""
     searched: int
-    """Rows that were looked at: fewer than `of` if time ran out."""
+    """Rows that were searched: fewer than `of` if time ran out."""
     of: int
     """Rows of the log."""
 
@@ -152,7 +152,7 @@ class Search:
                     inside = [row for row in members if first <= row < first + size]
                     if inside:
                         table = file.read_row_group(group, columns=list(columns))
-                        if inside[-1] - inside[0] < len(inside):  # beside each other: no need for pyarrow.compute
+                        if inside[-1] - inside[0] < len(inside):  # adjacent: no need for pyarrow.compute
                             picked = table.slice(inside[0] - first, len(inside)).to_pylist()
                         else:
                             picked = table.take(pa.array([row - first for row in inside])).to_pylist()

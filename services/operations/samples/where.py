@@ -1,6 +1,6 @@
 """The language of `grpo samples --where`: comparisons of columns, joined by `and`, `or` and `not`. Pure.
 
-Guarantees: nothing is executed; text of any other form than those below raises `ExpressionError`, which names it and the columns.
+Guarantees: nothing is executed; text in any form but those below raises `ExpressionError`, which names it and the columns.
 Forms: `reward < 0.2`, `2 <= step < 40`, `source in ('math', 'code')`, `'sorry' in completion`, `matches(completion, '^I')`,
 `reward is None`, `score.math > 0`, `step - oldest > 2`, `truncated`.
 """
@@ -151,7 +151,7 @@ class Where:
 
     def _text_column(self, name: str, node: ast.expr) -> Any:
         if name not in TEXTS:
-            self._name(name)  # names the columns if it is none
+            self._name(name)  # raises with the names of the columns if it is none
             raise ExpressionError(f"{name} is not a text: `'…' in` works for {', '.join(sorted(TEXTS))}")
         return self._value(node)
 

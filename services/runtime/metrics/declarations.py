@@ -102,7 +102,7 @@ class Metrics:
 class PhaseClock:
     """Records how long each of a sequence of phases lasted.
 
-    `notes` maps a phase to the function that takes its seconds. Phases it does not name are not recorded; "" is one of them.
+    `notes` maps a phase to the function that takes its seconds. Phases that it does not name, such as "", are not recorded.
     """
 
     def __init__(self, notes: Mapping[str, Callable[[float], object]]) -> None:
@@ -110,7 +110,7 @@ class PhaseClock:
 
     @property
     def phase(self) -> str:
-        """The phase at present."""
+        """The current phase."""
         return self._phase
 
     def enter(self, phase: str) -> None:

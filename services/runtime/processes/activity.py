@@ -15,12 +15,12 @@ ACTIVITIES: tuple[str, ...] = (
 are sent or received, or a generator waits for them. `idle`: a trainer waits for data, a generator for tickets.
 """
 PREFIX = "seconds/"
-"""Of an activity among the gauges of a heartbeat."""
+"""Prefix of an activity among the gauges of a heartbeat."""
 DEVICES = "devices"
 
 
 class Activity:
-    """A clock of activities. It begins with `loading`, when the process began."""
+    """A clock of activities. It begins with `loading`, at the start of the process."""
 
     def __init__(self) -> None:
         self._spent, self._now = dict.fromkeys(ACTIVITIES, 0.0), ACTIVITIES[0]
@@ -29,7 +29,7 @@ class Activity:
         """Devices that the process and those that follow it hold; 0: it has no account."""
 
     def enter(self, activity: str) -> None:
-        """Begin an activity, which ends the one before."""
+        """Begin an activity, which ends the previous one."""
         now = time.monotonic()
         self._spent[self._now] += now - self._since
         self._now, self._since = activity, now
@@ -39,7 +39,7 @@ class Activity:
         return self._spent | {self._now: self._spent[self._now] + time.monotonic() - self._since}
 
     def gauges(self) -> dict[str, float]:
-        """Return what heartbeats report of it; nothing of a process without devices."""
+        """Return the gauges for heartbeats; none for a process without devices."""
         if not self.devices:
             return {}
         return {DEVICES: float(self.devices)} | {f"{PREFIX}{name}": seconds for name, seconds in self.spent().items() if seconds}

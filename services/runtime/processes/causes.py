@@ -20,7 +20,7 @@ VAGUE = re.compile(
     r"^\S*(ChildFailedError|CalledProcessError|SystemExit|KeyboardInterrupt)\b",
     re.IGNORECASE,
 )
-"""Messages that say that something failed, and not what."""
+"""Messages that say that something failed, but not what."""
 _PREFIX = re.compile(r"^\(?\w+ pid=\d+\)?:? ?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?|^\[rank\d+\]: ?")
 _EXCEPTION = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:: (.*))?$")
 _VALIDATION = re.compile(r"\d+ validation errors? for \w+")
@@ -67,14 +67,14 @@ def one_line(message: str) -> str:
 
 
 def _reported(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the errors by which a service says that it ends."""
+    """Yield the errors with which a service reports its end."""
     for at, line in enumerate(lines):
         if line.startswith(ERROR_PREFIX):
             yield "\n".join([line.removeprefix(ERROR_PREFIX), *_indented(lines, at + 1)])
 
 
 def _found(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the errors that end tracebacks and those that are logged, in order; none of finalizers, which are harmless."""
+    """Yield the errors that end tracebacks and those that are logged, in order, except those of finalizers (harmless)."""
     for at, line in enumerate(lines):
         if line.startswith("{"):
             yield from _logged(line)

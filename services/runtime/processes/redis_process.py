@@ -20,7 +20,7 @@ from services.runtime.process_tools import die_with_parent
 
 PING_LIMIT_S = 5.0
 START_LIMIT_S = 60.0  # loading a large append-only file takes time
-END_LIMIT_S = 30.0  # a server that is stopped longer, because its disk hangs or it was suspended, is killed
+END_LIMIT_S = 30.0  # a server that takes longer, because its disk hangs or it was suspended, is killed
 POLL_S = 0.02
 PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 REFUSALS = (b"-WRONGPASS", b"-ERR", b"-NOAUTH")  # answers to AUTH of a server that is not ours
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def on_a_free_port(start: Callable[[], T]) -> T:
-    """Return the server that `start` starts on a port that is free, trying again if it fails. Raises `StoreError`."""
+    """Return the server that `start` starts on a free port, trying again if it fails. Raises `StoreError`."""
     for _ in range(PORT_ATTEMPTS - 1):
         with contextlib.suppress(StoreError):
             return start()

@@ -6,8 +6,8 @@ One thread sends, however long the collector takes, and `close` abandons it afte
 Waits for: nothing; the sending thread waits for spans and for the collector.
 
 A group's trace begins with the span `issue`, the parent of all others: `claim`, `generate`, `verify`, `submit` (generator),
-`settle`, `plan` (dataprep), `train` (trainer); in an environment also `turn`, `environment`, `rollout`. A group that is sampled
-or trained again has several of them. An evaluation round is one trace too: `issue`, then the spans of its tickets, and `evaluate`
+`settle`, `plan` (dataprep), `train` (trainer); in an environment also `turn`, `environment`, `rollout`. A group that is resampled
+or retrained has several of them. An evaluation round is one trace too: `issue`, then the spans of its tickets, and `evaluate`
 from its opening to its end.
 """
 

@@ -17,7 +17,7 @@ class SamplingSettings(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a completion."""
+        """Maximum number of tokens of a completion."""
         ...
 
     @property
@@ -27,7 +27,7 @@ class SamplingSettings(Protocol):
 
 
 def inference(operation: str, sampling: SamplingSettings, read: int, sampled: int, finish: Sequence[str]) -> dict[str, Attribute]:
-    """Return the attributes of a call of the policy.
+    """Return the attributes of a call to the policy.
 
     Args:
         operation: `chat` for a turn, `text_completion` for the completions of a prompt.

@@ -25,8 +25,8 @@ _last_ordinal = 0
 
 
 def ordinal() -> int:
-    """Return a number greater than any that this process got before, for calls of which only the last may count: one that arrives
-    again, or after a later one, is ignored.
+    """Return a number greater than any that this process has drawn before, for calls of which only the last may count: one that
+    arrives again, or after a later one, is ignored.
     """
     global _last_ordinal
     _last_ordinal = max(_last_ordinal + 1, time.monotonic_ns() // 1000)

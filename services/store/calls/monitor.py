@@ -17,7 +17,7 @@ from services.store.calls.run import fullest
 from services.store.connection.base import Connection
 from services.store.connection.commands import Subscription
 
-METRICS_KEPT = 100_000  # entries of the metrics stream, some 50 MB
+METRICS_KEPT = 100_000  # entries of the metrics stream, each of some 4 kB
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Server:
     used_memory: int  # bytes
     max_memory: int  # bytes; 0: no limit
     clients: int  # the highest of all servers
-    persists: bool  # whether the last write to its append-only file succeeded, or it keeps none; true only if true of all servers
+    persists: bool  # whether its last append-only write succeeded, or it keeps no such file; true only if true of all servers
 
 
 class TopicSubscription:
@@ -49,12 +49,12 @@ class TopicSubscription:
     def __init__(self, redis: Connection, keys: Keys, channels: Subscription) -> None:
         self._redis, self._keys, self._channels = redis, keys, channels
         self._iterated = False
-        self._asked: list[tuple[tuple[str, ...], asyncio.Future[None]]] = []  # what other tasks add
+        self._asked: list[tuple[tuple[str, ...], asyncio.Future[None]]] = []  # topics that other tasks add
         self._reading: asyncio.Timeout | None = None  # the wait for the next message
 
     async def add(self, *topics: str) -> None:
-        """Subscribe to topics, at least one. May be called while another task waits for the next notification, and leaves it to
-        that task. Raises `StoreError`, also if that task ends.
+        """Subscribe to topics, at least one. May be called while another task waits for the next notification; that task then
+        subscribes. Raises `StoreError`, also if that task ends.
         """
         if not self._iterated:
             await self._subscribe(topics)
@@ -67,8 +67,8 @@ class TopicSubscription:
         await done
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Yield the topics that were added: each whenever it changes, and once its subscription begins, on a new connection, too,
-        because a change may have been missed before.
+        """Yield the topics that were added: each whenever it changes, and whenever its subscription begins (also on a new
+        connection), because an earlier change may have been missed.
         """
         self._iterated = True
         try:

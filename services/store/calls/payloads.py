@@ -135,8 +135,7 @@ class Payloads:
         return Connection(client, keys, f"{self._redis.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")
 
     async def delete_shards(self, count: int) -> None:
-        """Delete every payload in the shards; for a deleted run, which no longer records the number of shards, in `count`
-        shards."""
+        """Delete every payload in the shards; in `count` shards for a deleted run, which no longer records their number."""
         if not await self.find_shards() and self._redis.owner is not None:
             await self.spread(count)
         await asyncio.gather(*map(self._empty, self.shards))
@@ -191,7 +190,7 @@ def _pages(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 async def _listed(shard: Connection) -> AsyncIterator[list[str]]:
-    """Yield the payloads in a shard: all that are there from the first page to the last."""
+    """Yield the payloads in a shard: all that stay there from the first page to the last."""
     after = "-"
     while found := (await shard.send(("ZRANGE", shard.keys.payloads, after, "+", "BYLEX", "LIMIT", 0, NAMED_TOGETHER)))[0]:
         yield [name.decode() for name in found]

@@ -1,7 +1,8 @@
 """Restores a run to a snapshot (functions/snapshot.lua, store/snapshot_format.py), and deletes a run's keys.
 
 Guarantees: only the restoring trainer changes the run meanwhile, and one that hung in a restore writes nothing afterwards, except
-payloads in shards that nobody names; no command handles more than a few hundred groups; an interrupted restore is started again.
+payloads in shards that nobody names; no command handles more than a few hundred groups; an interrupted restore is restarted from
+the beginning.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Restores(Facet):
         await self._redis.call("restore_end", fence, head.step, *fields)
 
     async def _put_in_shards(self, groups: Sequence[SnapshotGroup], target: Restoration, write: Write) -> None:
-        """Put groups with new names into shards. The index names their payloads first, or a sweep would delete them."""
+        """Put groups with new names into shards. The index names their payloads first: otherwise a sweep would delete them."""
         payloads = {group.fields["payload"].decode(): group.payload for group in groups if group.payload is not None}
         named = [msgspec.structs.replace(group, payload=group.payload and ELSEWHERE) for group in groups]
         await write([command for group in named for command in self._put(group, target)])
@@ -113,7 +114,7 @@ class Restores(Facet):
     async def delete_run(self, payload_shards: int = 0) -> None:
         """Delete every key of the run, those in shards first, because the run says where they are.
 
-        `payload_shards`: how many there are, if the run no longer says so.
+        `payload_shards`: their number, if the run no longer records it.
         """
         await self._payloads.delete_shards(payload_shards)
 
@@ -131,7 +132,7 @@ class Restores(Facet):
                 self._redis.at_owner, ("INFO", "server"), ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
             )
             server = facts(info)["run_id"]
-            if cursor and server != asked:  # another server, or one that restarted: the cursor means nothing to it
+            if cursor and server != asked:  # another server, or one that restarted: the cursor is invalid there
                 cursor = 0
                 continue
             if gone := [key for key in found if key not in names]:

@@ -23,7 +23,7 @@ GAPS_S = 300  # logprob gaps are kept for this long
 
 
 def is_sampled(ticket: str, share: float) -> bool:
-    """Return whether the log has a ticket, as functions/prelude.lua decides it."""
+    """Return whether a ticket is logged, by the same rule as in functions/prelude.lua."""
     return int(hashlib.sha1(ticket.encode()).hexdigest()[:8], 16) < round(share * WHOLE)
 
 
@@ -47,10 +47,10 @@ class DroppedGroup:
 
 
 class SampleCalls(Facet):
-    """Reads groups that the sample log does not have yet, and records those that it has."""
+    """Reads groups that the sample log does not have yet, and records which it has."""
 
     async def waiting(self, count: int) -> list[DroppedGroup]:
-        """Return the oldest groups that wait."""
+        """Return the oldest waiting groups."""
         entries = await self._redis.ask(self._redis.commands.xrange(self._keys.samples, "-", "+", count))
         return [_dropped(entry, fields) for entry, fields in entries]
 
@@ -87,7 +87,7 @@ class SampleCalls(Facet):
         return int(await self._redis.call("log_samples", *given, *entries))
 
     async def missed(self) -> dict[str, int]:
-        """Return how many groups the log does not have although it should, by outcome: it was full, or its tracker was gone."""
+        """Return how many groups the log has missed, by outcome, because it was full or its tracker was gone."""
         return await self._counts(MISSED)
 
     async def begun(self) -> dict[int, int]:

@@ -1,6 +1,6 @@
 """Copies dataprep's state into a file (functions/snapshot.lua, store/snapshot_format.py).
 
-Guarantees: a copy is of one instant, or it is started again; no command handles more than a few hundred groups, so the server
+Guarantees: a copy is of one instant, or it is restarted; no command handles more than a few hundred groups, so the server
 stays responsive.
 """
 
@@ -48,7 +48,7 @@ class SnapshotWriter(Facet):
 
     async def _copy(self, fence: int, token: int, found: Any, path: Path, payloads: bool) -> bool:
         """Copy what `snapshot_begin` found and the rest. Returns False if the leader resumed meanwhile or the server restarted,
-        to which the cursor of a scan means nothing.
+        which invalidates the cursor of a scan.
         """
         server = await self._server()
         held = time.monotonic()

@@ -57,5 +57,5 @@ class Batcher(Generic[Item, Answer]):
                 if not future.done():
                     future.set_exception(error)
         finally:
-            for _, future in batch:  # of a call that was cancelled
+            for _, future in batch:  # when the joint call is cancelled
                 future.cancel()

@@ -34,7 +34,7 @@ REPLY_TIMEOUT_S = 60.0  # longer than any stall seen during an AOF rewrite
 PROBE_TIMEOUT_S = 2.0  # for each attempt to reach a server that may not exist; two attempts to connect, two queries each
 PROBE_RETRIES = 1
 NO_RIGHT = ("has no permissions", "ACL failure", "user executing the script can't", "not allowed to access")
-"""What servers answer a user without a permission; all but the first inside a function."""
+"""Replies of servers to a user without a permission; all but the first come from inside a function."""
 RETRIES = 12  # back-off 0.05 s doubling to 1 s: about 9 s, a restart of a server
 
 
@@ -143,7 +143,7 @@ async def _probe(
 
 
 async def closed(client: aioredis.Redis) -> None:
-    """Close a client's connections, also if the caller is cancelled meanwhile: the rest would wait for a garbage collection."""
+    """Close a client's connections, even if the caller is cancelled: others would stay open until garbage collection."""
     await asyncio.shield(asyncio.ensure_future(client.aclose()))
 
 

@@ -41,7 +41,7 @@ class SlotOwner:
         return other
 
     async def find(self) -> Address:
-        """Return the address of that master. Asks nodes in random order: one that is partitioned misleads once, not always.
+        """Return the address of that master. Asks nodes in random order, so that a partitioned node misleads once, not always.
 
         Raises `ConnectionError` if no node knows, and the error of a node that rejects the query.
         """
@@ -86,16 +86,17 @@ class SlotOwner:
 
 
 def _address(node: list[Any], asked: Address) -> Address | None:
-    """Return the address in an entry of CLUSTER SLOTS; a node that knows no name of its own has the one it was asked under.
+    """Return the address in an entry of CLUSTER SLOTS; a node that does not know its own name has the one by which it was
+    reached.
 
-    None: it should have a name, and has none yet.
+    None: it should have a name, but has none yet.
     """
     host = (node[0] or b"").decode()
     return None if host == "?" else (host or asked[0], int(node[1]))
 
 
 class ToMaster(AbstractConnection):
-    """A connection to a server that may stop being the master; for a reply that the master would not give, it connects again."""
+    """A connection to a server that may stop being the master; after a reply that no master would give, it reconnects."""
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """Read the next reply; raises `Elsewhere` for an error that the master would not return."""

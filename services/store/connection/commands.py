@@ -42,11 +42,11 @@ class Commands:
         return await self._reply("HGET", name, key)
 
     async def hmget(self, name: str, *keys: str) -> list[bytes | None]:
-        """Return fields of a hash, of one moment."""
+        """Return fields of a hash, read at the same instant."""
         return await self._reply("HMGET", name, *keys)
 
     async def hgetall(self, name: str) -> dict[bytes, bytes]:
-        """Return a hash; empty: there is none."""
+        """Return a hash, empty if there is none."""
         return dict(pairs(await self._reply("HGETALL", name)))
 
     async def hscan(self, name: str, cursor: int, *, count: int) -> tuple[int, dict[bytes, bytes]]:
@@ -75,7 +75,7 @@ class Commands:
     ) -> list[tuple[bytes, float]]: ...
 
     async def zrange(self, name: str, start: int, end: int, *, desc: bool = False, withscores: bool = False) -> list[Any]:
-        """Return members of a sorted set by rank, with their scores if asked for."""
+        """Return members of a sorted set by rank, with their scores if requested."""
         found = await self._reply("ZRANGE", name, start, end, *["REV"] * desc, *["WITHSCORES"] * withscores)
         return [(member, float(score)) for member, score in pairs(found)] if withscores else found
 

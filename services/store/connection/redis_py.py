@@ -40,7 +40,7 @@ class _ToOwnerByTLS(ToOwner, _ToMasterByTLS):
 
 
 def plain_client(client: aioredis.Redis) -> aioredis.Redis:
-    """Return a client that shares the connections and returns replies as sent: lists and bytes, no dictionaries and pairs. For
+    """Return a client that shares the connections and returns replies as sent: lists and bytes, not dictionaries and pairs. For
     `rediss` and `unix`.
     """
     plain = aioredis.Redis(connection_pool=client.connection_pool)

@@ -1,4 +1,4 @@
-"""Arrow columns of the sample log, made of whole files' values at once.
+"""Arrow columns of the sample log, built from the values of a whole file at once.
 
 Guarantees: a value that does not fit its column is null, and the others stay.
 """
@@ -14,11 +14,11 @@ import pyarrow as pa
 from services.operations.samples.columns import SCHEMA
 
 _UNFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
-"""What values raise that do not fit their columns: numbers of an invalid header may have any size."""
+"""Errors raised by values that do not fit their columns: numbers of an invalid header may have any size."""
 
 
 def column(name: str, values: Any) -> Any:
-    """Return the column of that name, from a sequence of values, or from the array that it is."""
+    """Return the column of that name, from a sequence of values or an array."""
     return values if isinstance(values, pa.Array) else _array(values, SCHEMA.field(name).type)
 
 
@@ -69,7 +69,7 @@ class Ragged:
         return found
 
     def column(self, elements: np.ndarray | None = None, none: np.ndarray | None = None) -> Any:
-        """Return the column, with other elements if they are given; `none`: which rows are null too, [rows]."""
+        """Return the column, with other elements if they are given; `none`: further rows that are null, [rows]."""
         arrow: Any = pa
         whole = self.elements() if elements is None else elements
         lengths, missing = np.array(self._lengths, np.int32), np.array(self._missing, bool)
@@ -82,7 +82,7 @@ class Ragged:
 
 
 def maps(counts: Sequence[int], names: Sequence[str], values: Sequence[float]) -> Any:
-    """Return a column of maps from names to numbers, with so many entries in each row."""
+    """Return a column of maps from names to numbers, with the given number of entries in each row."""
     arrow: Any = pa
     offsets = arrow.array(np.cumsum([0, *counts], dtype=np.int32))
     return arrow.MapArray.from_arrays(offsets, arrow.array(names, arrow.string()), arrow.array(values, arrow.float64()))

@@ -15,7 +15,7 @@ from services.store.calls.samples import DroppedGroup, is_sampled
 from services.store.records import RunState
 from services.tracker.samples.rows import EndedGroup, Gaps
 
-BATCH = 1024  # groups that are read together at most
+BATCH = 1024  # maximum number of groups that are read together
 BATCH_BYTES = 32 << 20  # of their tokens in memory
 GAPS_S = 2.0  # how long the newest step waits for its logprob gaps
 GAPS_POLL_S = 0.1
@@ -31,7 +31,7 @@ class EndedBatch:
     step: int
     """Last step whose groups are among them."""
     more: bool
-    """Whether there was no room for all."""
+    """Whether there was no room for all of them."""
     gaps: dict[int, Gaps] = field(default_factory=dict[int, Gaps])
     """Step -> its logprob gaps."""
 

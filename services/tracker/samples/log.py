@@ -1,7 +1,7 @@
 """Follows a run and writes every group that ends to the sample log.
 
-Guarantees: a group is in the log once for each step and outcome, however often this process is killed: what the log has is in its
-files, and Redis keeps groups until they are acknowledged. Training never waits for it: Redis keeps a bounded amount
+Guarantees: a group is in the log once for each step and outcome, however often this process is killed: its files say what the log
+has, and Redis keeps groups until they are acknowledged. Training never waits for it: Redis keeps a bounded amount
 (functions/prelude.lua) while the lease is renewed, and counts what is missed otherwise.
 
 Waits for: committed steps, groups that were dropped, and the disk. Unblocked by: `POLL_S` (pace.py); the end of the run.
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 LEASE_S = 300.0  # groups wait this long for a tracker that is gone
 IDENTITY = ("payload", "step", "outcome", "incarnation")  # columns of a `GroupKey`
-KNOWN = 50_000  # groups whose identity is kept, to skip what Redis lost the acknowledgement of
+KNOWN = 50_000  # groups whose identity is kept, to skip those whose acknowledgement Redis lost
 
 
 class SampleLog:
@@ -105,8 +105,8 @@ class SampleLog:
         return found.more
 
     async def _attach(self, writer: PartWriter, state: RunState) -> None:
-        """Begin where the log is, or after a restore with the first step that there still is. That may be later than where the
-        run began again, and there may have been restores that this log has not seen.
+        """Begin where the log ends, or after a restore with the first step that still exists. That may be later than the step
+        where the run resumed, and this log may not have seen some restores.
         """
         position = self._position
         if position.incarnation != state.incarnation:
@@ -158,7 +158,7 @@ class SampleLog:
             self._remember(keys)
 
     async def _note_missed(self, writer: PartWriter) -> None:
-        """Record what Redis says is missed. What was recorded stays, also if a Redis that was lost counts from 0 again."""
+        """Record what Redis reports as missed. Earlier records stay, even if Redis was lost and counts from 0 again."""
         missed = await self._store.samples.missed()
         if missed != self._counted:
             if any(missed.get(outcome, 0) < count for outcome, count in self._counted.items()):

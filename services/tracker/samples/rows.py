@@ -53,11 +53,11 @@ class EndedGroup:
     payload: str
     """Name of its tokens; empty: it has none."""
     payload_bytes: int = 0
-    """About their size."""
+    """Their approximate size."""
 
     @property
     def key(self) -> GroupKey:
-        """Return what identifies it in the log."""
+        """Return its identity in the log."""
         return self.payload or self.ticket, self.step, self.outcome.partition(":")[0], self.incarnation
 
 
@@ -148,7 +148,7 @@ class LoggedRows:
             values += [value for _, value in own]
 
     def _of_ticket(self, body: bytes | Header) -> tuple[Any, ...]:
-        """Return what a ticket says of source, place in the order of issue and prompt."""
+        """Return source, place in the order of issue and prompt from a ticket."""
         ticket = _message(body, Ticket)
         if ticket is None:
             return None, None, None, None
@@ -167,7 +167,7 @@ def _places(header: Header) -> list[list[int]] | None:
 
 
 def _figures(header: Header, places: Sequence[Sequence[int]] | None) -> dict[str, list[Any]]:
-    """Return what the header says of each rollout."""
+    """Return the header's values for each rollout."""
 
     def over(column: list[int], fold: Callable[[list[int]], int]) -> list[Any]:
         if places is None:
@@ -186,7 +186,7 @@ def _figures(header: Header, places: Sequence[Sequence[int]] | None) -> dict[str
 
 
 def _gap_columns(column: Ragged) -> dict[str, Any]:
-    """Return the gaps of all rows, with the mean and the largest of their sizes; null: a row has none."""
+    """Return the gaps of all rows, with the mean and the maximum of their absolute values; null: a row has none."""
     gaps = column.elements()
     sizes = np.abs(gaps)
     known = np.isfinite(sizes)
@@ -201,7 +201,7 @@ def _gap_columns(column: Ragged) -> dict[str, Any]:
 
 
 def _advantages(rewards: Sequence[list[float]], counts: Sequence[int], kind: Kind) -> Any:
-    """Return the advantages of all rows, those of groups of a size at once; null: its group has none."""
+    """Return the advantages of all rows, computed at once for groups of the same size; null: its group has none."""
     ends, found = np.cumsum(counts), np.full(sum(counts), np.nan)
     places: defaultdict[int, list[int]] = defaultdict(list)
     for place, own in enumerate(rewards):

@@ -1,4 +1,4 @@
-"""What the tokens of a group say of its rollouts: texts, logprobs and gaps."""
+"""What the tokens of a group give for its rollouts: texts, logprobs and gaps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GroupTokens:
         """Of all rollouts, one after the other, [sum of `lengths`]; gaps are NaN where there is none, None: no token has one."""
 
     def _segments(self, places: Sequence[Sequence[int]], texts: Sequence[str | None]) -> list[list[dict[str, Any]] | None]:
-        """Return the segments of each rollout that has several, or contexts of its own; None for the others."""
+        """Return the segments of each rollout that has several, or its own contexts; None for the others."""
         header, contexts = self._header, self._payload.own_contexts
         return [
             [

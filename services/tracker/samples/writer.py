@@ -1,7 +1,7 @@
 """Writes the files of a sample log.
 
-Guarantees: a file gets its name only once it is on disk, with the log's position in it, so a process that is killed anywhere
-leaves whole files that say what they have; small files are merged, and the oldest are deleted when there are more than `keep`
+Guarantees: a file gets its name only once it is on disk, with the log's position in it, so a process that is killed at any point
+leaves whole files that say what they contain; small files are merged, and the oldest are deleted when there are more than `keep`
 completions.
 """
 
@@ -34,8 +34,8 @@ from services.tracker.samples.arrays import column
 
 log = structlog.get_logger()
 
-MERGED = 16  # files of a size that become one
-MERGED_BYTES = 64 << 20  # of a merged file at most, which is read whole
+MERGED = 16  # files of similar size that are merged into one
+MERGED_BYTES = 64 << 20  # maximum size of a merged file, which is read whole
 PART_OF_KEPT = 16  # a file has at most this part of all completions, so that deleting the oldest deletes no more
 ROW_GROUP_BYTES = 2 << 20  # of rows that are read together for a page, before compression
 _REPEATED = [
@@ -65,7 +65,7 @@ class PartWriter:
         return self._put(table, number, number, position)
 
     def read(self, part: Part, names: Sequence[str] = SCHEMA.names) -> Any:
-        """Return columns of a part, or None if they are damaged: then it counts no more."""
+        """Return columns of a part, or None if they are damaged: then it no longer counts."""
         try:
             return part.read(names)
         except DamagedPart as error:
@@ -75,7 +75,7 @@ class PartWriter:
             return None
 
     def tidy(self) -> None:
-        """Merge the newest files where enough of them are alike, and delete the oldest beyond `keep`."""
+        """Merge the newest files if enough of them are of similar size, and delete the oldest beyond `keep`."""
         parts = self.folder.parts
         while len(parts) >= MERGED and self._alike(parts[-MERGED:]):
             merged = parts[-MERGED:]
@@ -91,11 +91,11 @@ class PartWriter:
             parts.pop(0).path.unlink(missing_ok=True)
 
     def note(self, status: LogStatus) -> None:
-        """Write what the log does not have."""
+        """Write what the log lacks."""
         replace(self.folder.path / STATUS, msgspec.json.encode(status))
 
     def _set_aside(self, name: str) -> None:
-        """Give a damaged file a name that is not of the log."""
+        """Give a damaged file a name outside the log."""
         (self.folder.path / name).rename(self.folder.path / f"damaged-{name}")
 
     def _alike(self, parts: Sequence[Part]) -> bool:

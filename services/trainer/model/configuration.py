@@ -1,4 +1,5 @@
-"""The configuration of the model in training: that of its folder, without what would make the policy differ from the generators'.
+"""The configuration of the model in training: that of its folder, without the settings that would make the policy differ from the
+generators'.
 
 Guarantees: no dropout and no router noise, wherever its class keeps their rates; rotary frequencies that depend on length are
 those that vLLM chooses by its own maximum; an export has the values of the folder.
@@ -21,7 +22,7 @@ NOISE = re.compile(r"drop|jitter")
 """Part of the names of rates of dropout and router noise, e.g. `attention_dropout`, `resid_pdrop`, `router_jitter_noise`."""
 
 MULTIPLIERS = ("cohere", "hyperclovax")
-"""Starts of the types that multiply logits by their scale. The others, of IBM and OpenBMB, divide by `logits_scaling`."""
+"""Prefixes of the model types that multiply logits by their scale. Those of IBM and OpenBMB divide by `logits_scaling`."""
 
 
 def read(path: str, max_tokens: int) -> Any:
@@ -44,7 +45,7 @@ def read(path: str, max_tokens: int) -> Any:
 
 @contextmanager
 def as_in_folder(config: Any, path: str) -> Iterator[None]:
-    """Inside the block, give `config` the values that `read` changed."""
+    """Inside the block, restore the values of `config` that `read` changed."""
     changed: list[tuple[Any, str, Any]] = []
     for part, original in zip(_parts(config), _parts(AutoConfig.from_pretrained(path)), strict=True):
         for name in (*_noises(original), "rope_parameters"):

@@ -27,7 +27,7 @@ from services.trainer.model import configuration, lora
 ADAPTER = "adapter"
 """Folder inside an export that holds its adapters."""
 OF_LOADING = ("is_local", "local_files_only")
-"""What transformers would write of how a tokenizer was loaded, which depends on the process."""
+"""Fields in which transformers would record how a tokenizer was loaded, which depends on the process."""
 
 
 def write(module: Any, config: RunConfig, step: int, folder: Path, rank: int, zero_stage: int) -> None:
@@ -98,7 +98,7 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
 
 
 def _of_the_disk(error: SafetensorError) -> OSError:
-    """Return the error that safetensors had from the system, of which it has only the text."""
+    """Return the system error behind a safetensors error, which holds only its text."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 

@@ -30,12 +30,12 @@ OTHER_SENSES = re.compile(r"vision|visual|audio|image")
 """In the name of a weight that text does not pass through."""
 
 WHOLE = 0
-"""Window of attention that sees everything before."""
+"""Window of full attention, which sees all earlier tokens."""
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a model's FLOPs are made of."""
+    """The quantities from which a model's FLOPs are computed."""
 
     trained: float  # elements of trained matrices that a token passes through, without the output layer
     frozen: float  # the same of frozen ones
@@ -74,7 +74,7 @@ def causal_pairs(tokens: int, window: int = WHOLE) -> int:
 
 
 def of_model(model: Any) -> ModelFlops | None:
-    """Return what the FLOPs of a causal language model are made of.
+    """Return the quantities from which the FLOPs of a causal language model are computed.
 
     Returns None if its configuration does not have the number of experts of a token, or one size of heads for all layers.
     """

@@ -118,7 +118,7 @@ def save(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
 
     folder.mkdir()
     settings = copy.copy(model.peft_config[ADAPTER])
-    settings.target_modules = sorted(settings.target_modules)  # a set, whose order is another one in each process
+    settings.target_modules = sorted(settings.target_modules)  # a set, whose order differs between processes
     settings.save_pretrained(folder)
     adapters = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value for name, value in state.items() if name.endswith(MATRICES)

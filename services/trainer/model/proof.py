@@ -24,7 +24,7 @@ GROUPS = ((9, (14, 6, 11)), (5, (16,)), (12, (8, 10)))
 """Tokens of the prompt and of the responses of each group of the batch."""
 
 LARGEST_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Gap of logprobs, in nats, that is always taken for rounding."""
+"""Gap of logprobs, in nats, that always counts as rounding."""
 
 LARGEST_NORM_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """The same for the norm of the gradient, as a share of it."""
@@ -35,7 +35,7 @@ models with experts, where a rounding sends tokens to others.
 """
 
 IMPLEMENTATION = "eager"
-"""Attention of the model alone: transformers' plainest, which every model has."""
+"""Attention of the model alone: transformers' simplest, which every model has."""
 
 Score = Callable[[Tensor, Tensor, Packing, Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -1,7 +1,7 @@
 """Records which models are verified: verifies an unknown one, and stores results by digest.
 
 Guarantees: a model passes if it was proven on this software, or is now; otherwise it is refused with the figures. A model in
-bfloat16 is proven twice: in float32, where a mistake cannot hide in rounding, and as it is trained, with the kernels that do it.
+bfloat16 is proven twice: in float32, where a mistake cannot hide in rounding, and in bfloat16, with the kernels that train it.
 """
 
 from __future__ import annotations

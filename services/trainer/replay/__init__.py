@@ -1,1 +1,1 @@
-"""Does recorded steps again, with the ranks of the run on CPUs, and no Redis (docs/bundles.md)."""
+"""Repeats recorded steps on CPUs, with as many ranks as the run and without Redis (docs/bundles.md)."""

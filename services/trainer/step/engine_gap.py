@@ -1,7 +1,7 @@
 """Compares trainer and engine once, on a step whose groups were sampled with the weights that it begins with.
 
-Guarantees: a run whose engine computes another model than its trainer stops before the first such step is committed, also one
-that was forked or resumed with other options of the engine.
+Guarantees: a run whose engine computes another model than its trainer stops before the first such step is committed, even if it
+was forked or resumed with other engine options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OFF_POLICY = "staleness/trained/off_policy_share"
 
 
 class EngineComparison:
-    """Checks the first step that allows it, of each process of the trainer."""
+    """Checks the first suitable step of each trainer process."""
 
     def __init__(self, limit: float) -> None:
         """`limit`: maximum mean gap of logprobs, in nats; 0: no limit."""

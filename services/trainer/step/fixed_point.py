@@ -3,7 +3,7 @@
 Guarantees: `reduce` leaves the same bits on every rank, whichever rank held which micro-batch, because integers add up without
 rounding. A gradient element loses what is below 2^-53, far below AdamW's epsilon of 1e-8, and must be below 2^11 divided by the
 number of micro-batches; anything else is reported as infinite.
-Cost: 8 bytes a parameter, a pass over the gradients per micro-batch (on a CPU ten times a plain sum, 3 ns a parameter), an
+Cost: 8 bytes per parameter, a pass over the gradients per micro-batch (on a CPU ten times a plain sum, 3 ns per parameter), an
 all-reduce of twice the bytes.
 """
 

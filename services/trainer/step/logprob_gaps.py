@@ -1,8 +1,8 @@
 """Sends the gaps between the trainer's and the sampler's logprobs to the sample log, token by token.
 
 Guarantees: a step never waits for it, neither for Redis nor for the encoding; one step's gaps are under way at a time, and those
-of a step that ends meanwhile are left out; what it writes is bounded and expires. Nothing is computed again: the gaps are those
-of the step's own loss.
+of a step that ends meanwhile are left out; what it writes is bounded and expires. Nothing is recomputed: the gaps are those of
+the step's own loss.
 
 Waits for: Redis, for `WRITE_S` at most, on the portal's loop.
 """

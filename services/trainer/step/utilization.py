@@ -40,6 +40,6 @@ def peak_tflops(given: float, dtype: str, device: torch.device) -> float:
 
 
 def known_tflops(name: str) -> float:
-    """Return the peak of a device by its name, of which the longest entry counts; 0 if there is none."""
+    """Return the peak of a device by the longest entry that its name contains; 0 if there is none."""
     found = [known for known in PEAK_TFLOPS if re.search(rf"\b{known}\b", name)]
     return PEAK_TFLOPS[max(found, key=len)] if found else 0.0

@@ -20,16 +20,16 @@ from services.verifiers.remote.token import ServiceToken
 from services.verifiers.results import SHOWN_CHARACTERS
 
 REPLY_BYTES = 16 << 20
-"""Maximum number of bytes of a reply: those of a thousand completions with notes of the greatest size."""
+"""Maximum number of bytes of a reply: that of a thousand completions with notes of the maximum size."""
 EXCERPT_BYTES = 2048  # of the reply of a failed request, which is shown in part
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-"""Compressed replies are not asked for and not accepted: a small one may become any size."""
+"""Compressed replies are neither requested nor accepted: a small one may decompress to any size."""
 AGAIN = (408, 429)
 """Client-error statuses that are retried, in addition to server errors."""
 
 
 class Unavailable(Exception):
-    """The service could not be reached, was too slow, is overloaded or failed: it is worth asking again."""
+    """The service could not be reached, was too slow, is overloaded or failed: a retry may succeed."""
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
         """`after_s`: how long the service asked to wait."""
@@ -42,7 +42,7 @@ class Unauthorized(Exception):
 
 
 class UnusableReply(Exception):
-    """The service answered, but not with a result; asking the same again is useless."""
+    """The service answered, but not with a result; a retry is useless."""
 
 
 async def post(http: httpx.AsyncClient, url: str, body: bytes, token: ServiceToken, limit_s: float) -> bytes:
@@ -100,7 +100,7 @@ def _retry_after_s(text: str) -> float:
 
 
 def _cause(error: BaseException) -> str:
-    """Return why a connection failed, in the words of the operating system where it has any."""
+    """Return why a connection failed, in the words of the operating system if it has any."""
     one: BaseException | None = error
     while one is not None:
         if isinstance(one, ssl.SSLError | socket.gaierror) and one.strerror:

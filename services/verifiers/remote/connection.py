@@ -1,8 +1,8 @@
-"""The requests of one verifier to its service, repeated while it is away.
+"""The requests of one verifier to its service, repeated while it is unavailable.
 
-Guarantees: at most `max_requests` are under way at a time; a request is repeated, after growing and jittered pauses, until the
-service answers it or has answered nothing to its group for `give_up_s`. `waiting` tells while a service is away; no text has the
-token or an address's password.
+Guarantees: at most `max_requests` are in flight at a time; a request is repeated, after growing and jittered pauses, until the
+service answers it or has not answered its group for `give_up_s`. `waiting` says so while a service is unavailable; no text has
+the token or an address's password.
 Waits for: a free place among `max_requests`, pauses, the service.
 """
 
@@ -23,13 +23,13 @@ from services.verifiers.remote.token import ServiceToken
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Limits of the pause before a request is repeated, which doubles each time: a service that restarts is found within seconds, and
-one that is overloaded is asked by few."""
+an overloaded one gets few requests."""
 AWAY_S, AWAY_TRIES = 5.0, 3
-"""A service is waited for once it has not answered for this long, or this many requests in a row have failed."""
+"""A service counts as waited for once it has not answered for this long, or this many requests in a row have failed."""
 
 
 class Silence:
-    """How long a service has answered nothing, from the first request that failed since its last answer."""
+    """How long a service has not answered, from the first request that failed since its last answer."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -52,15 +52,15 @@ class Silence:
 
 
 class ServiceConnection:
-    """What one verifier sends to its service."""
+    """One verifier's connection to its service."""
 
     def __init__(self, name: str, config: RemoteVerifier, http: httpx.AsyncClient) -> None:
         self._name, self._config, self._http = name, config, http
         self._token = ServiceToken(config)
         self._under_way = asyncio.Semaphore(config.max_requests)
-        self._groups = 0  # that ask it now
+        self._groups = 0  # with requests now
         self._silence, self._reason = Silence(), ""
-        self._not_before = 0.0  # when the service asked to be left alone until
+        self._not_before = 0.0  # until when the service asked for no requests
         self.address = ""
         """Where the service is, without anything that may be secret."""
 
@@ -75,7 +75,7 @@ class ServiceConnection:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[Silence]:
-        """Give a group's requests the silence that they have in common."""
+        """Share the silence of the service among the requests of a group."""
         self._groups += 1
         try:
             yield Silence()
@@ -119,7 +119,7 @@ class ServiceConnection:
         return self._token.redacted(text)
 
     async def _authorized(self, url: str, body: bytes) -> bytes:
-        """Post once, and again if the token was refused but its file has another one by now."""
+        """Post once, and again if the token was refused but its file now has another one."""
         headers = self._token.headers
         try:
             return await self._post(url, body)
@@ -136,7 +136,10 @@ class ServiceConnection:
         return await post(self._http, url, body, self._token, self._config.timeout_s)
 
     def _failed(self, error: Unavailable, started: float, silence: Silence) -> float:
-        """Note that the service is away, and return the seconds left to the group. They bound the rest that it asks for."""
+        """Note that the service is unavailable.
+
+        Return the seconds left to the group, which bound the pause that the service requests.
+        """
         for each in (self._silence, silence):
             each.failed(started)
         self._reason = error.reason

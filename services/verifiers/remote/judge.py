@@ -1,6 +1,6 @@
 """The verifier `judge`: a language model behind an OpenAI-compatible endpoint is asked for a verdict.
 
-Guarantees: a score is the mean of at least half of the votes asked for; a vote without a readable score, or with one outside the
+Guarantees: a score is the mean of at least half of the requested votes; a vote without a readable score, or with one outside the
 range, does not count, and is never a zero.
 """
 
@@ -20,9 +20,9 @@ from services.verifiers.remote.together import together
 from services.verifiers.results import NOTE_BYTES, BadResult, Verdict, read_results, shown
 
 READ_CHARACTERS = 32 * 1024
-"""The end of a reply in which the pattern searches: far more than verdicts have, and little enough for slow patterns."""
+"""Length of the end of a reply that the pattern searches: far longer than verdicts, and short enough for slow patterns."""
 NOTE_CHARACTERS = NOTE_BYTES // 8
-"""Maximum number of characters that are kept of all votes on a completion: JSON takes up to six bytes for one."""
+"""Maximum number of characters kept of all votes on a completion: JSON takes up to six bytes for one."""
 
 
 class ChatMessage(msgspec.Struct):
@@ -39,7 +39,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatReply(msgspec.Struct):
-    """The parts that are used of a reply of `/chat/completions`."""
+    """The used parts of a reply of `/chat/completions`."""
 
     choices: list[ChatChoice]
 

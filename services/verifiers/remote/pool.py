@@ -23,7 +23,7 @@ from services.verifiers.results import Verdict, fault_of
 
 
 class RemoteScorer(Protocol):
-    """Scores groups by asking a service."""
+    """Scores groups by calling a service."""
 
     async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
         """Return the verdict on a group. Raises `VerifierFailure`, and ValueError with the reason."""
@@ -42,7 +42,7 @@ class RemotePool:
         self._scorers: dict[str, RemoteScorer] = {}
 
     async def start(self) -> None:
-        """Read tokens and compile templates; no service need be there yet. Raises `VerifierFailure`."""
+        """Read tokens and compile templates; no service needs to be up yet. Raises `VerifierFailure`."""
         if not self._verifiers:
             return
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log a line for each request, with its address

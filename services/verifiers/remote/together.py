@@ -1,4 +1,4 @@
-"""Runs calls at the same time, all or none."""
+"""Runs calls concurrently, all or none."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class ServiceToken:
         return text.replace(self._value, "***") if self._value else text
 
     def __str__(self) -> str:
-        """Return where it comes from."""
+        """Return the token's origin."""
         return f"token_env = {self._env}" if self._env else f"token_file = {self._file}" if self._file else "no token"
 
     def _found(self) -> str:

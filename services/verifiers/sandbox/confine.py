@@ -156,7 +156,7 @@ def _alone(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def _write_only_in(folder: Path, readable: Sequence[Path] | None = None) -> bool:
-    """Refuse to write, create or delete files outside `folder`, and to read them but in `readable` (landlock)."""
+    """Refuse to write, create or delete files outside `folder`, and to read files outside `readable` (landlock)."""
     handled = _WRITING if readable is None else _WRITING | _READING
     attributes = ctypes.create_string_buffer(struct.pack("Q", handled), 8)
     rules = _libc.syscall(_LANDLOCK_CREATE, attributes, 8, 0)

@@ -1,4 +1,4 @@
-"""The folder of the code of a rollout: how much is in it, and its contents as JSON, whatever the code made of it.
+"""The folder of a rollout's code: its size, and its contents as JSON, whatever the code has done to it.
 
 Guarantees: nothing outside the folder is read: no symbolic link is followed.
 """
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 10_000
-"""Most that may be in it."""
+"""Maximum size of its contents."""
 DEPTH = 50
-"""Most folders in one another."""
+"""Maximum depth of nested folders."""
 KEPT_BYTES = 256 << 10
-"""Largest contents that are part of a rollout's records: with more, it cannot be continued by another pod."""
+"""Maximum size of contents that go into a rollout's records: with more, another pod cannot continue it."""
 
 
 def over(folder: Path, most_bytes: int, most_entries: int) -> bool:
@@ -26,7 +26,7 @@ def over(folder: Path, most_bytes: int, most_entries: int) -> bool:
     pending = [(str(folder), 0)]
     while pending:
         place, depth = pending.pop()
-        with contextlib.suppress(OSError), os.scandir(place) as entries:  # gone meanwhile, or closed to us
+        with contextlib.suppress(OSError), os.scandir(place) as entries:  # deleted meanwhile, or not readable
             for entry in entries:
                 count += 1
                 if count > most_entries or depth > DEPTH:
@@ -42,7 +42,7 @@ def packed(folder: Path) -> dict[str, str] | None:
     """Return the files by their paths, in base64; None if they are too large, cannot be read, or are not all plain files."""
     try:
         return _packed(folder)
-    except OSError:  # its mode, or that of a folder in it, forbids it
+    except OSError:  # its mode, or that of a folder in it, forbids reading
         return None
 
 
@@ -56,7 +56,7 @@ def _packed(folder: Path) -> dict[str, str] | None:
         size += known.st_size + len(path)
         if not stat.S_ISREG(known.st_mode) or size > KEPT_BYTES:
             return None
-        if not path.isprintable():  # such as a name that is not UTF-8, which no record holds
+        if not path.isprintable():  # such as a name that is not UTF-8, which no record can hold
             return None
         found[path] = base64.b85encode((folder / path).read_bytes()).decode()
     return found

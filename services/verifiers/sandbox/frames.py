@@ -22,7 +22,7 @@ class BadFrame(ValueError):
 
 
 class Setup(msgspec.Struct, array_like=True):
-    """First frame to a worker: what `model_dump(mode="json")` returns for verifiers and sources, and its freedoms."""
+    """First frame to a worker: what `model_dump(mode="json")` returns for verifiers and sources, and its permissions."""
 
     verifiers: list[tuple[str, dict[str, Any]]]  # name, configuration
     sources: list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Hello(msgspec.Struct, array_like=True):
     """First frame of a worker: it is ready, or the reason why it cannot be."""
 
     error: str = ""
-    needs: dict[str, list[str]] = {}  # source -> fields of a group that its verifiers ask for
+    needs: dict[str, list[str]] = {}  # source -> fields of a group that its verifiers request
 
 
 def frame(message: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Runs a command so that nothing which it starts outlives it, or the process that started this one.
+"""Runs a command so that nothing that it starts outlives it, or the process that started this one.
 
 Guarantees: when the command ends, when this process gets SIGTERM, and when its parent dies, however it dies, every process that
 descends from the command is killed, whichever session or process group it is in. Its exit status is the command's.
@@ -18,14 +18,14 @@ _STATE, _PARENT = 0, 1  # of /proc/PID/stat, after the name
 
 
 def guarded() -> list[str]:
-    """Return what to put before a command that this process starts, for it to run under a guard."""
+    """Return the prefix that makes a command of this process run under a guard."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
 
 
 def main() -> int:
     """Run the command of the arguments to its end and return its exit status."""
     libc = ctypes.CDLL(None)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever ignores it does not learn how its children ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a process that ignores it does not learn how its children ended
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -20,7 +20,7 @@ def inherited(environment: EnvironmentConfig) -> list[str]:
 def in_interpreter(interpreter: str, folder: Path, variables: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return the Python to start and its environment variables; `interpreter` empty: the one that runs this.
 
-    Another one sees nothing of this one's libraries but this package, by a link in `folder`.
+    Another one sees only this package of this one's libraries, through a link in `folder`.
     """
     if not interpreter:
         return sys.executable, dict(variables)

@@ -40,7 +40,7 @@ ELSEWHERE = {
     "prompts": "prompt", "completion_ids": "tokens", "solution_str": "completion", "response": "completion",
     "ground_truth": "answer", "data_source": "source", "extra_info": "row",
 }  # fmt: skip
-"""Parameters of TRL's and verl's reward functions -> what they are called here."""
+"""Parameters of TRL's and verl's reward functions -> their names here."""
 
 
 class LoadedVerifier:
@@ -53,7 +53,7 @@ class LoadedVerifier:
         self._own = own is not None
         self._call: Callable[..., Any] = builtin(config, source).score if own is None else own
         self.needs = _parameters(self._call, self._whole)
-        """Names of the parameters that it asks for."""
+        """Names of the parameters that it requests."""
         called = self._call.func if isinstance(self._call, partial) else self._call
         self.is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))  # noqa: B004
 
@@ -110,7 +110,7 @@ def builtin(config: VerifierConfig, source: Source) -> Any:
 
 
 def _parameters(function: Callable[..., Any], whole: bool) -> frozenset[str]:
-    """Return which of a group's fields a function asks for. Raises `Unusable` for an unknown parameter."""
+    """Return which of a group's fields a function requests. Raises `Unusable` for an unknown parameter."""
     offered = {*(OF_ONE.values() if whole else OF_ONE), *OF_ALL}
     wanted: set[str] = set()
     for name, parameter in inspect.signature(function).parameters.items():

@@ -13,9 +13,9 @@ import traceback
 
 NAME = "<code>"
 OUTPUT_BYTES = 1 << 20
-"""Most output of a run; with more, it is ended."""
+"""Maximum output of a run; a run with more is ended."""
 KEPT_BYTES = 40_000
-"""Most of it that is kept: 10,000 characters, of up to four bytes each."""
+"""Maximum output that is kept: 10,000 characters, of up to four bytes each."""
 
 
 def _write_open_files() -> None:
@@ -29,7 +29,7 @@ def _write_open_files() -> None:
 
 
 def run(code: str) -> None:
-    """Run code as the main module; print the value of a last expression, as an interactive Python does.
+    """Run code as the main module; print the value of a last expression, as interactive Python does.
 
     Whatever it raises is printed, and ends the process with exit status 1.
     """
@@ -44,7 +44,7 @@ def run(code: str) -> None:
             sys.displayhook(eval(compile(ast.Expression(last.value), NAME, "eval"), names))
     except SystemExit:
         raise
-    except BaseException as error:  # whatever it is, the policy is told
+    except BaseException as error:  # whatever it is, it is reported to the policy
         sys.stdout.flush()
         shown = traceback.TracebackException.from_exception(error)
         shown.stack = traceback.StackSummary.from_list([each for each in shown.stack if each.filename == NAME])

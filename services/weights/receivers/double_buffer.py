@@ -1,11 +1,11 @@
-"""A second copy of a model's layers: new weights are loaded into it beside sampling, and it changes places with the model's own
-layers in the pause.
+"""A second copy of a model's layers: new weights are loaded into it while the engine samples, and in the pause it is swapped with
+the model's own layers.
 
 On a CPU vLLM repacks every linear layer for oneDNN when weights are loaded, which takes longer than copying them. A copy of the
 modules lets vLLM's own loaders do that while the engine samples.
-Guarantees: nothing of the model changes before `exchange`, which only exchanges references. Models whose layers derive anything
+Guarantees: the model does not change before `exchange`, which only swaps references. Models whose layers derive anything
 else from their weights are not copied.
-Cost: while it is filled, the packed weights once more; afterwards only what is not packed, embeddings and norms.
+Cost: while it is filled, a second copy of the packed weights; afterwards only of what is not packed, embeddings and norms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from services.weights.sparse.placement import NotPlaceable
 
 log = structlog.get_logger()
 
-WRAPPER = "online_process_loader"  # name of the loaders that vLLM wraps others in while it reloads
+WRAPPER = "online_process_loader"  # name of the function that vLLM wraps loaders in while it reloads
 PACKED = "cpu_linear"  # attribute of a layer: the function that multiplies by its packed weights
 
 LEAST_BYTES = 16 << 20
@@ -57,7 +57,7 @@ class DoubleBuffer:
         self._model, self._config = model, model_config
         self._copy: Any = None
         self._holds: Weights | None = None
-        self._busy = threading.Lock()  # a transfer that was given up may still be filling it
+        self._busy = threading.Lock()  # an abandoned transfer may still be filling it
 
     @torch.no_grad()
     def fill(self, weights: Weights) -> None:
@@ -95,7 +95,10 @@ def _nbytes(model: Any) -> int:
 
 
 def _copy_of(module: Any, modules: dict[int, Any], tensors: dict[int, Any]) -> Any:
-    """Return a copy of a module that shares all but its modules and tensors. `modules`, `tensors`: copies by original."""
+    """Return a copy of a module that shares everything except its modules and tensors.
+
+    `modules`, `tensors`: copies by original.
+    """
     if id(module) in modules:
         return modules[id(module)]
     copy = object.__new__(type(module))
@@ -115,7 +118,7 @@ def _copy_of(module: Any, modules: dict[int, Any], tensors: dict[int, Any]) -> A
 
 
 def _shapes_of(tensors: dict[str, torch.Tensor], module: Any, copy: Any) -> dict[str, Any]:
-    """Return tensors without memory, as a reload begins with them, whose loaders are those of `copy` instead of `module`.
+    """Return tensors without memory, such as a reload begins with, whose loaders are those of `copy` instead of `module`.
 
     vLLM's wrappers count what is loaded into the module that they were made for, and stay on its tensors after a reload.
     """

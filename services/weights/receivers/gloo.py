@@ -84,7 +84,7 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         self.refused = ""
         """Why the last update was not applied, although it arrived whole; empty if it was."""
         self.verdict = LoadedWeights("", 0, 0)
-        """What the comparison of the last update with the model found, if one was asked for."""
+        """Result of the comparison of the last update with the model, if one was requested."""
         self._joining: Future[Any] | None = None
         threading.Thread(target=_die_with_owner, args=(int(os.environ[OWNER]),), name="owner-watch", daemon=True).start()
 
@@ -144,7 +144,7 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         loader.load_weights(weights)
 
     def verify(self, weights: Iterable[tuple[str, torch.Tensor]], update_info: ReceiveInfo) -> None:
-        """Compare the model with what was loaded into it, if that is asked for. One that differs is not `whole`."""
+        """Compare the model with what was loaded into it, if requested. A model that differs is not `whole`."""
         quantized = getattr(self.model_config, "quantization", None) is not None  # its loaders may do more than copy
         self.verdict = compare(self.model, weights) if update_info.verify_loaded and not quantized else LoadedWeights("", 0, 0)
         self.whole = self.whole and not self.verdict.differs
@@ -163,7 +163,7 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
 
 
 class StagingEngine(JoiningEngine):
-    """Receives into host memory while generation continues, and on a CPU loads there, too."""
+    """Receives into host memory while generation continues; on a CPU it loads meanwhile, too."""
 
     fetched_bytes: int | None = None
     """What the last transfer read from a store of versions; None without one."""
@@ -196,7 +196,7 @@ class StagingEngine(JoiningEngine):
                     self.buffer.fill(staged)
                 staging.set_result(staged)
             except Exception as error:  # passed on to the caller that takes the weights
-                current = self._joining is joined  # otherwise the caller has gone on to another group
+                current = self._joining is joined  # otherwise the caller has moved on to another group
                 if isinstance(error, WeightChanged):
                     self.changed = error.tensor if current else self.changed
                 else:  # the group cannot be used again
@@ -218,7 +218,7 @@ class StagingEngine(JoiningEngine):
         return "staged" if error is None else f"{type(error).__name__}: {error}"
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
-        """Exchange the model's layers for those that were loaded meanwhile, or reload it from the staged weights."""
+        """Replace the model's layers by those loaded meanwhile, or reload the model from the staged weights."""
         staging, self._staging = self._staging, None
         if staging is None:
             raise RuntimeError("no weights are staged")
@@ -293,7 +293,7 @@ class WorkerExtension:
         return self.weight_transfer_engine.whole
 
     def weights_loaded(self) -> tuple[str, int, int]:
-        """Return `JoiningEngine.verdict` of this worker: the weight that differs, how many were compared, of how many."""
+        """Return `JoiningEngine.verdict` of this worker: the weight that differs, the number compared, and their total."""
         verdict = self.weight_transfer_engine.verdict
         return verdict.differs, verdict.compared, verdict.total
 

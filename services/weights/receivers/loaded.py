@@ -1,8 +1,8 @@
-"""Whether a model holds the weights that it was given: its own loaders run again, and compare where they would copy.
+"""Checks whether a model holds the weights that it was given: its own loaders run again, and compare instead of copying.
 
 vLLM's `compute_weight_checksums` hashes the tensors of a worker as they are after loading: fused (qkv, gate and up), sliced by
 tensor parallelism, padded. A manifest has a checksum for each tensor of the checkpoint, and no checksum of one follows from the
-other's. The loaders know the way from one to the other, so they are asked, and what is compared are the bits themselves.
+other's. The loaders know how to get from one to the other, so they run again, and the bits themselves are compared.
 Guarantees: nothing is written into the model. A weight whose tensor was repacked after loading cannot be compared, and is counted
 (on CPUs all linear layers, of which vLLM keeps no tensor that Python could read).
 """
@@ -31,7 +31,7 @@ class _NotComparable(Exception):
 
 
 class _Comparison(TorchDispatchMode):
-    """Compares what would be written into the tensors of a model; other operations are done."""
+    """Compares what would be written into the tensors of a model; other operations run as usual."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -2,7 +2,8 @@
 
 Guarantees: a broadcast that exceeds its limit is aborted, so the worker always answers; after that, or after any other failure or
 a checksum that differs, `whole` is False until a full update has arrived. What changed is compared with what it replaces before
-anything is written, so one that breaks leaves the model as it was (patching.py; in host memory, versions/mirror.py).
+anything is written, so a transfer of changes that breaks leaves the model unchanged (patching.py; in host memory,
+versions/mirror.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class NcclWeightTransferEngine(JoiningEngine):
         self.patcher = Patcher(self.model, getattr(self.model_config, "quantization", None) is not None)
 
     def connect(self, info: JoinInfo, rank: int) -> tuple[PyNcclCommunicator, WeightManifest, int, Callable[[], None]]:
-        """Join the NCCL group and read its manifest. Also returns what tells the sender whether this rank takes patches."""
+        """Join the NCCL group and read its manifest.
+
+        Also returns a function that tells the sender whether this rank takes patches.
+        """
         torch.accelerator.set_device_index(self.device)  # the current device is a property of the thread
         store = join_store(info.host, info.port, info.timeout_s)
         declare = partial(self._declare, store, rank)
@@ -129,8 +133,8 @@ class NcclWeightTransferEngine(JoiningEngine):
     def _patch(self, heading: Heading, update_info: ReceiveInfo, abort: Abort) -> None:
         """Receive what changed, compare what it replaces, and write it into the model.
 
-        Raises like `receive_weights`; the model is then as it was, as it is if `refused` says why. If it does not have what was
-        written, `verdict` says so.
+        Raises like `receive_weights`. The model is unchanged if it raises, or if `refused` gives a reason. If the model does
+        not have what was written, `verdict` says so.
         """
         communicator, manifest, _, _ = self.connection
         table = self._broadcast(communicator, torch.empty(heading.manifest_nbytes, dtype=torch.uint8, device=self.device))

@@ -1,9 +1,9 @@
-"""Changes written into the tensors that vLLM samples with, of an unquantized model, on their device.
+"""Writes changes into the tensors that vLLM samples with, those of an unquantized model, on their device.
 
 Guarantees: a patch is applied to exactly the bits it was made from, or not at all: its version is compared, every chunk has a
 checksum, and every element that it changes is compared with the old bits it names before the first one is written. What was
-written is read again. A model that vLLM keeps in another form than its checkpoint, or derives anything from, is refused, with
-the reason; such members take whole transfers only.
+written is read back. A model that vLLM keeps in another form than its checkpoint, or derives anything from, is refused, with the
+reason; such members take whole transfers only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Patcher:
         """The trainer's fence and the version whose bits the model has; nothing if that is not known."""
         self._placement: Placement | None = None
         self._distrusted = ""  # why the placement is not used again
-        self._said = ""  # why there is none, as logged last
+        self._said = ""  # why there is none, as last logged
 
     @property
     def able(self) -> bool:
@@ -52,7 +52,7 @@ class Patcher:
         self.held = NOTHING
 
     def adopt(self, heading: Heading, manifest: WeightManifest) -> None:
-        """Hold weights that came whole, and learn where the model keeps them."""
+        """Hold a whole set of weights, and learn where the model keeps them."""
         self.held, self._placement = (heading.fence, heading.version), None
         try:
             refuse(self._model, self._quantized, self._distrusted)
@@ -110,7 +110,7 @@ class Patcher:
         if right and False in (verdicts := torch.stack(right).tolist()):
             name = names[verdicts.index(False)]
             self.held = NOTHING
-            self.distrust(f"its {name} was not as the trainer had sent it")  # or it is kept elsewhere than its loader says
+            self.distrust(f"its {name} was not as the trainer had sent it")  # or the loader names the wrong place
             raise WeightChanged(name)
         return found
 

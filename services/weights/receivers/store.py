@@ -17,11 +17,11 @@ class StoreWeightTransferEngine(StagingEngine):
     """Fetches versions; `host` is the place of the trainer's versions."""
 
     def connect(self, info: JoinInfo, rank: int) -> VersionReader:
-        """Look into the store."""
+        """Check that the store can be read."""
         return VersionReader(info.host, self.mirror)
 
     def take(self, connection: VersionReader, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
-        """Fetch what leads to the version."""
+        """Fetch the objects that lead to the version."""
         weights = connection.take(deadline, version)
         self.fetched_bytes = connection.fetched.nbytes
         return weights

@@ -1,1 +1,1 @@
-"""What changed, from GPUs to GPUs: `sync.encoding = "sparse"` (docs/sync.md). Nothing passes through host memory."""
+"""Sends what changed from GPUs to GPUs: `sync.encoding = "sparse"` (docs/sync.md). Nothing passes through host memory."""

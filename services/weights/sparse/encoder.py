@@ -1,6 +1,6 @@
 """The bits of this rank's share of the weights when they were sent last, and what has changed since.
 
-Guarantees: `encode` brings its copy (the base) to the present bits and returns the change that does so. Each rank has pieces of
+Guarantees: `encode` brings its copy (the base) to the current bits and returns the change that does so. Each rank has pieces of
 its own (versions/encoder.py): its partitions under ZeRO-3, otherwise every n-th piece. Nothing is gathered.
 Cost: a copy of this rank's share on the device of the weights, which over all ranks is one copy of the weights that are trained;
 reading both once a version.

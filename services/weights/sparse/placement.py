@@ -1,4 +1,4 @@
-"""Where a model keeps each element of a checkpoint, learned from the model's own loaders, and changing elements there.
+"""Learns from a model's own loaders where it keeps each element of a checkpoint, and changes elements there.
 
 vLLM's loaders fuse tensors (qkv, gate and up) and slice them for tensor parallelism. They run once over tensors without memory
 (torch's meta device): wherever a loader would copy a view of one into a tensor of the model, offset and strides of both views say
@@ -104,7 +104,7 @@ class Placement:
 
 
 class _Tracing(TorchDispatchMode):
-    """Notes what would be copied into the tensors of a model, and does not."""
+    """Records what would be copied into the tensors of a model, without copying it."""
 
     def __init__(self, model: torch.nn.Module, given: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def _region(given: torch.Tensor, held: torch.Tensor) -> Region:
         raise NotPlaceable(f"a loader converts {given.dtype} to {held.dtype}")
     dims = [dim for dim in zip(given.shape, given.stride(), held.stride(), strict=True) if dim[0] != 1]
     dims.sort(key=lambda dim: -dim[1])
-    extent = 1  # elements that the dimensions after the present one reach over
+    extent = 1  # elements spanned by the dimensions after the current one
     for size, stride, _ in reversed(dims):
         if stride < extent:
             raise NotPlaceable("a loader copies an element twice")

@@ -1,9 +1,9 @@
 """The trainer's side of `sync.encoding = "sparse"`: every rank finds what changed in its share, rank 0 sends it on.
 
-Guarantees: those of services/weights/sender.py; no weight is gathered and nothing is copied to host memory for a patch; all
-ranks decide alike whether one is sent, because they decide from the same numbers, so none waits for another; a rank that fails
-costs one transfer of all weights; every `WHOLE_EVERY`th transfer sends all weights, so whatever no comparison could see (a weight
-that changed in a generator's memory and never again in training) does not stay.
+Guarantees: those of services/weights/sender.py; no weight is gathered and nothing is copied to host memory for a patch; all ranks
+decide alike whether one is sent, because they decide from the same numbers, so none waits for another; a rank that fails costs
+one transfer of all weights; every `WHOLE_EVERY`th transfer sends all weights, so a fault that no comparison can see (a weight
+that changed in a generator's memory and never again in training) does not persist.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from services.weights.versions.sender import PAYS, Gather
 log = structlog.get_logger()
 
 WHOLE_EVERY = 32
-"""Transfers of which one sends all weights. One in 32 costs 3 % of what sending them always costs."""
+"""One transfer in this many sends all weights, at 3 % of the cost of always sending them."""
 
 Relay = Callable[[torch.Tensor | None, int, int], torch.Tensor | None]
-"""Moves bytes from a rank (third argument) to rank 0: the rank gives them, rank 0 gets them, of a length that both know (second
-argument). On the device of the weights. For these two ranks only."""
+"""Moves bytes from a rank (third argument) to rank 0: the rank passes them, rank 0 receives them, of a length that both know
+(second argument). On the device of the weights. For these two ranks only."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class SparseWeightSender(WeightSender):
         return True
 
     def _send_whole(self, order: Order) -> None:
-        """Send all weights, which are what later patches start from."""
+        """Send all weights, from which later patches start."""
         problem = self._load()
         problems = [said for said in self._gather(problem) if said]
         gathered = self._gathered()
@@ -162,7 +162,10 @@ class SparseWeightSender(WeightSender):
         return ""
 
     def _collected(self, patch: Patch, mine: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the data of each rank on rank 0; elsewhere give this rank's and yield nothing. Collective: iterate to the end."""
+        """Yield the data of each rank on rank 0; elsewhere send this rank's data and yield nothing.
+
+        Collective: iterate to the end.
+        """
         sizes: dict[int, int] = {}
         for row, nbytes in zip(patch.rows, patch.sizes, strict=True):
             sizes[row.part] = sizes.get(row.part, 0) + nbytes

@@ -1,4 +1,4 @@
-"""The interface of transports, and what those share whose members meet at a TCP store."""
+"""The interface of transports, and the base class of those whose members meet at a TCP store."""
 
 from __future__ import annotations
 

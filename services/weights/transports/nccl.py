@@ -70,11 +70,11 @@ class NcclTransport(Meeting):
                 # The producer's streams take turns, and a bucket may be packed on both. They do not wait for each other.
                 torch.cuda.current_stream().synchronize()
                 for meta, tensor in zip(bucket.tensors, tensors, strict=True):
-                    if tensor.is_cuda:  # its memory is not used again before this stream has read it
+                    if tensor.is_cuda:  # its memory is not reused before this stream has read it
                         tensor.record_stream(torch.cuda.current_stream())
                     yield meta.name, tensor.clone() if self.fleeting else tensor  # read after the next has been requested
 
-        torch.cuda.synchronize()  # nor for the one that trained
+        torch.cuda.synchronize()  # nor do they wait for the stream that trained
         with self._within(deadline):
             if heading is not None:
                 group.broadcast(heading.encoded().to(group.device), src=0)
@@ -122,7 +122,10 @@ class NcclTransport(Meeting):
 
     @contextlib.contextmanager
     def _within(self, deadline: Deadline) -> Iterator[Callable[[], None]]:
-        """Abort the communicator at the deadline, and raise `TimeoutError` at the end. Yields what raises it earlier."""
+        """Abort the communicator at the deadline, and raise `TimeoutError` at the end.
+
+        Yields a function that raises it earlier.
+        """
 
         def check() -> None:
             if abort.passed:

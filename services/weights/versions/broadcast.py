@@ -1,7 +1,7 @@
 """Versions by broadcast: rounds of `gloo`, `nccl` and `filesystem` that send what changed (`sync.encoding`, docs/sync.md).
 
 A heading precedes every transfer and says which version it is, and whether all weights follow or a delta: one payload of manifest
-and data, encoded as a store of versions has them.
+and data, encoded as in a store of versions.
 Guarantees: a delta is applied to exactly the bits it was made from, or not at all; every piece, changed or not, is compared with
 the checksum of the result, and whatever fails leaves what was held before (mirror.py); sizes are checked before memory is
 allocated for them.
@@ -141,7 +141,7 @@ def named(manifest: WeightManifest) -> list[Weight]:
 
 
 def adopt(mirror: WeightMirror, heading: Heading, manifest: WeightManifest, weights: list[tuple[str, torch.Tensor]]) -> None:
-    """Keep weights that came whole, as what the next delta starts from."""
+    """Keep a whole set of weights, from which the next delta starts."""
     held = dict(weights)
     metas = manifest.tensors
     mirror.adopt((heading.fence, heading.version), metas, [held[meta.name] for meta in metas], named(manifest))
@@ -150,8 +150,8 @@ def adopt(mirror: WeightMirror, heading: Heading, manifest: WeightManifest, weig
 def apply(mirror: WeightMirror, heading: Heading, payload: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Bring the mirror to a delta's version and return its weights, which share its memory.
 
-    Raises `InvalidVersion`, which leaves it as it was, or `WeightChanged`, after which it holds nothing: what arrived was
-    damaged, or what was here.
+    Raises `InvalidVersion`, which leaves it as it was, or `WeightChanged`, after which it holds nothing: either what arrived was
+    damaged, or what was held.
     """
     data = payload.numpy().data
     made = manifests.decode(data[: heading.manifest_nbytes])
@@ -190,7 +190,7 @@ def receive(
         payload = huge_pages(heading.nbytes)
         broadcast(group, payload, deadline)
         return apply(mirror, heading, payload)
-    mirror.forget()  # its memory is received into
+    mirror.forget()  # its memory is reused to receive into
     weights = collective.receive(group, manifest, deadline, buffers)
     adopt(mirror, heading, manifest, weights)
     return weights

@@ -1,11 +1,11 @@
-"""Which versions of one trainer a store holds: how to get from one to another, when an anchor is due, what may go.
+"""Which versions of one trainer a store holds: how to get from one to another, when an anchor is due, what may be deleted.
 
 Guarantees: pure functions over values, without torch; the versions that a chain leads through exist in the catalogue; what
 `trimmed` keeps contains, for every version it keeps, an anchor and the deltas that lead there; `garbage` names nothing that the
 catalogue holds, that is being written, that an announced reader may still need, or that belongs to a later trainer.
 
 A version is stored as an anchor, as a delta of the version before, or as both. Each trainer, known by its fence, has its own
-folder with a catalogue that only it writes, so a trainer that lost its place disturbs nobody.
+folder with a catalogue that only it writes, so a superseded trainer disturbs nobody.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Catalogue(msgspec.Struct, frozen=True):
         return Catalogue(self.fence, [*(known for known in self.entries if known.folder != entry.folder), entry])
 
     def trimmed(self) -> Catalogue:
-        """Return the catalogue from the last anchor but one on: who has begun with that one can continue."""
+        """Return the catalogue from the last anchor but one on, so that readers that have begun with it can continue."""
         anchors = sorted(entry.version for entry in self.entries if entry.base is None)
         first = anchors[-2:][0] if anchors else 0
         kept = [entry for entry in self.entries if entry.version > first or (entry.version == first and entry.base is None)]
@@ -134,7 +134,7 @@ def decode(encoded: bytes | memoryview, fence: int) -> Catalogue:
 
 
 def announce(fence: int, version: int) -> str:
-    """Return how a reader says that it needs everything of trainer `fence` from `version` on."""
+    """Return the text by which a reader announces that it needs everything of trainer `fence` from `version` on."""
     return f"{fence}/{version}"
 
 

@@ -16,14 +16,14 @@ from services.weights.versions.pieces import Change, decode
 from services.weights.versions.positions import InvalidVersion
 
 GROUP = 1 << 21
-"""Elements of a group at least."""
+"""Minimum number of elements in a group."""
 
 
 class Delta:
     """A delta, whole."""
 
     def __init__(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]]) -> None:
-        """`parts`: index and bytes of every part, in any order, once each. Raises `InvalidVersion` or as `parts` does."""
+        """`parts`: index and bytes of every part, in any order, once each. Raises `InvalidVersion`, or what `parts` raises."""
         self.manifest = manifest
         self._data = dict[int, memoryview]()
         for index, part in parts:

@@ -1,7 +1,7 @@
 """The bits that a rank published last, and what has changed since.
 
-Guarantees: `encode` brings its copy (the base) to the weights' present bits and returns the change that does so; `whole`
-describes the base itself, so an anchor can be written from it while training continues. Each rank encodes pieces of its own: no
+Guarantees: `encode` brings its copy (the base) to the weights' current bits and returns the change that does so; `whole`
+describes the base itself, so an anchor can be written from it while training continues. Each rank encodes its own pieces: no
 weight is gathered, at any ZeRO stage.
 Cost: a copy in host memory of this rank's pieces, which over all ranks is one copy of the weights; reading them and the copy once
 a version.

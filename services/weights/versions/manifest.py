@@ -1,8 +1,8 @@
-"""The manifest of a version: which tensors it holds, where each piece of them is, and the checksum that each has in the end.
+"""The manifest of a version: which tensors it holds, where each piece of them is, and the checksum of each piece's result.
 
-Guarantees: a manifest that `decode` returns has the bytes that `encode` gave it, by a digest at their end, and is consistent: its
-pieces cover every tensor exactly once, in order, every piece lies inside its part, no two overlap, and no size exceeds what its
-tensor can need. So a reader may allocate what a manifest says.
+Guarantees: a manifest that `decode` returns is the one that was encoded, which a digest at its end verifies, and is consistent:
+its pieces cover every tensor exactly once, in order, every piece lies inside its part, no two overlap, and no size exceeds what
+its tensor can need. A reader may therefore allocate what a manifest says.
 A version never changes: its name is (trainer's fence, version, kind), and whoever writes it writes the manifest last.
 """
 

@@ -1,4 +1,4 @@
-"""The weight that an adapted layer has: one formula for the trainer and for those who get the adapter alone."""
+"""The weight that an adapted layer has: one formula for the trainer and for readers that receive only the adapter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 @torch.no_grad()
 def merged(parts: list[torch.Tensor], scale: float) -> torch.Tensor:
-    """Return W + scale B A of `parts` W, A and B; the tensor itself if it is alone.
+    """Return W + scale B A of `parts` W, A and B; or W itself if there is no adapter.
 
     A and B are rounded to W's dtype, in which they travel; the rest is computed in float32 and rounded once.
     """

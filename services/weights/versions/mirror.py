@@ -2,7 +2,7 @@
 
 Guarantees: `load` and `apply` end with every tensor at the version's bits, each piece compared with its checksum, or raise: then
 a delta is undone, and an anchor leaves nothing. What is applied has been checked: sizes by the manifest, positions and blocks as
-they are decoded. Bytes that come from outside may be anything.
+they are decoded. Bytes from outside are not trusted.
 Cost: one copy of the tensors, and while a delta is applied the values that it replaces.
 """
 
@@ -31,7 +31,7 @@ NOTHING = (0, -1)
 THREADS = min(4, os.cpu_count() or 1)
 """Threads that decode, apply and compare: numpy and zstandard let each other run."""
 Undo = list[tuple[np.ndarray, Change]]
-"""Elements of a piece, and the change that takes back what was done to them."""
+"""Elements of a piece, and the change that undoes what was done to them."""
 
 
 class WeightMirror:
@@ -41,7 +41,7 @@ class WeightMirror:
         self.held: tuple[int, int] = NOTHING
         """The trainer's fence and the version whose bits these are."""
         self.busy = threading.Lock()
-        """Held by whoever brings it to a version on a thread of its own, which may outlive those who wait for it."""
+        """Held while a thread brings the mirror to a version; the thread may outlive its callers."""
         self._metas: list[TensorMeta] = []
         self._tensors: list[torch.Tensor] = []
         self._weights: list[Weight] = []
@@ -70,10 +70,10 @@ class WeightMirror:
         last: bool = True,
     ) -> None:
         """Hold an anchor, or nothing. `read` fills memory from a part, named by its index, one target after the other, on threads
-        of `pool`, of which one that is late may still do so afterwards: no tensor has that memory then.
+        of `pool`. A late thread may still write after this has returned, but then no tensor uses that memory.
 
-        `following`: return deltas that lead on from it and are cut into pieces like it. They are applied to what is here while
-        the rest is being read. `last` as of `apply`.
+        `following`: return deltas that lead on from it and are cut into pieces like it. They are applied to what has arrived
+        while the rest is being read. `last`: as in `apply`.
         Raises `InvalidVersion`, `WeightChanged`, `TimeoutError`, and whatever `read` raises.
         """
         if manifest.base is not None:
@@ -136,7 +136,7 @@ class WeightMirror:
         self.held = NOTHING
         if self._metas != manifest.tensors:
             self.forget()  # first, so that both are never held
-            # Not in huge pages: a virtual machine whose host has to find them first takes twice as long.
+            # Not in huge pages: on a virtual machine whose host has to find them first, that takes twice as long.
             self._tensors = [torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in manifest.tensors]
             self._metas = manifest.tensors
 

@@ -1,4 +1,4 @@
-"""Named objects in a folder or in a bucket: put whole, read, listed, deleted.
+"""Named objects in a folder or in a bucket: written whole, read, listed, deleted.
 
 Guarantees: an object under its name is complete, whatever is killed while it is written; every failure is an `OSError`; every
 call to a bucket has a time limit. A folder may be a volume that many machines share. Buckets (`s3://`, `gs://`, `az://`) take
@@ -25,7 +25,7 @@ _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=15)}
 
 Data = Sequence[bytes | bytearray | memoryview]
 Target = tuple[int, memoryview]
-"""Where in an object the bytes begin that fill some memory, which ends inside of the object."""
+"""Memory to fill, and the offset in an object at which its bytes begin; they end inside the object."""
 
 
 class Objects(ABC):
@@ -89,7 +89,7 @@ class FolderObjects(Objects):
         return view[:end]
 
     def read_into(self, name: str, nbytes: int, targets: Sequence[Target]) -> Iterator[None]:
-        """Read runs of a file to where they belong. The system fetches later ones while the caller uses earlier ones."""
+        """Read ranges of a file into their targets. The system fetches later ones while the caller uses earlier ones."""
         with (self._root / name).open("rb", buffering=0) as file:
             _check_size(name, os.fstat(file.fileno()).st_size, nbytes)
             os.posix_fadvise(file.fileno(), 0, nbytes, os.POSIX_FADV_WILLNEED)
@@ -97,7 +97,7 @@ class FolderObjects(Objects):
                 end = 0
                 while end < len(memory) and (read := os.preadv(file.fileno(), [memory[end:]], offset + end)):
                     end += read
-                _check_size(name, offset + end, offset + len(memory))  # another process may have cut it
+                _check_size(name, offset + end, offset + len(memory))  # another process may have truncated it
                 yield
 
     def names(self) -> list[str]:
@@ -124,7 +124,7 @@ class BucketObjects(Objects):
             from obstore import store
         except ImportError:
             raise OSError(f"{url} needs the package obstore: pip install 'grpo[bucket]'") from None
-        plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")  # obstore would refuse what the user named
+        plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")  # otherwise obstore would refuse the user's endpoint
         limits: Any = {"connect_timeout": _CONNECT, "timeout": _SILENCE, "allow_http": plain}
         with _as_os_errors(url):
             self._store: Any = store.from_url(url, client_options=limits, retry_config=_RETRIES)
@@ -188,7 +188,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename last; some volumes do not know how."""
+    """Make a rename durable, where the volume supports that."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Bits of one run of elements: what changed since the base, encoded by whatever is smallest, and back.
+"""Encodes what changed in one run of elements since the base, in whichever way is smallest, and decodes it.
 
 Guarantees: encoding and decoding are exact for any bits, NaN payloads and signed zeros included, because elements are unsigned
 integers here; decoding checks every size before it allocates and every position before it is used, and changes nothing itself.
@@ -33,7 +33,7 @@ _STRIDE = 1 << 20  # bytes compared at a time, which stay in the L2 cache: twice
 
 
 class _Own(threading.local):
-    """What each thread has for itself: making a decompressor takes as long as using it."""
+    """Objects of each thread: creating a decompressor takes as long as using it."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor()
@@ -99,7 +99,7 @@ class Change:
 
     def put(self, elements: np.ndarray) -> None:
         """Bring a base's elements, [count] unsigned, to the new ones."""
-        if not isinstance(self.where, slice):  # of numpy's ways, one takes twice as long, and one lets no other thread run
+        if not isinstance(self.where, slice):  # of numpy's alternatives, one takes twice as long and one holds the GIL
             signed = np.dtype(f"i{elements.itemsize}")
             target, values = (torch.from_numpy(array.view(signed)) for array in (elements, self.values))
             target.scatter_add_(0, torch.from_numpy(self.where), values)
@@ -109,7 +109,7 @@ class Change:
             elements[self.where] = self.values
 
     def back(self, elements: np.ndarray) -> Change:
-        """Return the change that takes this one back from what it leads to, given the base's elements."""
+        """Return the change that undoes this one, given the base's elements."""
         if self.added:
             return Change(self.where, -self.values, added=True)
         return Change(self.where, elements[self.where].copy(), added=False)
@@ -141,7 +141,7 @@ def decode(encoding: str, changed: int, blocks: Sequence[tuple[memoryview, int, 
 
 
 def _differing(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Return where they differ, by comparing words of 8 bytes first: most are equal."""
+    """Return where they differ. Compares words of 8 bytes first, since most are equal."""
     per_word = 8 // new.itemsize
     words = new.size // per_word
     if per_word == 1 or not words or new.ctypes.data % 8 or old.ctypes.data % 8:

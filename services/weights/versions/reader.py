@@ -1,8 +1,8 @@
 """Brings a mirror to a version from the store, by the shortest way from what it holds.
 
-Guarantees: nothing is read that the catalogue does not name; objects come several at a time, those of an anchor to where they
-belong; every wait has a limit; an error leaves the mirror at a version or empty (`WeightMirror.apply`). What comes from
-the store may be anything (manifest.py, mirror.py).
+Guarantees: nothing is read that the catalogue does not name; several objects are fetched at a time, those of an anchor straight
+into their place; every wait has a limit; an error leaves the mirror at a version or empty (`WeightMirror.apply`). What comes from
+the store is not trusted (manifest.py, mirror.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from services.weights.versions.positions import InvalidVersion
 AHEAD = 4
 """Objects fetched at a time. Over a link of 80 ms, one after the other would leave it idle."""
 FETCHED_AHEAD = 1 / 8
-"""Memory for deltas that are fetched before their turn, over that of the weights."""
+"""Memory for deltas that are fetched before their turn, as a share of the weights."""
 FETCHED_AHEAD_BYTES = 256 << 20
-"""The same for weights that are so small that it does not matter."""
+"""The same in bytes, for weights so small that it does not matter."""
 
-_LATE_S = 5.0  # an NFS client may show a catalogue that is some seconds old
+_LATE_S = 5.0  # an NFS client may show a catalogue that is a few seconds old
 _POLL_S = 0.1
 
 
@@ -85,7 +85,7 @@ class VersionReader:
             raise TimeoutError(f"version {version} was not fetched in {time.monotonic() - began:.0f} s") from None
         except OSError as error:
             raise RuntimeError(f"cannot fetch version {version}: {error}") from error
-        except WeightChanged:  # what arrived was damaged, or what was here: the next attempt begins with an anchor
+        except WeightChanged:  # what arrived or what was held is damaged: the next attempt begins with an anchor
             self._mirror.forget()
             raise
         finally:
@@ -119,11 +119,11 @@ class VersionReader:
             first = coming.popleft()
             if first.entry.base is None:
                 self._load(first, coming, pool, deadline, last=not rest)
-            else:  # once all of it is here, so that a broken link touches nothing
+            else:  # once all of it has arrived, so that a broken link changes nothing
                 self._mirror.apply(first.delta(), last=not rest and not coming)
 
     def _load(self, anchor: _Fetch, coming: deque[_Fetch], pool: ThreadPoolExecutor, deadline: Deadline, last: bool) -> None:
-        """Load an anchor, and take what is coming along if it fits."""
+        """Load an anchor, together with the deltas that follow it if they fit."""
         made = anchor.manifest()
         following = [each.delta for each in coming] if alike([made, *(each.manifest() for each in coming)]) else []
         compare = last and len(following) == len(coming)
@@ -148,7 +148,7 @@ def _stored(entry: Entry) -> int:
 
 
 class _Fetch:
-    """The manifest of one version and the parts of a delta, which come from its construction on."""
+    """The manifest of one version and the parts of a delta, which are fetched from its construction on."""
 
     def __init__(self, objects: Objects, pool: ThreadPoolExecutor, entry: Entry, fence: int, deadline: Deadline) -> None:
         self.entry, self._fence, self._deadline = entry, fence, deadline
@@ -159,7 +159,7 @@ class _Fetch:
         self._delta: Delta | None = None
 
     def manifest(self) -> VersionManifest:
-        """Return the manifest. Raises `InvalidVersion` if it is of something else than the catalogue says."""
+        """Return the manifest. Raises `InvalidVersion` if it contradicts the catalogue."""
         if self._manifest is None:
             entry, made = self.entry, manifest.decode(self._awaited(self._coming_manifest))
             if (made.fence, made.version, made.base) != (self._fence, entry.version, entry.base):
@@ -170,7 +170,7 @@ class _Fetch:
         return self._manifest
 
     def delta(self) -> Delta:
-        """Return the delta. Several threads may ask for it. Raises `InvalidVersion`."""
+        """Return the delta. Several threads may call this. Raises `InvalidVersion`."""
         if self._delta is None:
             made = self.manifest()
             places = {part.name: i for i, part in enumerate(made.parts)}

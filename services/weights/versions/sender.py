@@ -2,7 +2,7 @@
 
 Guarantees: a version that the catalogue names is in the store as a whole, and never changes; a rank that fails leaves no rank
 waiting; a retry of a version writes the same bytes or an anchor; if the store lost what the next delta would need, an anchor is
-written instead; what a reader has announced that it reads is not deleted. Rank 0 decides, and tells the others in a collective.
+written instead; what a reader has announced to read is not deleted. Rank 0 decides, and tells the others in a collective.
 Cost: a copy of the weights in host memory, shared by the ranks; anchors other than the first are written from it in a thread
 while the next step is trained, and the next `send` waits for their end.
 """

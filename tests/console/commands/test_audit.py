@@ -1,4 +1,4 @@
-"""The audit: what it reports as lost, duplicated or inconsistent, on hand-made counts and on a real run."""
+"""What the audit reports as lost, duplicated or inconsistent, for hand-made counts and for a real run."""
 
 from __future__ import annotations
 

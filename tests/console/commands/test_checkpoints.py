@@ -35,7 +35,7 @@ def write_checkpoint(root: Path, step: int, **facts: Any) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder with the checkpoints of steps 3 and 7 and an incomplete one."""
+    """Return a run's folder with the checkpoints of steps 3 and 7 and an incomplete one."""
     config = small_config(tmp_path, None, "run.steps=20", "checkpoint.every_steps=4", "checkpoint.keep=2")
     folder = tmp_path / "small"
     folder.mkdir()
@@ -74,7 +74,7 @@ def test_a_run_without_checkpoints_says_so(run: Path, capsys: pytest.CaptureFixt
 
 
 def test_files_may_be_deleted_while_they_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer deletes what an earlier start left half-written."""
+    """The trainer deletes files that an earlier start left half-written."""
     (left,) = (run / "checkpoints").glob("step-00000011.*")
     (left / "more").write_bytes(b"half")
     stat = Path.stat
@@ -133,7 +133,7 @@ def test_kept_until_matches_hand_computed_values() -> None:
 
 
 def test_kept_until_after_a_restore() -> None:
-    """The next checkpoint is that of step 7. Later steps are deleted first, although written last; one is rewritten."""
+    """Step 7's checkpoint is next and may be a rewrite. Those of later, undone steps are deleted first, although written last."""
     saving = {"steps": 24, "every_steps": 4, "keep": 3}
     assert kept_until([3, 11, 15], 3, **saving) == {11: 7, 15: 11, 3: 15}
     assert kept_until([3, 7, 11], 3, **saving) == {7: 7, 11: 11, 3: 15}
@@ -167,7 +167,7 @@ def test_a_checkpoint_can_be_requested(server: RedisServer, tmp_path: Path, caps
             await store.close()
 
     async def fail_soon(store: Store) -> int:
-        """A trainer that cannot write, while the command waits."""
+        """Fail like a trainer that cannot write while the command waits; return the command's exit code."""
         waiting = asyncio.create_task(asyncio.to_thread(main, ["checkpoint", str(folder), "--wait"]))
         while not waiting.done():
             await store.run.checkpoint_failed(f"step 0, attempt {time.time()}: disk full")

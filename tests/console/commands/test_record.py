@@ -1,4 +1,4 @@
-"""With which checkpoints `grpo record` describes a step of a run that was restored: real Redis, real folders."""
+"""Which checkpoints `grpo record` uses for a step of a restored run, with a real Redis and real folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def trained(store: Store, team: flow.Team, steps: range) -> None:
 
 @pytest.mark.parametrize("again", [True, False])
 async def test_checkpoints_that_a_restore_abandoned_describe_no_step(store: Store, tmp_path: Path, again: bool) -> None:
-    """The run went on to step 4, was restored to step 1, and has trained step 4 again, with or without a checkpoint of it."""
+    """The run reached step 4, was restored to step 1, and has trained step 4 again, with or without a new checkpoint of it."""
     team = await flow.start(store)
     await flow.buffer(store, team, 6)
     await trained(store, team, range(2))

@@ -1,4 +1,4 @@
-"""`grpo score`, and the checks of `grpo run` and `grpo doctor` that call verifiers. Real worker processes."""
+"""`grpo score`, and the checks of `grpo run` and `grpo doctor` that call verifiers in real worker processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ranked(completions):
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A configuration with a model folder, forty questions and a custom reward."""
+    """Return a configuration file, beside a model folder, forty questions and a custom reward."""
     save_tokenizer_folder(tmp_path / "model")
     small_config(tmp_path)
     (tmp_path / "my_rewards.py").write_text(OWN)
@@ -91,7 +91,7 @@ def test_a_source_that_only_its_environment_scores_is_rejected(file: Path, capsy
 
 
 def test_completions_that_an_environment_scores_too_are_not_judged(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its score counts towards what is solved, and needs a rollout."""
+    """The environment's score decides whether a completion counts as solved, and needs a rollout."""
     (file.parent / "world.py").write_text("class World: ...\n")
     world = 'environments=[{name = "world", kind = "python", function = "world.py:World", solved_at = 1.0}]'
     given = [world, 'data.sources.0.environment="world"', "verifiers.0.solved_at=1", "--json"]

@@ -1,4 +1,4 @@
-"""`grpo doctor --listen` and `--reach`: two real processes, a real collective, and the report when it fails."""
+"""`grpo doctor --listen` and `--reach`: two real processes, a real collective, and the report if it fails."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`grpo run` with fake services, in a separate process: `python -m tests.console.local.launch` takes grpo's command line.
+"""`grpo run` with fake services in a separate process: `python -m tests.console.local.launch` takes grpo's arguments.
 
-FAKE_REPORT=1 also draws the report, which takes longer than everything else.
+FAKE_REPORT=1 also draws the report, which takes longer than all the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which settings may change when a run is resumed, and how changes are recorded."""
+"""Which settings may change when a run is resumed, and how the changes are recorded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_changes_are_recorded_with_their_first_step(tmp_path: Path) -> None:
 
 
 def test_a_change_that_a_killed_start_did_not_make_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start records its changes first: whenever it is killed, the next one has the whole history."""
+    """A start records its changes before it makes them, so the next start has the whole history, whenever it is killed."""
     before, now = small_config(tmp_path), small_config(tmp_path, None, "run.steps=9")
     last = small_config(tmp_path, None, "run.steps=12", "optimizer.betas=[0.8, 0.9]")
     folder = RunFolder.of(before)
@@ -103,7 +103,7 @@ def _kill(*_: object) -> None:
 
 
 async def test_run_steps_must_cover_the_steps_already_trained(tmp_path: Path, server: RedisServer, store: Store) -> None:
-    """It continues after the restored checkpoint, or where its Redis says, or after the latest checkpoint."""
+    """A run continues after the checkpoint to restore, after the last step in Redis, or after the latest checkpoint."""
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", "run.steps=45")
     folder, login = RunFolder.of(config), Login(server.password)
     assert await next_step(config, login, folder, None) == 0

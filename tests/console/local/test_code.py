@@ -68,7 +68,7 @@ def test_a_resumed_run_keeps_its_original_code(config: RunConfig, tmp_path: Path
 def test_a_start_killed_in_the_middle_of_a_copy_leaves_none(config: RunConfig, tmp_path: Path) -> None:
     folder = RunFolder.of(config)
     copy = Path(function(folder.write(config)).rpartition(":")[0])
-    folder.config.unlink()  # as if that start had been killed before the run began
+    folder.config.unlink()  # as if the start had been killed before the run began
     copy.write_text(ONE[:5])
     folder.write(config)
     assert copy.read_text() == ONE

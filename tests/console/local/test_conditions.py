@@ -1,4 +1,4 @@
-"""The condition of a run as read from its folder, without starting anything or reporting outdated facts."""
+"""The condition of a run, read from its folder without starting anything or reporting outdated facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a dead service is restarted and when the run ends: decisions on hand-made histories."""
+"""When a dead service is restarted and when the run ends instead, on hand-made histories."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_fatal_exit_codes_end_the_run_at_once(code: int) -> None:
 
 
 def test_losing_a_redis_that_worked_is_not_fatal() -> None:
-    """A starting pod gives up on a server that is silent for 4 s; that must not end the run."""
+    """A starting pod gives up on a server that is silent for 4 s, which must not end the run."""
     served = {**SHORT, "redis_served": True}
     assert isinstance(decide("trainer", STUCK, [3], **served)[0], Start)
     assert isinstance(decide("trainer", STUCK, [2], **served)[0], GiveUp)
 
 
 def test_a_repeated_error_ends_the_run() -> None:
-    """Numbers in the message may differ. A step in between, a kill, or an unreachable Redis resets the count."""
+    """The numbers in its message may differ. A step in between, a kill or an unreachable Redis resets the count."""
     dead = {**SHORT, "worked": False}
     _, record = decide("generator-0", STUCK, [1], **dead, cause="out of memory: 2 GiB, 17 MiB free")
     assert decide("generator-0", record, [1], **dead, cause="out of memory: 2 GiB, 19 MiB free")[0] == GiveUp(

@@ -1,4 +1,4 @@
-"""The report of an evaluation round: pass@k against all draws, means, and results that must be rejected."""
+"""The report of an evaluation round: pass@k against an enumeration of all draws, means, and results to reject."""
 
 from __future__ import annotations
 

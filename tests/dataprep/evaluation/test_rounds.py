@@ -1,4 +1,4 @@
-"""The leader's turns on evaluation rounds, on a real Redis."""
+"""The leader's handling of evaluation rounds, on a real Redis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.harness import small_config
 
 
 class Rows:
-    """Prompts of an evaluation source."""
+    """The prompts of a fake evaluation source."""
 
     spans = (SourceSpan("easy", 1.0, 0, 3),)
 

@@ -1,4 +1,4 @@
-"""The layout of a run's steps, from its configuration."""
+"""The layout of a run's steps, derived from its configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curriculum hooks: built-in and custom ones, and every snippet of docs/data.md."""
+"""Curriculum hooks: the built-in ones, custom ones, and every snippet of docs/data.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a prompt source, on this machine or in a dataset on a hub."""
+"""The files of a prompt source, on this machine or in a dataset on a hub."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def hub() -> Iterator[Hub]:
 
 
 def read(url: str, home: Path, *paths: str, **variables: str) -> list[Any]:
-    """Return prompts and locations of each path's rows, or the error. A process: the library reads its environment on import."""
+    """Return the prompts and locations of each path's rows, or its error, from a process with its own environment."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environ |= {"HF_ENDPOINT": url, "HF_HOME": str(home), PLAIN: "1", **variables}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The order of prompts: quotas of a mixture, epochs with exclusions, and resuming at any point."""
+"""The order of prompts: the quotas of a mixture, epochs with exclusions, and resuming at any point."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = st.lists(st.sampled_from([0.001, 0.1, 0.3, 0.7, 1.0, 1.5, 3.0, 16.0, 3
 
 
 def _spans(*sources: tuple[int, float]) -> list[SourceSpan]:
-    """Sources `a`, `b`, … of (rows, weight), one after the other."""
+    """Return sources `a`, `b`, … with these (rows, weight), one after the other."""
     spans: list[SourceSpan] = []
     for rows, weight in sources:
         spans.append(SourceSpan("abcdefgh"[len(spans)], weight, sum(span.rows for span in spans), rows))
@@ -44,7 +44,7 @@ def _draw(order: PromptOrder, count: int, cursor: int, rates: dict[int, PassRate
 
 
 def _slow_permutation(seed: int, epoch: int, n: int) -> list[int]:
-    """SplitMix64 in Python's own integers."""
+    """Return the permutation by SplitMix64 on Python integers."""
     mask = 2**64 - 1
     start = int.from_bytes(hashlib.sha256(f"order {seed} {epoch}".encode()).digest()[:8], "little")
 
@@ -139,7 +139,7 @@ def test_the_start_of_an_epoch_is_predicted(batches: list[int]):
 
 
 def _answered(row: int, epoch: int) -> float:
-    """A pass rate that varies between epochs; higher rows are easier."""
+    """Return a row's pass rate, which varies between epochs and grows with the row's last digit."""
     noise = hashlib.blake2b(f"{row} {epoch}".encode(), digest_size=1).digest()[0] / 255
     return min(1.0, (row % 10) / 10 + noise / 3 + epoch / 20)
 
@@ -147,19 +147,19 @@ def _answered(row: int, epoch: int) -> float:
 class _Run:
     """A run whose groups settle in any order, but at most `slots` prompts after their issue.
 
-    `failing`: every so many prompts one fails and is asked again, at a prompt that hangs on its number alone.
+    Every `failing`-th prompt fails and is issued again, at a position that depends only on its number.
     """
 
     def __init__(self, order: PromptOrder, slots: int, exclude: float, failing: int = 0) -> None:
         self.order, self.slots, self.exclude, self.failing = order, slots, exclude, failing
         self.picks: list[Pick] = []
-        self.due: dict[int, int] = {}  # failed prompt -> the first prompt at which it may be asked again
+        self.due: dict[int, int] = {}  # failed prompt -> the first position at which it may be issued again
         self.unsettled: list[int] = []
         self.rates: dict[int, PassRate] = {}
         self.state, self.epochs = b"", dict[str, bytes]()
 
     def settle(self, seq: int) -> None:
-        """Settle the group of prompt `seq`; of its row's groups the first that solved it counts, otherwise the last issued."""
+        """Settle the group of prompt `seq`. Of its row's groups, the first solved one counts; without one, the last issued."""
         pick = self.picks[seq]
         self.unsettled.remove(seq)
         if self._fails(seq):
@@ -202,7 +202,7 @@ class _Run:
 
 
 def _some_of_the_middle(rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
-    """A curriculum that depends on every rate and drops some rows."""
+    """Return a curriculum's order, which depends on every rate and drops some rows."""
     return middle_first(rows, rates, epoch)[: max(1, len(rows) * 2 // 3)]
 
 
@@ -285,7 +285,7 @@ def test_an_exhausted_sources_share_goes_to_the_others():
         more = _draw(order, 41, 60, solved)
     assert [line["source"] for line in logs] == ["a"]
     assert logs[0]["log_level"] == "warning"
-    rest = _order(_spans((50, 1.0), (70, 3.0)))  # b and c, mixed from their first prompt on
+    rest = _order(_spans((50, 1.0), (70, 3.0)))  # b and c alone, mixed from their first prompt on
     assert [pick.source == "c" for pick in more] == [pick.source == "b" for pick in _draw(rest, 41, 0)]
     with capture_logs() as logs:
         _draw(order, 8, 101, solved)

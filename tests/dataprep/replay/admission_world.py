@@ -1,4 +1,4 @@
-"""A run without processes, for tests of admission: time passes in ticks, and all randomness comes from `dice`."""
+"""Simulates a run without processes, for tests of admission. Time passes in ticks; all randomness comes from `dice`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from services.dataprep.replay.admission import PassOver, Prepare, Progress, Rules, Wait, decide, tickets_to_issue
 from services.store.records import SweptTable
 
-AHEAD = 1  # steps prepared beyond the one in training
+AHEAD = 1  # number of steps that are prepared beyond the one in training
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Group:
 
 @dataclass
 class World:
-    """Dataprep's turn as services/dataprep/loop.py takes it; generators and trainer with random delays.
+    """Dataprep takes turns like services/dataprep/loop.py; generators and the trainer have random delays.
 
-    `fate` says of a ticket, by its issue sequence, whether it becomes a group, is `filtered`, or `failed`.
+    `fate` maps a ticket's issue sequence to what becomes of it: `group`, `filtered` or `failed`.
     """
 
     rules: Rules
@@ -42,9 +42,9 @@ class World:
     drawn: int = 0
     waited: float = 0.0
     tick: int = 0
-    generating: dict[int, tuple[int, int]] = field(default_factory=dict)  # seq -> (tick it ends, version it began with)
+    generating: dict[int, tuple[int, int]] = field(default_factory=dict)  # seq -> (tick of its end, version at its start)
     table: dict[int, Group] = field(default_factory=dict)
-    gaps: list[int] = field(default_factory=list)  # filtered since the last step
+    gaps: list[int] = field(default_factory=list)  # groups filtered since the last step
     training: list[tuple[int, int]] = field(default_factory=list)  # (tick of publication, version)
     fresh: Counter[int] = field(default_factory=Counter)  # step -> groups trained for the first time
     made: list[tuple[int, ...]] = field(default_factory=list)  # the groups of every step
@@ -53,7 +53,7 @@ class World:
     passed_over: int = 0
     overtook: int = 0
     yielded: int = 0
-    """Steps made although the rate limiter asked to wait."""
+    """Number of steps prepared although the rate limiter asked to wait."""
 
     @property
     def slots(self) -> int:
@@ -76,7 +76,7 @@ class World:
             self.turn()
 
     def turn(self) -> None:
-        """One tick."""
+        """Take the turns of one tick."""
         self.settle()
         swept = self.swept()
         if not self.prepare(swept):
@@ -125,7 +125,7 @@ class World:
         )  # fmt: skip
 
     def order(self) -> list[int]:
-        """Groups in the order in which the sampler draws them."""
+        """Return the groups in the order in which the sampler draws them."""
         groups = sorted(self.table)
         match self.rules.sampler:
             case "fifo":

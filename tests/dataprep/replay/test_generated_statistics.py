@@ -1,4 +1,4 @@
-"""Metrics of generated data, by hand and against numpy over all headers at once."""
+"""Metrics of generated data, against hand-computed numbers and against numpy over all headers at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_metrics_match_hand_computed_values() -> None:
 
 
 def test_rollouts_in_environments_are_averaged_over_alone() -> None:
-    """Completions of sources without an environment have no turns, and do not count."""
+    """Completions of sources without an environment have no turns and do not count."""
     calls = {"turns": [3, 1], "tool_s": [0.5, 1.0], "tool_calls": [4, 1], "malformed_calls": [0, 1]}
     several = msgspec.structs.replace(_header([1.0, 0.0], [4, 8, 2]), rollout=[0, 1, 1], oldest=[0] * 3, newest=[0] * 3, **calls)
     record = _seen([several, msgspec.structs.replace(_header([0.0, 1.0]), turns=[2, 2]), _header([1.0, 0.0])])
@@ -154,7 +154,7 @@ def test_memory_does_not_grow_with_arrivals() -> None:
         stats.drop("stale")
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert after - before < 10_000  # bytes, of 4,000 headers
+    assert after - before < 10_000  # bytes, for 4,000 headers
 
 
 numbers = st.floats(-1e6, 1e6)
@@ -189,7 +189,7 @@ def test_rewards_are_per_rollout_and_lengths_per_segment() -> None:
     assert (record["length/gen/stop_share"], record["tokens/gen/tool_share"]) == (0.5, 0.1)
     assert [record[f"staleness/trained/{stat}"] for stat in ("mean", "max", "mixed_share")] == [(2 * 2 + 4) / 20, 2, 0.25]
     assert record["staleness/trained/off_policy_share"] == (2 + 4) / 20
-    assert record["staleness/trained/p99"] == pytest.approx(1.97)  # 0, 0, 1, 2: linearly between the last two
+    assert record["staleness/trained/p99"] == pytest.approx(1.97)  # 0, 0, 1, 2: interpolated between the last two
 
 
 def test_a_small_spread_around_a_large_mean_stays_precise() -> None:

@@ -1,4 +1,4 @@
-"""No prompt is issued if Redis may lack memory for its group."""
+"""No prompt is issued if Redis might lack the memory for its group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of finished groups of single turns, at the edges of what is valid, filtered and fresh."""
+"""What becomes of finished single-turn groups on either side of what is valid, filtered or stale."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ZERO_STD, MASKED = {"filters": {"zero_std": True}}, {"advantage": {"mask_truncat
         (ZERO_STD, {"rewards": [1.0] * 4}, "filtered:solved"),
         (ZERO_STD, {"rewards": [0.0] * 4}, "filtered:zero"),
         (ZERO_STD, {"rewards": [0.5] * 4}, "filtered:nonzero"),
-        (ZERO_STD, {"rewards": [1.0] * 4, "oldest": [0] * 4}, "filtered:solved"),  # not stale: the filters come first
+        (ZERO_STD, {"rewards": [1.0] * 4, "oldest": [0] * 4}, "filtered:solved"),  # not stale, because the filters come first
         (ZERO_STD, {}, "insert"),
         (ZERO_STD, {"truncated": [True] * 4}, "insert"),
         (MASKED, {"truncated": [True] * 4}, "filtered:all_truncated"),

@@ -1,4 +1,4 @@
-"""The rate limiter against Reverb's rule as published."""
+"""The rate limiter against Reverb's published rule."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from services.dataprep.replay.rate_limiter import RateLimiter, rate_limiter
 from tests.support.harness import small_config
 
-EDGE = 1e-6  # closer to a bound than this, rounding decides
+EDGE = 1e-6  # rounding decides if a value is closer to a bound than this
 
 
 @dataclass
 class SampleToInsertRatio:
-    """Cassirer et al. 2021, section 3.3: inserts x ratio - samples stays within min_diff..max_diff. No deletes."""
+    """Cassirer et al. 2021, section 3.3: inserts x ratio - samples stays within min_diff..max_diff. Without deletes."""
 
     ratio: float
     min_size: int

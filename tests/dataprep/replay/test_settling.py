@@ -39,7 +39,7 @@ def _config(min_group_size: int = 0) -> RunConfig:
 
 
 def _header(**fields: Any) -> Header:
-    """Four rollouts of six segments; the second segment has its own context, and the last two share another."""
+    """Return four rollouts with six segments: the second has its own context, and the last two share another."""
     given = {
         "ticket": "0-1", "seq": 0, "epoch": 0, "index": 1, "payload": "0-1.1", "payload_bytes": 100, "prompt_tokens": 5,
         "lengths": [60, 2, 3, 4, 5, 6], "rewards": [0.0, 1.0, 0.5, 1.0], "scores": {"tools": [0.0, 1.0, 0.5, 1.0]},
@@ -123,7 +123,7 @@ def test_a_group_may_lack_rollouts_down_to_the_minimum_size() -> None:
 def test_inserted_groups_can_be_planned(
     counts: list[int], numbers: list[int], sizes: list[int], lengths: list[int], numbered: bool
 ) -> None:
-    """`counts` segments per rollout, in contexts `numbers` of sizes `sizes`: valid if `numbered` in order of occurrence."""
+    """Rollouts have `counts` segments in the contexts `numbers` of these `sizes`, valid if `numbered` by occurrence."""
     owners = [rollout for rollout, count in enumerate(counts) for _ in range(count)]
     s = len(owners)
     if numbered:

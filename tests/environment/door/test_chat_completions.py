@@ -25,20 +25,20 @@ USER = {"role": "user", "content": "How many?"}
 
 @pytest.fixture
 def rollout() -> ScriptedRollout:
-    """A rollout of a thinking model."""
+    """Return a rollout of a thinking model."""
     return ScriptedRollout(QWEN3, "door")
 
 
 @pytest.fixture
 def url(rollout: ScriptedRollout) -> Iterator[str]:
-    """The door of a pod with that rollout."""
+    """Yield the door of a pod with that rollout."""
     with served(ScriptedRollouts({"key": rollout})) as url:
         yield url
 
 
 @pytest.fixture
 def client(url: str) -> Iterator[Any]:
-    """The SDK's client, with its retries on."""
+    """Return the SDK's client, with retries enabled."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=2) as client:
         yield client
 

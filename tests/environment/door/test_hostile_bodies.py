@@ -1,4 +1,4 @@
-"""Whatever the body, the door answers with a reply or a 4xx, and its records are exact."""
+"""Whatever the body of a request, the door responds with a reply or a 4xx error, and its records are exact."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completio
 
 @pytest.fixture(scope="module")
 def rollouts() -> Iterator[ScriptedRollouts]:
-    """A rollout for each of a few templates. At the end, all their records must be exact."""
+    """Yield a rollout for each of a few templates. At the end, check that all of their records are exact."""
     rollouts = ScriptedRollouts({family.name: ScriptedRollout(family, family.name) for family in FAMILIES[:6]})
     yield rollouts
     for rollout in rollouts.rollouts.values():
@@ -68,7 +68,7 @@ def rollouts() -> Iterator[ScriptedRollouts]:
 
 @pytest.fixture(scope="module")
 def client(rollouts: ScriptedRollouts) -> Iterator[httpx.Client]:
-    """A client at their door."""
+    """Yield a client that is connected to their door."""
     with served(rollouts) as url, httpx.Client(base_url=url) as client:
         yield client
 

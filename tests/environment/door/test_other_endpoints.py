@@ -22,13 +22,13 @@ TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "pro
 
 @pytest.fixture
 def rollout() -> ScriptedRollout:
-    """A rollout of a thinking model."""
+    """Return a rollout of a thinking model."""
     return ScriptedRollout(QWEN3, "responses")
 
 
 @pytest.fixture
 def client(rollout: ScriptedRollout) -> Iterator[Any]:
-    """The SDK's client, connected to a pod with that rollout."""
+    """Yield the SDK's client, connected to a pod with that rollout."""
     with served(ScriptedRollouts({"key": rollout})) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="key") as client:
         yield client
 

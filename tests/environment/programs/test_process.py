@@ -1,4 +1,4 @@
-"""How a pod handles malformed frames of a worker process."""
+"""How a pod handles malformed frames from a worker process."""
 
 from __future__ import annotations
 

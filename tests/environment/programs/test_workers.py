@@ -1,4 +1,4 @@
-"""Worker processes: a faulty program fails its own rollout, and the others keep their programs."""
+"""Worker processes: a faulty program fails only its own rollout, and other rollouts keep their programs."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ async def test_a_command_has_its_own_folder_and_may_print_endlessly() -> None:
     async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:
         for rollout in "ab":
             assert (await one.do(rollout, "run", given)).value["score"] == 200_000
-        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1)  # the first two have left no process
+        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1)  # the first two have left no process behind
         sleeping = asyncio.ensure_future(one.do("c", "run", {**given, "row": {"wait": True}}))
         await wait_until(lambda: len(list(descendants(one.pid or 0))) == 4)
         one.drop("c")
@@ -244,7 +244,7 @@ async def test_a_command_has_its_own_folder_and_may_print_endlessly() -> None:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the processes that descend from one."""
+    """Yield the descendants of a process."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:  # it has just exited

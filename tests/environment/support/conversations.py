@@ -1,6 +1,6 @@
-"""Programs that converse with a policy in every way relevant to a recorder, and an audit of what was recorded.
+"""Programs that converse with a policy in every way that matters to a recorder, and an audit of the recordings.
 
-The policy's tokens deliberately differ from a tokenisation of its text, which is cut at random before it is encoded.
+The policy's tokens deliberately differ from the tokenisation of its text: the text is cut at random places before encoding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORDS = ("the", "answer", " 12", "é", "\n", "  ", "<", "tool", "🙂", "{", "}"
 
 @dataclass
 class Asked:
-    """One call of the policy: its input and output tokens."""
+    """The input and output tokens of one call of the policy."""
 
     given: list[int]
     sampled: list[int]
@@ -39,12 +39,12 @@ class Asked:
 
 @dataclass
 class ScriptedPolicy:
-    """Samples texts as a model of the family would, from a seed."""
+    """Samples texts from a seed, in the format of a model of the family."""
 
     family: Family
     rng: random.Random
     said: list[str] = field(default_factory=list)
-    """Texts to say first, each with its finish reason."""
+    """Texts to return first, in order."""
     asked: list[Asked] = field(default_factory=list)
     version: int = 0
 
@@ -79,7 +79,7 @@ class ScriptedPolicy:
         return ids
 
     def words(self) -> str:
-        """Return a few words, sometimes with odd characters and white space at either end."""
+        """Return a few random words, sometimes with odd characters, and perhaps with leading white space."""
         return "".join(self.rng.choice(WORDS) for _ in range(self.rng.randrange(1, 8))) + "w"
 
     def _text(self, tools: bool, opened: bool) -> str:
@@ -116,7 +116,7 @@ class ScriptedPolicy:
 
 @dataclass
 class Program:
-    """A program that uses the policy through a recorder: tools, questions, compaction, branches and sub-agents, at random."""
+    """A program that uses the policy through a recorder, with random tools, questions, compaction, branches and sub-agents."""
 
     family: Family
     rng: random.Random
@@ -143,7 +143,7 @@ class Program:
         self._continue(reply)
 
     def _echoed(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply as a program passes it back: spelled differently, sometimes without the reasoning."""
+        """Return the reply as a program might pass it back: with other JSON formatting, or without the reasoning."""
         echoed = {key: value for key, value in json.loads(json.dumps(reply)).items() if key != "error"}
         if self.rng.random() < 0.5:
             echoed.pop("reasoning_content", None)
@@ -167,14 +167,14 @@ class Program:
                 self.messages = list(self.start)
         elif chance < 0.3:  # a sub-agent
             self.messages = [{"role": "user", "content": "You are another. " + self.policy.words()}]
-        elif chance < 0.35:  # another attempt
+        elif chance < 0.35:  # a fresh attempt
             self.messages = list(self.start)
         else:
             self.messages = [*self.messages, {"role": "user", "content": self.policy.words()}]
 
 
 def exact_turns(prompt: list[int], segments: list[Segment], turns: list[Turn], asked: list[Asked]) -> int:
-    """Count the turns whose trained ids are the sampled ones, after the ids that the policy was given."""
+    """Count the turns whose recorded token ids are the policy's input followed by the ids that it sampled."""
     exact = 0
     reached = [0] * len(segments)
     for turn, call in zip(turns, asked, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def agents(client: Any, row: dict[str, Any]) -> float:
-    """Ask the policy with the library openai-agents."""
+    """Query the policy through the library openai-agents."""
     from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 
     set_tracing_disabled(True)
@@ -17,7 +17,7 @@ async def agents(client: Any, row: dict[str, Any]) -> float:
 
 
 async def waiting(client: Any, row: dict[str, Any]) -> float:
-    """Ask the policy with smolagents, which waits for replies in a thread and always requests tool calls."""
+    """Query the policy as smolagents does: with the synchronous client in a thread, and with a required tool call."""
     from openai import OpenAI
 
     tools = [{"type": "function", "function": {"name": "final_answer", "parameters": {"type": "object", "properties": {}}}}]
@@ -29,7 +29,7 @@ async def waiting(client: Any, row: dict[str, Any]) -> float:
 
 
 async def claude(client: Any, row: dict[str, Any]) -> float:
-    """Ask the policy with Anthropic's library."""
+    """Query the policy through Anthropic's library."""
     from anthropic import AsyncAnthropic
 
     async with AsyncAnthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key=client.api_key) as theirs:
@@ -38,5 +38,5 @@ async def claude(client: Any, row: dict[str, Any]) -> float:
 
 
 def digits_in(text: str) -> float:
-    """Return the share of four digits that a text has."""
+    """Return the fraction of the digits 0 to 3 that a text contains."""
     return sum(digit in text for digit in "0123") / 4

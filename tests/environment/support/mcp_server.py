@@ -1,4 +1,4 @@
-"""An MCP server that the tests start: the official library's, with tools that remember, hang, die and flood."""
+"""An MCP server for tests, built with the official library, whose tools keep state, hang, die or flood."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 
 from mcp.server.mcpserver import MCPServer
 
-server = MCPServer("tests", log_level="CRITICAL")  # tracebacks take seconds
+server = MCPServer("tests", log_level="CRITICAL")  # logging tracebacks takes seconds
 counted = 0
 
 
 @server.tool()
 def count(by: int = 1) -> str:
-    """Count further."""
+    """Add to the counter."""
     global counted
     counted += by
     return f"{counted}"
@@ -35,19 +35,19 @@ async def wait(seconds: float) -> str:
 
 @server.tool()
 def flood(characters: int) -> str:
-    """Say much."""
+    """Return a long text."""
     return "x" * characters
 
 
 @server.tool()
 def die() -> str:
-    """End the server in the middle of a call."""
+    """Kill the server in the middle of a call."""
     os._exit(7)
 
 
 @server.tool()
 def babble() -> str:
-    """Print what is no message."""
+    """Print a line that is not a message."""
     print("no message \xff", flush=True)
     return "said"
 

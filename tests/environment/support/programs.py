@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Echo:
-    """Replies a few times and scores the number of replies; it can be restored."""
+    """Replies a few times and scores the number of replies. It can be restored."""
 
     tools = ["add"]
 
@@ -46,7 +46,7 @@ class Echo:
 
 
 class Rude:
-    """Replies with what is no reply, and scores what is no number."""
+    """Returns given values as its reply and score, which need not be valid."""
 
     def __init__(self, **replies: Any) -> None:
         self.replies = replies
@@ -59,20 +59,20 @@ class Rude:
 
 
 class Silent:
-    """Ends the rollout and gives no score."""
+    """Ends the rollout without a score."""
 
     def turn(self, message: dict[str, Any]) -> None: ...
 
 
 class Endless:
-    """Does not reply."""
+    """Never replies."""
 
     async def turn(self, message: dict[str, Any]) -> None:
         await asyncio.sleep(3600)
 
 
 class Fragile:
-    """Raises in its second rollout of a row and dies in its third; it cannot be restored."""
+    """Raises in its second rollout and dies in its third. It cannot be restored."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -90,7 +90,7 @@ class Fragile:
 
 
 async def agent(client: Any, row: dict[str, Any], questions: int = 2) -> float:
-    """Ask the policy a few times, each in a separate conversation."""
+    """Query the policy a few times, each time in a separate conversation."""
     said = [
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": f"{row['answer']} {i}"}])
         for i in range(questions)
@@ -99,18 +99,18 @@ async def agent(client: Any, row: dict[str, Any], questions: int = 2) -> float:
 
 
 async def forgetful(client: Any, row: dict[str, Any]) -> None:
-    """Ask the policy, and return no reward."""
+    """Query the policy, and return no reward."""
     await agent(client, row, 1)
 
 
 async def hanging(client: Any, row: dict[str, Any]) -> None:
-    """Ask the policy, and do not return."""
+    """Query the policy, and never return."""
     await agent(client, row, 1)
     await asyncio.sleep(3600)
 
 
 class Digits:
-    """Rewards digits in the policy's replies, in two turns; it can be restored."""
+    """Rewards digits in the policy's replies, in two turns. It can be restored."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -130,7 +130,7 @@ class Digits:
 
 
 class Adder:
-    """Offers a tool in every rollout, and more for rows that ask for them; starts without messages."""
+    """Offers a tool in every rollout, and a second one if the row requests it. It starts without messages."""
 
     tools = ["add"]
 
@@ -143,7 +143,7 @@ class Adder:
         return a + len(note)
 
     def negate(self, a: int) -> int:
-        """Turn the sign of a number."""
+        """Negate a number."""
         return -a
 
     def turn(self, message: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class Adder:
 
 
 class Unlisted:
-    """Has tools that only its instances list."""
+    """Lists its tools only on instances, not on the class."""
 
     @property
     def tools(self) -> list[str]:
@@ -165,7 +165,7 @@ class Unlisted:
 
 
 class Missing:
-    """Lists a tool that it does not have."""
+    """Lists a tool that does not exist."""
 
     tools = ["absent"]
 

@@ -26,18 +26,18 @@ from tests.environment.support.templates import Family, chat_of
 
 @dataclass
 class ScriptedRollout:
-    """A rollout whose policy replies as a model of its family might."""
+    """A rollout whose scripted policy replies like a model of its family."""
 
     family: Family
     seed: str
     said: list[str] = field(default_factory=list)
-    """Texts for the policy to say first, in order."""
+    """Texts for the policy to return first, in order."""
     sampling: SamplingParameters = field(default_factory=lambda: SamplingParameters(4096))
     broken: bool = False
     cut: bool = False
     """Whether these texts end at the length limit."""
     answers: threading.Event = field(default_factory=threading.Event)
-    """Cleared to hold the policy's replies back."""
+    """Clear it to hold back the policy's replies."""
     begun: threading.Event = field(default_factory=threading.Event)
     """Set when a turn has begun."""
 
@@ -47,7 +47,7 @@ class ScriptedRollout:
         self.asked = AskedTurns()
         self.answers.set()
         self.overrides: list[Overrides] = []
-        self.sampling_s = self.sampling_cpu_s = 0.0  # used by the policy
+        self.sampling_s = self.sampling_cpu_s = 0.0  # spent by the policy
 
     @property
     def chat(self) -> ChatFormat:
@@ -69,7 +69,7 @@ class ScriptedRollout:
         if self.broken:
             raise GenerationFailed("the engine is gone")
         self.begun.set()
-        while not self.answers.is_set():  # set by another thread
+        while not self.answers.is_set():  # another thread sets it
             await asyncio.sleep(0.01)
         begun, cpu_begun = time.perf_counter(), time.thread_time()
         generated = self.policy.sample(call.tokens, tools, cut=self.cut)
@@ -81,13 +81,13 @@ class ScriptedRollout:
 
 @dataclass
 class ScriptedRollouts:
-    """Rollouts by key; the rollout of key `over` has ended."""
+    """Rollouts by key; the rollout with the key `over` has ended."""
 
     rollouts: dict[str, ScriptedRollout]
     model: str = "org/tiny"
 
     def rollout(self, key: str) -> ScriptedRollout | None:
-        """Return the rollout of a key."""
+        """Return the rollout with this key."""
         if key == "over":
             raise RolloutOver("the rollout has reached its limit of 3 turns")
         return self.rollouts.get(key)

@@ -1,7 +1,7 @@
 """Chat templates structured like those of well-known models, and a small tokenizer for each.
 
-Each family writes tool calls in its own notation; between them they drop reasoning from history, trim, merge the system prompt
-into a user's message, require alternating roles, and end an assistant's turn with the header of the next, or not at all.
+Each family has its own notation for tool calls. Among them are templates that drop past reasoning, trim, merge the system prompt
+into a user message, require alternating roles, or end an assistant's turn with the next turn's header or not at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Family:
     system: bool = True
     prefix_space: bool = False
     strip: bool = False
-    """Whether special tokens absorb the white space after them."""
+    """Whether special tokens absorb the white space that follows them."""
 
 
 _TOOLS = "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
@@ -159,7 +159,7 @@ FAMILIES = (
 
 
 def data(**options: object) -> Data:
-    """Return a section `data` with one source."""
+    """Return a configuration's section `data` with one source."""
     return Data.model_validate({"sources": [{"kind": "jsonl", "path": "none.jsonl"}], **options})
 
 

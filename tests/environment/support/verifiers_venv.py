@@ -1,4 +1,4 @@
-"""Virtual environments with the library verifiers, made in seconds: they see this one's libraries, and have what it lacks."""
+"""Create virtual environments with the library verifiers in seconds: they share this one's libraries and add what it lacks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LACKING = {
     "0.3.1": (*COMMON, "aiolimiter", "datasets", "httpx-sse", "mcp==1.30.0", "multiprocess", "pandas"),
     "0.4.0": (*COMMON, "mcp==2.0.0", "prime-runs", "prime-traces"),
 }
-"""Version of verifiers -> what its import needs besides the tests' own libraries, in the versions that it resolves to."""
+"""Version of verifiers -> the packages that importing it needs beyond the tests' libraries, at resolved versions."""
 LOADED = {
     "0.3.1": "from verifiers.legacy import load_environment as load; load('classic_single'); load('classic_tools')",
     "0.4.0": "import v1_single, v1_tools",
 }
-"""Version -> what loads environments once, so that all that they need of it is compiled: workers write no bytecode."""
+"""Version -> code that loads environments once, to compile the modules that they need: workers write no bytecode."""
 
 
 def make_interpreter(folder: Path, version: str) -> Path:
@@ -31,7 +31,7 @@ def make_interpreter(folder: Path, version: str) -> Path:
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "own.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    )  # ends up behind these
+    )  # these come after the environment's own packages
     (packages / "modules.pth").write_text(f"{MODULES}\n")
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--only-binary", ":all:"]
     subprocess.run([*command, "--target", packages, f"verifiers=={version}", *LACKING[version]], check=True)

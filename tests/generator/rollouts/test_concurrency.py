@@ -1,4 +1,4 @@
-"""How many tickets a pod holds: bounds for any history, and the effect on engines of any capacity."""
+"""How many tickets a pod holds: the bounds for any history, and the effect on engines of any capacity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUNDS = Bounds(128, 256, GROUP)
 LOOKS = st.lists(
     st.tuples(
         st.integers(0, 300), st.integers(0, 300), st.integers(0, 300), st.floats(0, 1), st.integers(0, 40), st.booleans()
-    ),  # running, coming, queued, KV usage, held, whether tokens were generated
+    ),  # running, coming, queued, KV cache usage, held, whether tokens were generated
     max_size=200,
 )  # fmt: skip
 
@@ -49,16 +49,16 @@ def test_the_limit_stays_in_bounds_and_moves_only_for_a_reason(
 
 @dataclass
 class Simulated:
-    """An engine that runs `capacity` completions at a time, in order of arrival, each for a number of polls."""
+    """A simulated engine that runs up to `capacity` completions in order of arrival, each for a number of polls."""
 
     capacity: int
     seed: int
     length: tuple[int, int]
     clock: int = 0
     queue: list[tuple[int, int, int]] = field(default_factory=list)  # group, duration in polls, poll of arrival
-    running: list[tuple[int, int]] = field(default_factory=list)  # group, polls left
+    running: list[tuple[int, int]] = field(default_factory=list)  # group, remaining polls
     tokens: int = 0
-    next: int = 0  # group
+    next: int = 0  # the next group
     busy: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Simulated:
         self.running = [(group, left - 1) for group, left in self.running if left > 1]
         begun = {group for group, _ in self.running}
         for group in sorted({group for group, *_ in self.queue} - begun, reverse=True)[: max(0, self.held - limit.groups)]:
-            self.queue = [waiting for waiting in self.queue if waiting[0] != group]  # as the loop hands idle tickets back
+            self.queue = [waiting for waiting in self.queue if waiting[0] != group]  # the loop hands idle tickets back
         return limit
 
 
@@ -90,7 +90,7 @@ class Simulated:
 @pytest.mark.parametrize("start", [1, 64])
 @pytest.mark.parametrize("length", [(5, 5), (10, 80), (100, 400)])
 def test_an_engine_is_kept_full_with_few_waiting_tickets(capacity: int, start: int, length: tuple[int, int]) -> None:
-    """Its bounds allow far more claims than it can run; the limit must find its capacity."""
+    """The bounds allow many more claims than the engine can run; the limit must find its capacity."""
     engine, limit, idle = Simulated(capacity, 7, length), Limit(start), []
     for _ in range(2000):
         limit = engine.step(limit)

@@ -1,4 +1,4 @@
-"""In-flight completions during a weight update: the scripted engine, with the sync round's pause done by hand."""
+"""In-flight completions during a weight update: the scripted engine, paused by hand as in a sync round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = len(scripted_tokens([5, 6], SEED, 64, 4, 100))
 
 
 class Pod:
-    """A generator's engine and the layers around it."""
+    """A generator's engine with the in-flight completions around it."""
 
     def __init__(self, folder: Path, server: RedisServer, *overrides: str) -> None:
         self.config = small_config(folder, server, *overrides)

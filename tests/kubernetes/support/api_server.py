@@ -1,5 +1,4 @@
-"""The part of a cluster's API that the chart's pods may call, over TLS, for one account: `/scale` of three objects, and
-the annotations of pods."""
+"""The part of a cluster's API that the chart's pods may call, over TLS: `/scale` of three objects, and pods' annotations."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class ScaledObject:
 
 
 def mount_account(folder: Path, namespace: str, address: str) -> str:
-    """Create the mount of a service account and, next to it, the key of the server at `address`; return the token."""
+    """Create the mount of a service account and, beside it, the key of the server at `address`; return the token."""
     folder.mkdir(parents=True)
     token = secrets.token_urlsafe(16)
     (folder / "token").write_text(token)
@@ -46,7 +45,7 @@ class ApiServer:
         self, folder: Path, address: str, namespace: str, deployment: str, replicas: int = 1, trainer: str = "demo-trainer",
         kind: str = "StatefulSet", judge: str = "demo-judge",
     ) -> None:  # fmt: skip
-        """`folder` becomes the mount of a service account; `kind` is the trainer's."""
+        """Start the server. `folder` becomes the mount of a service account; `kind` is the trainer's."""
         self.annotations = dict[str, dict[str, str]]()
         self.forbidden = False
         self.missing, self.missed = set[str](), list[str]()  # names of missing pods, and calls for them
@@ -62,7 +61,7 @@ class ApiServer:
         self.server = ThreadingHTTPServer((address, 0), _handler(self))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "ca.crt", folder.with_suffix(".key"))
-        # The handler does the handshake, in its thread: a client that hangs up must not block the others.
+        # The handler does the TLS handshake in its own thread, so a client that hangs up does not block the others.
         self.server.socket = context.wrap_socket(self.server.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.environ = {"KUBERNETES_SERVICE_HOST": address, "KUBERNETES_SERVICE_PORT": str(self.server.server_address[1])}
@@ -78,7 +77,7 @@ class ApiServer:
             self.generators.set(replicas)
 
     def recreate(self) -> None:
-        """Delete the Deployment and create it again from its manifest, which sets no replicas."""
+        """Delete the Deployment and create it again from its manifest, which does not set replicas."""
         with self.lock:
             self.generators = ScaledObject(self.generators.path, 1)
 

@@ -1,9 +1,10 @@
 """The rules by which a cluster applies manifests: server-side apply with field managers, and the patch of Helm 3.
 
 A field is a path of names; lists count as one value, which is enough for this chart's replicas. The rules are those of
-https://kubernetes.io/docs/reference/using-api/server-side-apply/: a manager that applies owns what it names; a value that another
-manager owns and that differs is a conflict; what its manifest no longer names, and nobody else owns, is removed; an update takes
-the ownership of what it changes. A Deployment without `spec.replicas` gets 1, which nobody owns.
+https://kubernetes.io/docs/reference/using-api/server-side-apply/: a manager that applies a manifest owns the fields that the
+manifest names; a different value for a field of another manager is a conflict; a field that a manager's manifest stops naming is
+removed unless somebody else owns it; an update takes ownership of the fields that it changes. A Deployment without
+`spec.replicas` gets 1, which nobody owns.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ DEFAULT = 1
 
 
 class FieldConflict(Exception):
-    """Another manager owns a field that is applied with a different value."""
+    """A field is applied with a different value than that of the manager that owns it."""
 
 
 def fields(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Fields:
-    """The leaves of an object."""
+    """Return the leaves of an object."""
     found: Fields = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -40,11 +41,11 @@ class LiveObject:
 
     @property
     def replicas(self) -> int:
-        """Replicas that its controller acts on."""
+        """The number of replicas that its controller acts on."""
         return self.fields[REPLICAS]
 
     def apply(self, manager: str, manifest: dict[str, Any], force: bool = False) -> None:
-        """Server-side apply, as Helm 4, Argo CD, Flux and `kubectl apply --server-side` do."""
+        """Apply on the server's side, as Helm 4, Argo CD, Flux and `kubectl apply --server-side` do."""
         wanted = fields(manifest)
         for path, value in wanted.items():
             others = [name for name, owned in self.owners.items() if name != manager and path in owned]
@@ -62,7 +63,7 @@ class LiveObject:
         self._default()
 
     def scale(self, manager: str, replicas: int) -> None:
-        """Update the subresource, as `kubectl scale`, the scaler, an HPA and KEDA do."""
+        """Update the scale subresource, as `kubectl scale`, the scaler, an HPA and KEDA do."""
         if self.fields[REPLICAS] != replicas:
             self.fields[REPLICAS] = replicas
             for owned in self.owners.values():
@@ -70,7 +71,7 @@ class LiveObject:
             self.owners.setdefault(f"{manager}/scale", set()).add(REPLICAS)
 
     def patch(self, before: dict[str, Any] | None, manifest: dict[str, Any]) -> None:
-        """Helm 3 and `kubectl apply`: patch what differs between two manifests and what was changed live."""
+        """Patch what differs between two manifests and what was changed live, as Helm 3 and `kubectl apply` do."""
         wanted = fields(manifest)
         for path in fields(before or {}).keys() - wanted.keys():
             self.fields.pop(path, None)
@@ -78,7 +79,7 @@ class LiveObject:
         self._default()
 
     def replace(self, manifest: dict[str, Any]) -> None:
-        """`helm upgrade --force-replace`, `kubectl replace`: fields that the manifest does not name are lost."""
+        """Replace the object, as `helm upgrade --force-replace` and `kubectl replace` do; fields not in the manifest are lost."""
         self.fields = copy.deepcopy(fields(manifest))
         self._default()
 

@@ -1,4 +1,4 @@
-"""A network for rendered pods on this machine: a namespace each, on a bridge, and a hosts file with the names of Services."""
+"""A network for rendered pods on this machine: a namespace per pod, on a bridge, and a hosts file with the names of Services."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import uuid
 from pathlib import Path
 
-HOSTS = Path("/etc/netns")  # `ip netns exec` puts the files of /etc/netns/NAME over those of /etc
+HOSTS = Path("/etc/netns")  # `ip netns exec` mounts the files of /etc/netns/NAME over those of /etc
 
 
 def reason_against() -> str:
-    """Why this machine cannot create it, or empty."""
+    """Return why this machine cannot create it, or an empty string."""
     if missing := [name for name in ("ip", "unshare", "nsenter", "setpriv", "mount") if shutil.which(name) is None]:
         return f"{', '.join(missing)} not found"
     name = f"grpo-{uuid.uuid4().hex[:6]}"
@@ -27,13 +27,13 @@ def reason_against() -> str:
 
 
 def free_subnet() -> str:
-    """The first three numbers of a /24 not used by any interface, including those left by killed tests."""
+    """Return the first three numbers of a /24 that no interface uses, including those left by killed tests."""
     taken = subprocess.run(["ip", "-4", "addr"], check=True, capture_output=True, text=True).stdout
     return next(subnet for subnet in (f"10.213.{number}" for number in range(256)) if f" {subnet}." not in taken)
 
 
 class Network:
-    """A /24 behind a bridge; its first address is this machine."""
+    """A /24 behind a bridge, whose first address is this machine's."""
 
     def __init__(self) -> None:
         self.name = f"grpo-{uuid.uuid4().hex[:6]}"
@@ -44,7 +44,7 @@ class Network:
         self._own: dict[str, str] = {}
         self._adding = threading.Lock()  # both the controllers and tests add pods
         _ip("link", "add", self.name, "type", "bridge")
-        _ip("link", "set", self.name, "addrgenmode", "none")  # a browser gives up loading when the machine gets an address
+        _ip("link", "set", self.name, "addrgenmode", "none")  # a browser aborts loading when the machine gets an address
         _ip("addr", "add", f"{self.gateway}/24", "dev", self.name)
         _ip("link", "set", self.name, "up")
 
@@ -85,7 +85,7 @@ class Network:
 
     def _write(self, folder: Path) -> None:
         lines = ["127.0.0.1 localhost", self._own[folder.name], *(f"{address} {name}" for name, address in self._names.items())]
-        (folder / "hosts").write_text("\n".join(lines) + "\n")  # in place: it is mounted
+        (folder / "hosts").write_text("\n".join(lines) + "\n")  # in place, as it is mounted
         (folder / "resolv.conf").write_text("")
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """A rendered pod as a real process: its namespaces, mounts, user, environment, probes, hook and grace period.
 
-Unlike a kubelet, this does without images (it uses the repository), resource limits and seccomp.
+Unlike a kubelet, it does without images (it uses the repository), resource limits and seccomp.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Objects:
     secrets: dict[str, dict[str, bytes]]
     folder: Path
     account: Path
-    """Folder with the token, as every service account has one."""
+    """Folder with the token that every service account has."""
 
     @classmethod
     def of(cls, objects: list[Object], folder: Path, account: Path) -> Objects:
-        """Objects of a release."""
+        """Collect the objects of a release."""
         maps = {found["metadata"]["name"]: found["data"] for found in objects if found["kind"] == "ConfigMap"}
         secrets = {
             found["metadata"]["name"]: {key: base64.b64decode(value) for key, value in found["data"].items()}
@@ -49,7 +49,7 @@ class Objects:
         return cls(maps, secrets, folder, account)
 
     def volume(self, spec: Object, pod: Path) -> Path:
-        """The folder of a pod's volume."""
+        """Return the folder of a pod's volume."""
         folder = pod / spec["name"]
         if "persistentVolumeClaim" in spec:
             folder = self.folder / spec["persistentVolumeClaim"]["claimName"]
@@ -96,7 +96,7 @@ class Pod:
         return self.folder / "log"
 
     def environment(self) -> dict[str, str]:
-        """Every variable, resolved as in the pod's spec."""
+        """Return every variable, resolved as in the pod's spec."""
         fields = {"metadata.name": self.name, "status.podIP": self.address}
         fields |= {f"metadata.labels['{key}']": value for key, value in self.template["metadata"]["labels"].items()}
         result = {"PATH": PATH, "PYTHONPATH": REPOSITORY, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", **self.cluster}
@@ -184,7 +184,7 @@ class Pod:
             self.start()
 
     def execute(self, command: list[str], limit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """`kubectl exec`."""
+        """Execute a command as `kubectl exec` does."""
         assert self.process is not None
         words = [
             "nsenter",
@@ -202,7 +202,7 @@ class Pod:
         )
 
     def probe(self, kind: str) -> str:
-        """The failure of a probe, empty if it succeeds."""
+        """Return the failure of a probe, or an empty string if it succeeds."""
         found: Any = self.container[kind]
         if not self.running:
             return "the container does not run"
@@ -218,7 +218,7 @@ class Pod:
         return "" if answer.is_success else answer.text
 
     def terminate(self) -> int:
-        """Terminate the pod as a kubelet does: hook, SIGTERM, SIGKILL after the grace period. Return the exit code."""
+        """Terminate the pod as a kubelet does: hook, SIGTERM, then SIGKILL after the grace period. Return the exit code."""
         self.leaving = True
         assert self.process is not None
         deadline = time.monotonic() + self.template["spec"]["terminationGracePeriodSeconds"]

@@ -33,10 +33,10 @@ Pod = dict[str, Any]
 
 
 class PodCluster:
-    """A cluster with one namespace; `calls` holds the received verbs, by resource, and `executed` the pods of commands."""
+    """A cluster with one namespace. `calls` holds the received verbs, by resource; `executed` the pods of commands."""
 
     def __init__(self, folder: Path, template: Pod) -> None:
-        """`folder`/account becomes the mount of a service account; `template` is the only PodTemplate."""
+        """Start the cluster. `folder`/account becomes the mount of a service account; `template` is the only PodTemplate."""
         self.folder, self.template = folder, {**template, "metadata": {**template["metadata"], "uid": secrets.token_hex(8)}}
         self.account, self._own = folder / "account", secrets.token_hex(4)
         self.token = mount_account(self.account, NAMESPACE, ADDRESS)
@@ -106,7 +106,7 @@ class PodCluster:
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result(30)
 
     def lose(self, name: str) -> None:
-        """Lose a node, and remove its pod from the API."""
+        """Lose a node: remove its pod from the API."""
         self.do(self._gone, name)
 
     def cut(self) -> None:
@@ -147,7 +147,7 @@ class PodCluster:
         self.do(collect)
 
     def held(self) -> list[str]:
-        """Names of the pods held by rollouts."""
+        """Return the names of the pods held by rollouts."""
         return self.of_state("held")
 
     def processes(self) -> list[int]:
@@ -155,7 +155,7 @@ class PodCluster:
         return processes(f"{self._own}.")
 
     def of_state(self, state: str) -> list[str]:
-        """Names of pods that are not being deleted, by their label."""
+        """Return the names of the pods in a state, by their label, that are not being deleted."""
         found = self.do(lambda: copy.deepcopy(list(self.pods.values())))
         here = [pod["metadata"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
         return sorted(each["name"] for each in here if each["labels"].get("grpo/state") == state)
@@ -264,7 +264,7 @@ class PodCluster:
         return socket
 
     def _place(self, pod: Pod) -> dict[str, Any]:
-        """The folder in which a pod's processes run."""
+        """Return the folder in which a pod's processes run."""
         uid = pod["metadata"]["uid"]
         disk = self.folder / "disks" / uid
         disk.mkdir(parents=True, exist_ok=True)
@@ -341,7 +341,7 @@ def processes(uid: str = "") -> list[int]:
 
 
 def kill(uid: str) -> None:
-    """Kill the processes of a pod, including those started meanwhile."""
+    """Kill the processes of a pod, including those that start meanwhile."""
     while found := processes(uid):
         for process in found:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The file of a bundle is read completely or rejected, whatever its bytes."""
+"""A bundle's file is either read completely or rejected, whatever its bytes."""
 
 from __future__ import annotations
 

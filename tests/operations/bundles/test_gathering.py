@@ -1,4 +1,4 @@
-"""The steps of a bundle are read while the run trains: real Redis."""
+"""The steps of a bundle are read from a real Redis while the run trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def _buffered(store: Store) -> tuple[flow.Team, list[str]]:
 
 
 async def _first_read(store: Store, size: int) -> tuple[flow.Team, list[str], StepReader]:
-    """Prepare step 0 of `size` groups, and read it ahead."""
+    """Prepare step 0 with `size` groups, and read it ahead."""
     team, groups = await _buffered(store)
     reader = _reader(store)
     await flow.prepare(store, team, 0, groups[:size])
@@ -31,7 +31,7 @@ async def _first_read(store: Store, size: int) -> tuple[flow.Team, list[str], St
 
 
 async def _covered(store: Store, team: flow.Team, step: int) -> None:
-    """Train the step, and delete it since a checkpoint has it."""
+    """Train the step, cover it by a checkpoint and delete it."""
     await store.steps.commit(team.trainer, step)
     await store.steps.publish(team.trainer, step + 1)
     await store.steps.checkpointed(team.trainer, step)

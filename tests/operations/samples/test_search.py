@@ -1,4 +1,4 @@
-"""Searching a log: paged, in any order, complete, and without steps undone by a restore."""
+"""Searching a log: results are paged, sorted and complete, without the steps that a restore has undone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_new_files_are_found_and_old_ones_read_once(tmp_path: Path) -> None:
 
 
 def test_files_without_a_newer_column_have_nulls_in_it(tmp_path: Path) -> None:
-    """Searched, filtered, sorted, shown and merged with new files."""
+    """They can be searched, filtered, sorted, shown and merged with new files."""
     writer = write_log(tmp_path, [made_row(i) for i in range(8)])
     [old] = writer.folder.parts
     pq.write_table(pq.read_table(old.path).drop_columns(["gap_mean", "gap_max", "gaps"]), old.path)

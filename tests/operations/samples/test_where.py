@@ -1,4 +1,4 @@
-"""Expressions select the same rows as in Python, and anything else is rejected with a reason."""
+"""Expressions select the same rows as in Python; anything else is rejected with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A blocked loop fails its pod's liveness probe within the loop's limit, and no other loop does.
+"""A blocked loop fails its pod's liveness probe within the loop's limit, and no other loop's.
 
 The trainer's loop is its main thread, which tests/runs/test_run_evaluation.py blocks in the middle of a step of a whole run.
 """

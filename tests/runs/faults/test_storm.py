@@ -19,7 +19,7 @@ async def test_a_storm_of_kills_does_no_harm(tmp_path: Path) -> None:
 
 
 async def test_a_storm_of_kills_leaves_no_sandbox(tmp_path: Path) -> None:
-    """Environment pods and the sandbox service are killed, and any sandboxes and connections at that time."""
+    """Environment pods and the sandbox service are killed, as are whatever sandboxes and connections exist at the time."""
     least = {"environment": 2, "sandbox": 2}
     found = await storm(tmp_path / "storm", kills=16, seed=3, generators=1, sandboxes=True, of_each=least)
     assert found.turns > 30

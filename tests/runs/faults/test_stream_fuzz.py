@@ -1,6 +1,6 @@
-"""Arbitrary bytes in streams and payloads end as dead letters, and never end a loop.
+"""Arbitrary bytes in streams and payloads end as dead letters, and never stop a loop.
 
-Run `pytest tests/runs/faults/test_stream_fuzz.py --entries 10000` for a long test; the default is about a hundred entries.
+Run `pytest tests/runs/faults/test_stream_fuzz.py --entries 10000` for a long test; the default is 300 entries.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def mutated(rng: random.Random, message: object) -> bytes:
 
 
 async def test_arbitrary_headers_are_settled(store: Store, tmp_path: Path, entries: int) -> None:
-    """Send them through settling by the dataprep leader."""
+    """The dataprep leader settles them."""
     config, rng = small_config(tmp_path), random.Random(1)
     team = await flow.start(store, slots=entries + BATCH)
     for first in range(0, entries, BATCH):
@@ -97,7 +97,7 @@ async def test_arbitrary_headers_are_settled(store: Store, tmp_path: Path, entri
 
 
 async def test_arbitrary_tickets_never_end_the_loop(tmp_path: Path, server: RedisServer, entries: int) -> None:
-    """Send them through a generator's claims."""
+    """A generator claims them."""
     rng = random.Random(2)
     async with pod(tmp_path, server) as one:
         store, count = one.service.store, entries // 4
@@ -118,7 +118,7 @@ async def test_arbitrary_tickets_never_end_the_loop(tmp_path: Path, server: Redi
 
 
 async def test_arbitrary_payloads_are_damaged_or_trained(store: Store, entries: int) -> None:
-    """Send them through a trainer rank: each is either reported as damaged or has the planned rows."""
+    """A trainer rank reads them: each is either reported as damaged or has the planned rows."""
     rng, good = random.Random(4), codec.encode(payload())
     fine = 0
     for first in range(0, entries, BATCH):

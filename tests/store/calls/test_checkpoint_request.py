@@ -1,4 +1,4 @@
-"""A request for a checkpoint stays in Redis until one is complete."""
+"""A request for a checkpoint stays in Redis until a checkpoint is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged groups leave every pending step as dead letters: no ticket lost, no slot leaked, no group trained twice."""
+"""Damaged groups leave every pending step as dead letters: no ticket is lost, no slot leaks, no group is trained on twice."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WHY = {"0-1": "payload 0-1.7: it is gone"}
 
 
 async def discard_damaged(store: Store, team: Team, first: int, prepared: int, *steps: tuple[int, list[str]]) -> int:
-    """Discard group 0-1 as damaged; `steps` keep their other groups."""
+    """Discard group 0-1 as damaged; `steps` are the new plans, with the groups that they keep."""
     return await store.steps.discard_damaged(
         team.trainer, first, prepared, WHY, [flow.plan(step, groups) for step, groups in steps]
     )
 
 
 async def whole(store: Store, **outcomes: int) -> None:
-    """Check that nothing is lost or duplicated, slots are right, and outcomes have these counts."""
+    """Check that nothing is lost or duplicated, that the slots are right, and that the outcomes have these counts."""
     report = await audit(store)
     assert report.ok, report.messages
     assert {name: count for name, count in report.outcomes.items() if count} == outcomes

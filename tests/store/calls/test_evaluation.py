@@ -1,4 +1,4 @@
-"""Evaluation rounds in Redis: admission, leases and fences, each result counted once, no key left behind."""
+"""Evaluation rounds in Redis: admission, leases and fences. Each result counts once, and no key is left behind."""
 
 from __future__ import annotations
 

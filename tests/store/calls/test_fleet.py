@@ -113,17 +113,17 @@ async def test_only_the_current_trainer_opens_rounds(any_store: Store) -> None:
 
 @contextlib.asynccontextmanager
 async def hearing(store: Store) -> AsyncIterator[list[str]]:
-    """Topics in the order of their notifications."""
+    """Subscribe to all topics; yield a list that grows with the topic of each notification."""
     heard: list[str] = []
 
     async def listen(notifications: TopicSubscription) -> None:
         async for topic in notifications:
-            heard.append(topic)  # noqa: PERF401 - they are looked at as they come
+            heard.append(topic)  # noqa: PERF401 - the list is read while it grows
 
     async with store.monitor.listening() as notifications:
         await notifications.add(*TOPICS)
         task = asyncio.create_task(listen(notifications))
-        await wait_until(lambda: set(heard) == set(TOPICS))  # that they are subscribed to
+        await wait_until(lambda: set(heard) == set(TOPICS))  # each topic notifies once when its subscription begins
         heard.clear()
         try:
             yield heard
@@ -167,7 +167,7 @@ async def test_the_last_acknowledgement_of_a_phase_notifies(any_store: Store) ->
             current = msgspec.structs.replace(both, phase=phase)
             await any_store.fleet.set_round(team.trainer, current)
             assert await any_store.fleet.acknowledge("g0:b1", 1, stage)
-            await any_store.fleet.set_round(team.trainer, current)  # repeated, as after a lost reply: acknowledgements are kept
+            await any_store.fleet.set_round(team.trainer, current)  # as after a lost reply; keeps the acknowledgements
             await wait_until(lambda number=number: heard.count("sync") == 2 * number + 2)
             assert heard.count("acks") == number, "one acknowledgement is missing"
             assert await any_store.fleet.acknowledge("g1:b1", 1, stage)

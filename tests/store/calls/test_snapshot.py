@@ -1,4 +1,4 @@
-"""Snapshots are consistent and restored whole; unfinished work is reissued, and callers from before are fenced off."""
+"""Snapshots are consistent and restored completely. Unfinished work is reissued, and earlier callers are fenced off."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ VOLATILE = {b"leader", b"leader_until_ms", b"leader_fence", b"published_by", b"i
 
 
 def ignored() -> None:
-    """A keep-alive that does nothing."""
+    """Do nothing, in place of a keep-alive."""
 
 
 async def everything(store: Store) -> dict[str, Any]:
-    """Every key of the run except those that a restore changes, and unfinished work, which it reissues."""
+    """Return all keys of the run except those that a restore changes, and except unfinished work, which it reissues."""
     found: dict[str, Any] = {}
     passing = ("tickets", "headers", "claims", "attempts", "expiries", "reissue", "outstanding", "ledger", "payload", "departed",
                "answers", "claimed", "samples")  # fmt: skip
@@ -56,7 +56,7 @@ async def everything(store: Store) -> dict[str, Any]:
 
 
 async def busy_run(store: Store, seed: int, operations: int = 150) -> Walk:
-    """A run in the middle of a random walk, with a checkpoint of the last commit."""
+    """Start a run, take it into the middle of a random walk, and cover its last commit by a checkpoint."""
     walk = Walk(store, seed)
     await walk.begin()
     for _ in range(operations):
@@ -68,14 +68,14 @@ async def busy_run(store: Store, seed: int, operations: int = 150) -> Walk:
 
 
 async def save(store: Store, trainer: int, path: Path, payloads: bool) -> None:
-    """Save as a trainer whose weights are those after the last committed step."""
+    """Save a snapshot as a trainer that holds the weights of the last committed step."""
     state = await store.run.state()
     assert state is not None
     await store.snapshots.save(trainer, state.committed_step, path, payloads)
 
 
 async def restore(store: Store, path: Path, keep_plans: bool = True) -> int:
-    """Restore as a new trainer; return its fence."""
+    """Restore the snapshot as a new trainer; return its fencing number."""
     trainer = await store.run.attach_trainer()
     await store.restores.restore(trainer, Snapshot(path), keep_plans, ignored)
     return trainer
@@ -387,7 +387,7 @@ async def test_damaged_snapshot_files_are_detected(store: Store, tmp_path: Path)
 
 
 async def test_a_snapshot_under_load_is_consistent(store: Store, tmp_path: Path) -> None:
-    """Generators claim, submit and fail, and a leader settles, while copies are taken; each copy alone conserves its tickets."""
+    """Snapshots are taken while generators claim, submit and fail and a leader settles. Each accounts for all of its tickets."""
     walk = await busy_run(store, 7, 60)
     going = True
 

@@ -1,4 +1,4 @@
-"""Tickets: issued into free slots, claimed under a lease with a fencing number, submitted once."""
+"""Tickets are issued into free slots, claimed under a lease with a fencing number, and submitted once."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def test_a_ticket_whose_leases_keep_expiring_is_dead_lettered(any_store: S
 
 
 async def test_a_ticket_that_keeps_killing_its_generator_is_dead_lettered(any_store: Store) -> None:
-    """A restarted pod adopts its pending tickets before their leases expire; that counts as an expired lease, too."""
+    """A restarted pod adopts its pending tickets before their leases expire, which also counts as an expired lease."""
     team = await start(any_store)
     await issue(any_store, team, 1)
     for _ in range(3):
@@ -195,7 +195,7 @@ async def test_a_restarted_pod_adopts_its_tickets_and_fences_off_the_old(any_sto
 
 
 async def test_an_adopted_ticket_is_counted_once_per_call(any_store: Store) -> None:
-    """It is the pod's own and, with a lease of 0 s, also expired: one call assigns one fence and counts one expiry."""
+    """The ticket is the pod's own and, with a lease of 0 s, also expired: a call assigns one fence and counts one expiry."""
     team = await start(any_store)
     await issue(any_store, team, 1)
     await claim(any_store, "a")

@@ -1,4 +1,4 @@
-"""Turns of rollouts: each is stored once, in order, and only from the current holder of the ticket."""
+"""Each turn of a rollout is stored once, in order, and only if it comes from the current holder of the ticket."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_restarted_rollout_drops_its_turns_and_rejects_late_ones(any_sto
     for place in range(3):
         assert await commit(any_store, one, 0, 0, place, b"before")
         assert await commit(any_store, one, 1, 0, place, b"another's")
-    for _ in range(2):  # a repeat is harmless
+    for _ in range(2):  # repeating the call is harmless
         assert await any_store.tickets.restart_rollout(POD, one, 0, 1, TTL_S)
     assert not await commit(any_store, one, 0, 0, 3, b"late")
     assert await commit(any_store, one, 0, 1, 0, b"after")

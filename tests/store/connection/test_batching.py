@@ -1,4 +1,4 @@
-"""Batched calls: many callers share few requests, and each gets its own answer."""
+"""Batching: many callers share a few requests, and each gets its own reply."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_concurrent_calls_are_limited() -> None:
         return items
 
     calls = Batcher(call, max_items=2, max_calls=2)
-    for _ in range(2):  # also after a time without calls
+    for _ in range(2):  # the second time after an idle period
         assert await asyncio.gather(*(calls.ask(i) for i in range(20))) == list(range(20))
         assert most == 2
 

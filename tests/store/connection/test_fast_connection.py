@@ -1,4 +1,4 @@
-"""The fast connection gives the same answers as redis-py's, whatever their size and whatever happens to the server."""
+"""The fast connection returns the same replies as redis-py, whatever their size and whatever happens to the server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = (0, 1, APART_BYTES - 1, APART_BYTES, BUFFER_BYTES - 2, BUFFER_BYTES, 3 *
 
 
 def wire_to(url: str, password: str | None = None, retries: int = 3) -> FastConnection:
-    """A separate connection that gives up soon."""
+    """Return a separate connection that makes few and quick retries."""
     client = make_client(url, Login(password or ""))
     client.connection_pool.connection_kwargs |= {"retry": Retry(ConstantBackoff(0.01), retries), "socket_timeout": 30.0}
     wire = FastConnection.beside(client)
@@ -52,7 +52,7 @@ async def wire(any_server: RedisServer) -> AsyncIterator[FastConnection]:
 
 @asynccontextmanager
 async def answering(*answers: bytes) -> AsyncIterator[str]:
-    """Address of a server that sends the n-th of `answers` byte by byte to the n-th connection, then closes it."""
+    """Yield the address of a server that sends the n-th connection the n-th of `answers` byte by byte, then closes it."""
     left = list(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -159,7 +159,7 @@ async def test_a_request_survives_a_restart_of_the_server(tmp_path: Path) -> Non
     server = RedisServer(tmp_path)
     server.start()
     wire = wire_to(server.url, server.password, retries=10_000)
-    await asyncio.gather(*(wire.ask([("PING",)]) for _ in range(5)))  # five connections, all of which will break
+    await asyncio.gather(*(wire.ask([("PING",)]) for _ in range(5)))  # opens five connections, all of which will break
     server.kill()
     waiting = asyncio.create_task(wire.ask([("ECHO", "back")]))
     await asyncio.sleep(0.05)
@@ -210,7 +210,7 @@ async def test_an_unreachable_server_is_a_connection_error() -> None:
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key."""
+    """Return the paths of a certificate for 127.0.0.1 and its key."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=x",
@@ -222,7 +222,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 @asynccontextmanager
 async def tls_proxy(port: int, folder: Path) -> AsyncIterator[str]:
-    """Address of a TLS proxy in front of a server."""
+    """Yield the address of a TLS proxy in front of a server."""
     cert, key = certificate(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -247,7 +247,7 @@ async def tls_proxy(port: int, folder: Path) -> AsyncIterator[str]:
 
 
 async def life_of_groups(store: Store) -> None:
-    """Take groups from claim to payload over the store's connection."""
+    """Take groups from their claims to their fetched payloads over the store's connection."""
     team = await flow.start(store)
     await flow.issue(store, team, 3)
     claims = await flow.claim(store, "g", 3)
@@ -260,7 +260,7 @@ async def life_of_groups(store: Store) -> None:
 
 
 async def replies_are_as_a_wire_s(store: Store, server: RedisServer) -> None:
-    """Check every command whose reply redis-py would convert; snapshots read and restores write with them."""
+    """Check that redis-py's replies are not converted, for every command that snapshots and restores use."""
     keys = store.keys
     wire = wire_to(server.url, server.password)
     asked: list[tuple[Any, ...]] = [
@@ -270,7 +270,7 @@ async def replies_are_as_a_wire_s(store: Store, server: RedisServer) -> None:
         ("XPENDING", keys.headers, "dataprep"), ("GET", "nothing"), ("ZSCORE", keys.run, "0-0"),
     ]  # fmt: skip
     try:
-        for commands in (asked, *([command] for command in asked[:-1])):  # together, and one by one
+        for commands in (asked, *([command] for command in asked[:-1])):  # all in one pipeline, then one by one
             assert [str(one) for one in await _replies(plain(store), commands)] == [str(one) for one in await wire.ask(commands)]
     finally:
         wire.close()

@@ -13,7 +13,7 @@ from tests.store.replay.tables import begin
 
 @pytest_asyncio.fixture
 async def bench(store: Store) -> AsyncIterator[Bench]:
-    """A prioritized table for many draws."""
+    """Yield a prioritized table for many draws."""
     name, code = loaded_as()
     await store.client.execute_command("FUNCTION", "LOAD", "REPLACE", code)
     yield Bench(store, await begin(store, "prioritized"), name)

@@ -1,4 +1,4 @@
-"""The replay table in plain Python, with lists and exact fractions, to compare with what Redis holds."""
+"""A model of the replay table in plain Python, with lists and exact fractions, to compare with Redis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.algorithm.sampling_weights import LIGHTEST
 from tests.store.replay.tables import SHIFT, Entry, Table
 
 TIE = Fraction(1, 10**6)
-"""Relative to the variate that set a clock: closer rings may come in any order, as a double rounds the fraction."""
+"""Rings closer than this, relative to the variate, may come in any order, because a double rounds the fraction."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Group:
 
 @dataclass
 class Model:
-    """A table, and the outcome of each group that left it."""
+    """The table, and the outcome of each group that left it."""
 
     sampler: str
     remover: str
@@ -41,7 +41,7 @@ class Model:
     idle_now: Fraction = Fraction(0)
     drops: dict[str, str] = field(default_factory=dict)
     departed: list[str] = field(default_factory=list)
-    steps: list[tuple[list[str], list[str]]] = field(default_factory=list)  # fresh and departed groups of each
+    steps: list[tuple[list[str], list[str]]] = field(default_factory=list)  # the fresh and departed groups of each step
     retired: set[str] = field(default_factory=set)
     inserted: int = 0
     drawn: int = 0
@@ -55,7 +55,7 @@ class Model:
         return self.sampler == "prioritized" or self.remover == "lowest_priority"
 
     def speed(self, group: Group) -> Fraction:
-        """How fast its clock runs: its weight, for the sampler that reads weights."""
+        """Return how fast a group's clock runs: its weight if the sampler reads weights, otherwise 1."""
         return Fraction(group.weight) if self.sampler == "prioritized" else Fraction(1)
 
     def insert(self, name: str, seq: int, entry: Entry) -> None:
@@ -66,7 +66,7 @@ class Model:
         self.wind(group, Fraction(entry.variate))
 
     def victim(self, chance: float) -> Group:
-        """The group that leaves a full table."""
+        """Return the group that the remover evicts from a full table."""
         groups = sorted(self.groups.values(), key=lambda group: group.seq)
         by: dict[str, Callable[[], Group]] = {
             "fifo": lambda: groups[0],
@@ -95,7 +95,7 @@ class Model:
         group.rings = self.now + variate / speed if speed else self.idle_now + variate
 
     def left(self, group: Group) -> Fraction:
-        """The rest of its variate."""
+        """Return what is left of a group's variate."""
         speed = self.speed(group)
         return (group.rings - self.now) * speed if speed else group.rings - self.idle_now
 
@@ -116,7 +116,7 @@ class Model:
                 self.wind(group, left[name])
 
     def before(self, one: Group, other: Group) -> bool | None:
-        """Whether a group is drawn before another. None: either is possible."""
+        """Return whether one group is drawn before another, or None if either order is possible."""
         if not self.clocked:
             keys: dict[str, Callable[[Group], tuple[int, ...]]] = {
                 "fifo": lambda group: (group.seq,),
@@ -131,13 +131,13 @@ class Model:
         return None if abs(apart) < TIE else apart > 0
 
     def fits(self, drawn: Sequence[str]) -> bool | None:
-        """Whether these are the groups whose clocks ring first, in any order. None: either is possible."""
+        """Return whether these groups' clocks ring first, in any order, or None if rounding decides."""
         rest = [group for name, group in self.groups.items() if name not in drawn]
         answers = {self.before(self.groups[name], other) for name in drawn for other in rest}
         return False if False in answers else None if None in answers else True
 
     def check_first(self, first: Sequence[str], wanted: int) -> None:
-        """Check that the sampler draws these, in this order."""
+        """Check that the sampler draws these groups in this order."""
         assert len(first) == len(set(first)) == min(wanted, len(self.groups))
         for one, other in pairwise(first):
             assert self.before(self.groups[one], self.groups[other]) is not False, (one, other)
@@ -163,16 +163,16 @@ class Model:
         self.drawn += len(drawn)
 
     def retire(self, count: int) -> None:
-        """The first `count` steps are covered by a checkpoint."""
+        """Let a checkpoint cover the first `count` steps."""
         self.retired |= {name for _, departed in self.steps[:count] for name in departed}
 
     def kept(self) -> set[str]:
-        """Groups whose payload Redis must still hold."""
+        """Return the groups whose payloads Redis must still hold."""
         in_steps = {name for _, departed in self.steps for name in departed}
         return set(self.groups) | set(self.departed) | in_steps - self.retired
 
     def check(self, table: Table) -> None:
-        """Check that Redis holds the same."""
+        """Check that Redis holds the same table."""
         groups = self.groups
         assert table.order == {name: group.seq for name, group in groups.items()}
         assert table.version == {name: group.oldest * SHIFT + group.seq for name, group in groups.items()}

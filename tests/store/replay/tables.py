@@ -1,4 +1,4 @@
-"""The replay table for tests: fill it with groups of given weights, and read all of it."""
+"""Fill a replay table with groups of given weights, and read the whole table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHIFT = 2**32
 
 @dataclass(frozen=True)
 class Entry:
-    """How a group enters the table."""
+    """The values with which a group enters the table."""
 
     weight: float = 1.0
     variate: float = 1.0
@@ -40,7 +40,7 @@ class Table:
     clock: dict[str, float]
     """Time until each clock rings."""
     clocks: dict[str, int]
-    """The set of clocks that each is in."""
+    """The number of the set that each clock is in."""
     state: dict[str, str]
     drops: dict[str, str]
     departed: list[str]
@@ -48,17 +48,17 @@ class Table:
 
     @property
     def uses(self) -> dict[int, int]:
-        """Groups by number of draws."""
+        """Return the number of groups for each number of draws."""
         return {int(name[5:]): int(n) for name, n in self.state.items() if name.startswith("uses:")}
 
 
 async def begin(store: Store, sampler: str, remover: str = "fifo", capacity: int = 100_000, max_uses: int = 0) -> flow.Team:
-    """Start a run with such a table."""
+    """Start a run whose table has these settings."""
     return await flow.start(store, slots=MANY_SLOTS, table=TableRules(sampler, remover, capacity, max_uses))
 
 
 async def arrive(store: Store, team: flow.Team, oldest: Sequence[int]) -> list[str]:
-    """Submit a group of each oldest version, so that their headers wait; return their names."""
+    """Submit a group for each of these oldest versions, without settling it; return their names."""
     assert await flow.issue(store, team, len(oldest)) == len(oldest)
     state = await store.run.state()
     assert state is not None
@@ -68,7 +68,7 @@ async def arrive(store: Store, team: flow.Team, oldest: Sequence[int]) -> list[s
 
 
 async def settle(store: Store, team: flow.Team, entries: Sequence[Entry]) -> int:
-    """Insert the groups whose headers wait, the first entry for the oldest ticket among them."""
+    """Insert the unsettled groups with these entries, in the order of their tickets; return the number of groups."""
     items = sorted(
         await store.replay.read_headers(team.leader, len(entries)), key=lambda item: item.header.seq if item.header else -1
     )
@@ -93,7 +93,7 @@ async def fill(store: Store, team: flow.Team, entries: Sequence[Entry]) -> list[
 
 
 async def draw(store: Store, team: flow.Team, count: int, variates: Sequence[float] | None = None) -> list[str]:
-    """Prepare the next step from what the sampler draws."""
+    """Prepare the next step from the groups that the sampler draws; return their names."""
     drawn = [group for group, _ in (await store.replay.sweep_and_peek(team.leader, 0, count)).first]
     state = await store.run.state()
     assert state is not None
@@ -158,12 +158,12 @@ def check(table: Table, capacity: int, sampler: str, remover: str) -> None:
 
 
 def chi_square_p(statistic: float, freedom: int) -> float:
-    """P(X >= statistic) of a chi-square variable, by Wilson and Hilferty (1931): accurate to 1e-3 from 10 degrees of freedom."""
+    """Return P(X >= statistic) of a chi-square variable, by Wilson and Hilferty (1931): to 1e-3 from 10 degrees of freedom."""
     share = 2 / (9 * freedom)
     z = ((statistic / freedom) ** (1 / 3) - (1 - share)) / math.sqrt(share)
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
 def plausible(p: float) -> bool:
-    """Whether p is neither suspiciously small nor suspiciously large."""
+    """Return whether p is neither suspiciously small nor suspiciously large."""
     return 0.001 < p < 0.999

@@ -1,4 +1,4 @@
-"""Settling: every finished group is inserted or gets its outcome, exactly once; the table never exceeds its capacity."""
+"""Settling: every finished group is inserted or gets its outcome exactly once, and the table never exceeds its capacity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.harness import buried
 
 
 async def finished(store: Store, team: flow.Team, count: int) -> list[str]:
-    """Payload names of `count` submitted groups."""
+    """Submit `count` groups; return the names of their payloads."""
     await issue(store, team, count)
     claims = await claim(store, "g", count)
     for one in claims:
@@ -22,7 +22,7 @@ async def finished(store: Store, team: flow.Team, count: int) -> list[str]:
 
 
 async def stored(store: Store) -> int:
-    """Number of payloads in Redis."""
+    """Return the number of payloads in Redis."""
     return len([key async for key in store.client.scan_iter(match="*:payload:*")])
 
 

@@ -1,4 +1,4 @@
-"""A full table, group by group: for every sampler and remover it stays at capacity, and the right group leaves."""
+"""A full table, group by group: it stays at capacity and evicts the right group, for every sampler and remover."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_a_table_offered_triple_its_capacity_stays_full(store: Store, samp
     await tables.arrive(store, team, versions)
     drawn: list[str] = []
     items = await store.replay.read_headers(team.leader, 3 * CAPACITY)
-    dice.shuffle(items)  # the order of issue is not that of arrival
+    dice.shuffle(items)  # groups do not arrive in the order of issue
     for size, item in enumerate(items, 1):
         assert item.header is not None
         seq, oldest = item.header.seq, min(item.header.oldest)
@@ -38,7 +38,7 @@ async def test_a_table_offered_triple_its_capacity_stays_full(store: Store, samp
         assert len(table.order) == min(size, CAPACITY)
         tables.check(table, CAPACITY, sampler, remover)
         model.check(table)
-        if size == 2 * CAPACITY:  # from now on some of the groups that leave were trained
+        if size == 2 * CAPACITY:  # from now on, some of the evicted groups have been trained on
             variates = [dice.expovariate(1) for _ in range(2)]
             drawn = await tables.draw(store, team, 2, variates)
             model.check_first(drawn, 2)
@@ -80,7 +80,7 @@ async def test_a_sweep_drops_any_number_of_stale_groups(store: Store) -> None:
 
 
 async def test_gaps_are_reported_up_to_the_number_of_slots(store: Store) -> None:
-    """A step covers some of them; how many tickets may be issued depends on the rest."""
+    """A step passes over some of the gaps; the rest decide how many tickets may be issued."""
     team = await flow.start(store, slots=6)
     for _ in range(3):
         await flow.issue(store, team, 3)

@@ -1,6 +1,6 @@
-"""The replay table against a model in plain Python, under random calls of random callers, some of which die in between.
+"""The replay table against a model in plain Python, under random calls of random callers, some of which die between calls.
 
-Every call may be repeated, may be its caller's last, or may come from a superseded leader or trainer. After every
+Any call may be repeated, may be its caller's last, or may come from a superseded leader or trainer. After every
 call the whole table in Redis is compared with the model, and every ticket that was issued is accounted for.
 """
 
@@ -39,7 +39,7 @@ twice = st.sampled_from([False, False, False, True])
 
 
 class TableMachine(RuleBasedStateMachine):
-    """One run and everybody who calls it."""
+    """A run and all of its callers."""
 
     runner: asyncio.Runner
     store: Store
@@ -48,8 +48,8 @@ class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store.connection.keys = Keys(f"t-{uuid.uuid4().hex[:12]}")
-        self.version = 0  # of the fleet
-        self.waiting: dict[str, int] = {}  # groups whose headers wait, and their oldest versions
+        self.version = 0  # the fleet's policy version
+        self.waiting: dict[str, int] = {}  # unsettled groups and their oldest versions
         self.base = 0
 
     def call(self, awaitable: Awaitable[Any]) -> Any:
@@ -59,7 +59,7 @@ class TableMachine(RuleBasedStateMachine):
         return self.runner.run(awaited())
 
     def calls(self, make: Callable[[], Awaitable[Any]], again: bool) -> Any:
-        """Call once, or twice as after a lost reply; return the first answer."""
+        """Make the call once, or twice as after a lost reply; return the first reply."""
         answer = self.call(make())
         if again:
             self.call(make())
@@ -74,7 +74,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(ages=st.lists(st.integers(0, 2), min_size=1, max_size=5))
     def arrive(self, ages: list[int]) -> None:
-        """Generate groups whose headers wait for the next leader."""
+        """Generate groups for the next leader to settle."""
         oldest = [max(self.version - age, 0) for age in ages]
         names = self.call(tables.arrive(self.store, self.team, oldest))
         self.waiting |= dict(zip(names, oldest, strict=True))
@@ -98,7 +98,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(age=st.integers(0, 3), wanted=st.integers(1, 4), again=twice)
     def look(self, age: int, wanted: int, again: bool) -> None:
-        """Sweep without drawing: stale groups leave."""
+        """Sweep without drawing, which removes stale groups."""
         sweep_and_peek = self.calls(lambda: self.store.replay.sweep_and_peek(self.team.leader, self.version - age, wanted), again)
         assert sweep_and_peek.stale == self.model.sweep(self.version - age)
         self.model.check_first([name for name, _ in sweep_and_peek.first], wanted)
@@ -106,7 +106,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), age=st.integers(1, 3), wanted=st.integers(1, 4), again=twice)
     def step(self, data: st.DataObject, age: int, wanted: int, again: bool) -> None:
-        """Draw a step; sometimes the trainer has changed a weight since the sweep."""
+        """Sweep and prepare a step; sometimes the trainer changes a weight in between."""
         sweep_and_peek = self.call(self.store.replay.sweep_and_peek(self.team.leader, self.version - age, wanted))
         self.model.sweep(self.version - age)
         drawn = [name for name, _ in sweep_and_peek.first]
@@ -168,7 +168,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.groups)
     @rule(data=st.data(), bad=st.sampled_from([float("nan"), float("inf"), -1.0, -1e-30, 1.1e9]))
     def reweigh_badly(self, data: st.DataObject, bad: float) -> None:
-        """Check that an invalid weight rejects the whole update."""
+        """Check that one invalid weight causes the whole update to be rejected."""
         names = data.draw(st.lists(st.sampled_from(sorted(self.model.groups)), min_size=1, unique=True))
         new = dict.fromkeys(names, 5.0) | {names[-1]: bad}
         with pytest.raises(StoreError, match=f"of group {names[-1]} is not in"):
@@ -212,7 +212,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.leaders) > 1)
     @rule(data=st.data())
     def superseded_leader(self, data: st.DataObject) -> None:
-        """Continue as a superseded leader."""
+        """Make calls as a superseded leader."""
         fence = data.draw(st.sampled_from(self.leaders[:-1]))
         items = self.call(self.store.replay.read_headers(self.team.leader, 3))
         drawn = sorted(self.model.groups)[:1]
@@ -248,7 +248,7 @@ class TableMachine(RuleBasedStateMachine):
         assert report.slots_used >= len(self.waiting)
 
     def check_keys(self) -> None:
-        """Check that only known keys exist, and exactly the groups and payloads that are still needed."""
+        """Check that only known keys exist, with exactly the groups and payloads that are still needed."""
         prefix = f"{self.store.keys.prefix}:"
 
         async def scan() -> list[str]:
@@ -262,7 +262,7 @@ class TableMachine(RuleBasedStateMachine):
         assert payloads == self.model.kept() | set(self.waiting)
 
     def teardown(self) -> None:
-        """Train what is left and cover every step by a checkpoint: only counters remain."""
+        """Settle what is left, train and cover every step by a checkpoint; check that only counters remain."""
         if not hasattr(self, "model"):
             return
         items = self.call(self.store.replay.read_headers(self.team.leader, 1000))

@@ -1,4 +1,4 @@
-"""A model that stores weights like vLLM on a GPU: fused, sliced by tensor parallelism, padded, with a float32 head."""
+"""A model that stores weights as vLLM does on a GPU: fused, sharded by tensor parallelism, padded, with a float32 head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH, WORDS = 24, 36
 
 
 def checkpoint(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Return weights under the names of a checkpoint."""
+    """Return weights under a checkpoint's names."""
     torch.manual_seed(seed)
     shapes = {
         "embed": (WORDS, WIDTH), "q": (16, WIDTH), "k": (8, WIDTH), "v": (8, WIDTH), "o": (WIDTH, 16), "norm": (WIDTH,),
@@ -30,7 +30,7 @@ def manifest_of(weights: dict[str, torch.Tensor], bucket_bytes: int = 1024) -> W
 
 
 class FusedModel(torch.nn.Module):
-    """Rank `rank` of `ranks`. Its `load_weights` works like vLLM's: by views and copies."""
+    """Rank `rank` of `ranks`. Like vLLM's, its `load_weights` works through views and copies."""
 
     def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -76,5 +76,5 @@ class FusedModel(torch.nn.Module):
                 self.get_parameter(name).data.copy_(weight)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of its tensors."""
+        """Return copies of the rank's tensors."""
         return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}

@@ -14,7 +14,7 @@ HELD = "HELD_LOSS_WHILE"  # names the file
 
 
 def dapo(tokens: Tokens, loss: Loss) -> PolicyTerm:
-    """The loss of this name, delayed."""
+    """Compute the loss `dapo` once the file is gone."""
     while Path(os.environ[HELD]).exists():
         time.sleep(0.02)
     return POLICY_LOSSES["dapo"](tokens, loss)

@@ -1,4 +1,4 @@
-"""Groups whose rollouts have several segments, some with separate contexts, as submitted by an environment."""
+"""Groups whose rollouts have several segments, some with their own contexts, as an environment submits them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.support.harness import ticket
 VOCABULARY = 96
 PROMPT = [3, 1, 4]
 CONTEXTS = ([], [], PROMPT, [3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8])
-"""Contexts of segments: none, one equal to the prompt, one that starts with it, and others."""
+"""Contexts of segments: none, one equal to the prompt, one that extends it, and others."""
 
 Drawn = tuple[int, list[tuple[int, bool]]]
-"""A segment: index in `CONTEXTS`, and its tokens, each with whether a tool wrote it."""
+"""A segment: an index into `CONTEXTS`, and its tokens, each with whether a tool wrote it."""
 
 tokens = st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.booleans()), min_size=1, max_size=8)
 rollouts = st.lists(st.tuples(st.integers(0, len(CONTEXTS) - 1), tokens), min_size=1, max_size=4)
@@ -31,7 +31,7 @@ groups = st.lists(st.lists(rollouts, min_size=2, max_size=4), min_size=1, max_si
 
 
 def segment(context: Sequence[int], drawn: Sequence[tuple[int, bool]], version: int = 0) -> Segment:
-    """A segment whose tokens have distinct logprobs."""
+    """Return a segment with these tokens and distinct logprobs."""
     size = len(drawn)
     logprobs = -1 - np.arange(size, dtype=np.float32) / 8
     tools = tuple((place, place + 1) for place, (_, tool) in enumerate(drawn) if tool)
@@ -41,7 +41,7 @@ def segment(context: Sequence[int], drawn: Sequence[tuple[int, bool]], version: 
 
 @dataclass(frozen=True)
 class Made:
-    """A group with everything derived from it."""
+    """A group and everything derived from it."""
 
     name: str  # name of its payload
     rollouts: list[list[Segment]]
@@ -54,7 +54,7 @@ class Made:
         return [(number, each) for number, rollout in enumerate(self.rollouts) for each in rollout]
 
     def plan_group(self, masked: Sequence[int] = ()) -> PlanGroup:
-        """The group as planning sees it; rollout i has advantage i + 0.5, those numbered in `masked` are not trained."""
+        """Return the group as planning sees it: rollout i has advantage i + 0.5, and rollouts in `masked` are not trained on."""
         n = len(self.rollouts)
         return PlanGroup(
             self.header.ticket, self.name, self.header.prompt_tokens, np.asarray(self.header.lengths), np.arange(n) + 0.5,

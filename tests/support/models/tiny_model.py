@@ -19,7 +19,7 @@ VOCABULARY = 96
 
 
 def make_model(folder: Path, tied: bool = False) -> Path:
-    """Two layers, four heads on two key/value heads of 32: grouped queries, as in real Qwen3 models."""
+    """Save a two-layer model with grouped queries, as real Qwen3 models have: four heads share two key/value heads."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -43,7 +43,7 @@ def make_model(folder: Path, tied: bool = False) -> Path:
 
 
 def make_config(model: Path, /, **sections: Mapping[str, Any] | list[Any]) -> RunConfig:
-    """A float32 run on `model`; keyword arguments override its sections."""
+    """Return the configuration of a float32 run on `model`; keyword arguments override its sections."""
     tree: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32", "max_tokens": 256},
         "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 32},
@@ -58,7 +58,7 @@ def make_config(model: Path, /, **sections: Mapping[str, Any] | list[Any]) -> Ru
 
 
 def make_payloads(groups: int, size: int, seed: int = 0) -> dict[str, Payload]:
-    """Groups of `size` random completions of 1 to 20 tokens, with behaviour logprobs around those of a uniform policy."""
+    """Return groups of `size` random completions of 1 to 20 tokens, with behaviour logprobs near a uniform policy's."""
     random = np.random.default_rng(seed)
     payloads = {}
     for group in range(groups):
@@ -75,7 +75,7 @@ def make_payloads(groups: int, size: int, seed: int = 0) -> dict[str, Payload]:
 
 
 def make_samples(payloads: Mapping[str, Payload], masked: Sequence[int] = (), weights: Sequence[float] = ()) -> list[Sample]:
-    """Every completion with a distinct advantage; those numbered in `masked` are not trained. `weights` are per group."""
+    """Give every completion a distinct advantage. Those numbered in `masked` are not trained on; `weights` are per group."""
     samples = []
     for group, (name, payload) in enumerate(payloads.items()):
         for index, length in enumerate(payload.lengths):
@@ -89,7 +89,7 @@ def make_samples(payloads: Mapping[str, Payload], masked: Sequence[int] = (), we
 def plan_of(
     layout: Sequence[Sequence[Sequence[Sequence[int]]]], samples: Sequence[Sample], step: int = 0, loss: Loss | None = None
 ) -> tuple[StepPlan, list[RankPlan]]:
-    """Plans from numbers of samples, `layout[mini_batch][rank][row]`; short ranks get empty rows."""
+    """Return plans for the samples numbered in `layout[mini_batch][rank][row]`; ranks with fewer rows get empty ones."""
     loss = loss or Loss()
     rows_of: list[list[list[Sample]]] = [[] for _ in layout[0]]
     sizes, denominators, tokens = [], [], []

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @asynccontextmanager
 async def two_ranks(folder: Path, code: str, *arguments: object) -> AsyncIterator[list[Process]]:
-    """Run `code` with `arguments` as ranks 0 and 1, with output in pipes. Kill what is left of them."""
+    """Run `code` with `arguments` as ranks 0 and 1, with output in pipes. Kill the ranks that are still running at the end."""
     script = folder / "rank.py"
     script.write_text(code)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
@@ -44,10 +44,10 @@ async def address(rank: Process) -> tuple[str, int]:
 
 
 def zero_engine(model: Any, optimizer: Any, stage: Mapping[str, Any], **more: object) -> Any:
-    """Return DeepSpeed's engine of one of the ranks. `stage`: its settings of ZeRO; `more`: others of DeepSpeed."""
+    """Return the DeepSpeed engine of one rank. `stage`: its ZeRO settings; `more`: other DeepSpeed settings."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for a minute on its first run
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would compile for a minute on its first run
     config = {
         "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "zero_optimization": dict(stage),
         "zero_allow_untested_optimizer": True, **more,

@@ -1,7 +1,7 @@
-"""Rewrite the assertions of all test files once, and before pytest-xdist's workers each do so when they collect the same files.
+"""Rewrite the assertions of all test files once, before each pytest-xdist worker does so as it collects the same files.
 
-It happens in a process of its own while the zygote imports, which leaves the second core idle. In a clean clone it takes a worker
-half of its collection; files that have not changed since are skipped.
+It happens in a separate process while the zygote imports, which leaves the second core idle. In a clean clone it halves a
+worker's collection time; files that have not changed since are skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.preloading.starter import ROOT
 
 
 def start(config: pytest.Config) -> int:
-    """Start the process, and return its id to wait for. Its caller must have no other threads."""
+    """Start the process and return its id, which the caller must wait for. The caller must have no other threads."""
     if (process := os.fork()) != 0:
         return process
     try:
@@ -27,7 +27,7 @@ def start(config: pytest.Config) -> int:
             if rewrite._read_pyc(path, compiled) is None:
                 digest, code = rewrite._rewrite_test(path, config)
                 rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, digest, compiled)
-    except BaseException:  # this process must end here, whatever was raised; workers compile what is missing
+    except BaseException:  # this process must exit here whatever was raised; the workers compile what is missing
         traceback.print_exc()
     finally:
         os._exit(0)

@@ -1,6 +1,6 @@
 """A fork whose child becomes a sibling: a child of the caller's parent, which waits for it and is notified of its exit.
 
-Linux on x86-64 only (`SUPPORTED`). Who forks has one thread, so no lock is held by another.
+Linux on x86-64 only (`SUPPORTED`). The caller has a single thread, so no other thread can hold a lock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x100
 PR_SET_PDEATHSIG, PR_GET_TID_ADDRESS = 1, 40  # linux/prctl.h
 SYS_CLONE = 56
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, which must not be released during a fork
+_libc = ctypes.PyDLL(None, use_errno=True)  # holds the GIL, which must not be released during a fork
 _libc.syscall.restype = ctypes.c_long
 
 
 def fork_brother() -> int:
-    """Like `os.fork`, except for the child's parent. The handlers of `pthread_atfork` do not run."""
+    """Fork like `os.fork`, but with the caller's parent as the child's parent. The handlers of `pthread_atfork` do not run."""
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads run; the child would have one"
     noted = ctypes.c_void_p()  # where the C library stores the id of this thread

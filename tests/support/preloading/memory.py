@@ -1,4 +1,4 @@
-"""Memory allocated before a fork: garbage collections skip it, and a fork copies few page tables."""
+"""Memory allocated before a fork: garbage collection skips it, and a fork copies few page tables."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 HUGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1; Python's mmap does not name it
 RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(?:\[heap\])?$")
-"""Line of /proc/self/maps for writable anonymous memory."""
+"""A line of /proc/self/maps for writable anonymous memory."""
 
 _freeze = gc.freeze
 _libc = ctypes.CDLL(None)
 
 
 def freeze_for_good() -> None:
-    """Exclude all live objects from garbage collections, whatever is frozen or unfrozen later.
+    """Exclude all live objects from garbage collection, whatever is frozen or unfrozen later.
 
-    vLLM's engines and our services thaw when they end. In a process that was forked, the collection that follows would look
-    through 700,000 objects that it has not made, and copy their pages: 0.7 s of processor time each.
+    vLLM's engines and our services unfreeze when they end. In a forked process, the collection that follows would scan 700,000
+    objects of the parent and copy their pages, at 0.7 s of CPU time each.
     """
     _freeze()
     gc.freeze = gc.unfreeze = _leave  # type: ignore[assignment]
 
 
 def _leave() -> None:
-    """Do not change what is frozen."""
+    """Leave what is frozen as it is."""
 
 
 def use_huge_pages() -> None:
-    """Move this process's memory into huge pages if the kernel can: a fork of 650 MiB then takes 10 ms instead of 35."""
+    """Move this process's memory into huge pages if the kernel can: forking 650 MiB then takes 10 ms instead of 35."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if found := RANGE.match(line):
             start, end = (int(address, 16) for address in found.groups())

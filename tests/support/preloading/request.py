@@ -1,4 +1,4 @@
-"""How a process is started: the arguments of `subprocess.Popen` and its open files."""
+"""The request to start a process: the arguments of `subprocess.Popen` and its open files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT_FILES = 64
 
 @dataclass(frozen=True)
 class Request:
-    """`files` are the numbers under which those that travel beside are to be open: 0, 1 and 2, and `pass_fds`."""
+    """`files` are the descriptors under which the files sent along are to be open: 0, 1, 2 and `pass_fds`."""
 
     argv: tuple[str, ...]
     environ: dict[str, str]
@@ -31,6 +31,6 @@ def send(connection: socket.socket, request: Request, files: list[int]) -> None:
 
 
 def receive(connection: socket.socket) -> tuple[Request, list[int]] | None:
-    """The next request and its files; None when no client is left."""
+    """Return the next request and its files, or None when no client is left."""
     message, files, _, _ = socket.recv_fds(connection, LIMIT_BYTES, LIMIT_FILES)
     return (pickle.loads(message), files) if message else None

@@ -1,6 +1,7 @@
-"""Fork Python programs of this repository from a zygote when `subprocess` starts them: `install` and `start`.
+"""Make `subprocess` fork this repository's Python programs from a zygote: `start`.
 
-Everything else, and what is started with `PLAIN` in its environment or from another thread's zygote, goes the usual way.
+Everything else starts in the usual way, as do programs with `PLAIN` in their environment and those started by a process without
+its own zygote.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _zygote = 0  # process id of the zygote
 
 
 def start(preloaded: str) -> None:
-    """Start this process's zygote, which imports in the background. Call from the main thread."""
+    """Start this process's zygote, which imports in the background. Must be called from the main thread."""
     if not fork.SUPPORTED or _connection is not None or os.environ.get(PLAIN):
         return
     assert threading.current_thread() is threading.main_thread(), "forked processes have this thread as their parent"
@@ -74,7 +75,7 @@ def start(preloaded: str) -> None:
 
 
 def stop() -> None:
-    """Stop this process's zygote; forked processes continue."""
+    """Stop this process's zygote; processes forked from it continue."""
     global _connection
     if _connection is None or _owner != os.getpid():
         return
@@ -85,7 +86,7 @@ def stop() -> None:
 
 
 def adopt(serve: Callable[[socket.socket], None]) -> int:
-    """In a process that was forked: fork a zygote from it and use that one; the number of the socket to it."""
+    """Fork a zygote from this forked process and use that one; return the descriptor of the socket to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (zygote := os.fork()) == 0:
         ours.close()
@@ -96,7 +97,7 @@ def adopt(serve: Callable[[socket.socket], None]) -> int:
 
 
 def starts_others(argv: Sequence[str]) -> bool:
-    """Whether a program starts processes itself."""
+    """Return whether a program starts processes itself."""
     if argv[1] == "-m":
         return argv[2].startswith(STARTERS)
     return argv[1].endswith(".py") or any(word.strip() == WORKER or word.startswith(SPAWN) for word in argv)
@@ -138,7 +139,7 @@ def _execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, *othe
 
 
 def _spawn(path: bytes, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
-    """The arguments with which multiprocessing starts a process."""
+    """Start a process for multiprocessing: fork it if it is one of its workers, otherwise spawn it as usual."""
     words = tuple(os.fsdecode(word) for word in args)
     if not _ready(dict(os.environ)) or not any(word.startswith(SPAWN) for word in words):
         return _usual_spawn(path, args, passfds)
@@ -148,14 +149,14 @@ def _spawn(path: bytes, args: Sequence[str | bytes], passfds: Sequence[int]) -> 
 
 
 def _ready(environ: dict[str, str]) -> bool:
-    """Whether there is a zygote, and one that has imported this copy of the code."""
+    """Return whether there is a zygote, and whether it has imported this copy of the code."""
     if _connection is None or _owner != os.getpid() or environ.get(PLAIN):
         return False
     return environ.get("PYTHONPATH", str(ROOT)).split(os.pathsep)[0] == str(ROOT)
 
 
 def _ours(args: Any, environ: dict[str, str]) -> bool:
-    """Whether it is a Python program of this repository that may be forked."""
+    """Return whether the command is a Python program of this repository that may be forked."""
     if not _ready(environ) or not isinstance(args, list | tuple) or os.fspath(args[0]) != sys.executable:
         return False
     words = [os.fspath(word) for word in args[1:]]
@@ -172,7 +173,7 @@ def _ours(args: Any, environ: dict[str, str]) -> bool:
 
 
 def _carried(before: Any) -> bool:
-    """Whether it can be sent to another process."""
+    """Return whether `preexec_fn` can be sent to another process."""
     with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
         return before is None or bool(pickle.dumps(before))
     return False

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True)
 class Span:
-    """A received span; times in seconds."""
+    """A received span; times are in seconds."""
 
     service: str
     pod: str
@@ -35,7 +35,7 @@ class Collector:
     spans: list[Span] = field(default_factory=list)
 
     def by_trace(self) -> dict[str, list[Span]]:
-        """Spans of every trace, by start time."""
+        """Return the spans of every trace, by start time."""
         traces: dict[str, list[Span]] = {}
         for span in sorted(self.spans, key=lambda span: span.started):
             traces.setdefault(span.trace, []).append(span)
@@ -58,7 +58,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on a free port."""
+    """Run a collector on a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -1,4 +1,4 @@
-"""A hub for tests: one model or dataset with its files, with the part of the hub's protocol that downloads need."""
+"""A hub for tests: one model or dataset with its files, and the part of the hub's protocol that downloads need."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 
 class Hub:
-    """A server of the model or dataset `name`. `commit` is its newest, `cut_after` how much of a large file a connection gets to
-    deliver.
+    """A server of the model or dataset `name`.
+
+    `commit` is its newest commit; `cut_after` is how many bytes of a large file a connection delivers before it is cut.
     """
 
     def __init__(self, name: str, files: dict[str, bytes], dataset: bool = False) -> None:
@@ -44,7 +45,7 @@ class Hub:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop serving."""
         self._released.set()
         self._server.shutdown()
         self._server.server_close()

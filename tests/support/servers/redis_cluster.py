@@ -23,8 +23,10 @@ LIMIT_S = 60.0
 
 
 class RedisCluster:
-    """Servers in `folder` with the users of `run`: the first owns the slot of its keys, the last replicates the one that is
-    `replicated`."""
+    """Servers in `folder` with the users of `run`.
+
+    The first owns the slot of the run's keys; the last is a replica of node number `replicated`.
+    """
 
     def __init__(
         self, folder: Path, program: str, run: str, certificates: Certificates | None = None, replicated: int = 0
@@ -57,16 +59,16 @@ class RedisCluster:
         return node
 
     def url(self, node: RedisServer) -> str:
-        """Its address for a run."""
+        """Return a node's address for a run."""
         return f"redis{'' if self._certificates is None else 's'}://127.0.0.1:{self._port(node)}/0"
 
     @staticmethod
     def _port(node: RedisServer) -> int:
-        """The name by which the other nodes of the Cluster know it."""
+        """Return the port by which the other nodes of the cluster know a node."""
         return int(node._options.get("tls-port", node.port))
 
     def login(self, kind: str = "") -> Login:
-        """Password of a kind of service, or of the administrator."""
+        """Return the login of a kind of service, or of the administrator."""
         ca_file = "" if self._certificates is None else str(self._certificates.authority)
         return Login(self.users[kind], user_name(self.run, kind), ca_file) if kind else Login(self.password, ca_file=ca_file)
 
@@ -76,7 +78,7 @@ class RedisCluster:
             node.start()
         first = SLOTS // MASTERS
         for i, node in enumerate((self.owner, self.other, self.third)):
-            # A third each, starting with the owner of the run's slot.
+            # One third each, starting with the owner of the run's slot.
             begin = (self.slot // first + i) % MASTERS * first
             self.call(node, "CLUSTER", "ADDSLOTSRANGE", begin, SLOTS - 1 if begin == 2 * first else begin + first - 1)
             self.call(node, "CLUSTER", "SET-CONFIG-EPOCH", i + 1)
@@ -90,7 +92,7 @@ class RedisCluster:
         self.wait(lambda: b"master_link_status:up" in self.call(self.replica, "INFO", "replication"))
 
     def _agrees(self, node: RedisServer) -> bool:
-        """Whether it knows all nodes by name, after a handshake, and the owner of every slot."""
+        """Return whether a node knows all nodes by name, has finished its handshakes, and knows the owner of every slot."""
         known = self.call(node, "CLUSTER", "NODES").decode()
         return (
             all(name in known for name in self._ids.values())
@@ -100,7 +102,7 @@ class RedisCluster:
         )
 
     def kill(self) -> None:
-        """End all servers."""
+        """Kill all servers."""
         for node in self.nodes:
             node.kill()
 
@@ -111,7 +113,7 @@ class RedisCluster:
             return client.execute_command(*command)
 
     def slots(self, node: RedisServer) -> list[list[Any]]:
-        """Slot ranges as seen by a node: first, last, master, replicas."""
+        """Return the slot ranges as a node sees them: first, last, master, replicas."""
         return self.call(node, "CLUSTER", "SLOTS")
 
     def wait(self, true: Callable[[], bool]) -> None:
@@ -122,24 +124,26 @@ class RedisCluster:
             time.sleep(0.02)
 
     def serves(self, node: RedisServer) -> bool:
-        """Whether it considers itself a master with slots."""
+        """Return whether a node considers itself a master with slots."""
         lines = self.call(node, "CLUSTER", "NODES").decode().splitlines()
         mine = next(line for line in lines if "myself" in line)
         return "master" in mine and any("[" not in part for part in mine.split()[8:])
 
     def fail_over(self, to: RedisServer) -> None:
-        """Fail over in order: the old master hands over what it has acknowledged."""
+        """Fail over in an orderly way: the old master hands over everything that it has acknowledged."""
         self.call(to, "CLUSTER", "FAILOVER")
         self.wait(lambda: self.serves(to))
 
     def take_over(self, to: RedisServer) -> None:
-        """Fail over without the old master, which is dead."""
+        """Fail over without the old master, which is down."""
         self.call(to, "CLUSTER", "FAILOVER", "TAKEOVER")
         self.wait(lambda: self.serves(to))
 
     def move_slot(self, source: RedisServer, target: RedisServer, halfway: Callable[[], None], slot: int = -1) -> int:
-        """Key by key, as `redis-cli --cluster reshard` does, with a call of `halfway` between; how many keys there were. Without
-        a slot that of the run."""
+        """Move a slot, by default the run's, key by key as `redis-cli --cluster reshard` does.
+
+        `halfway` is called after the first batch of keys. Return the number of keys moved.
+        """
         slot = self.slot if slot < 0 else slot
         self.call(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self._ids[source])
         self.call(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self._ids[target])
@@ -158,7 +162,7 @@ class RedisCluster:
 def redis_cluster(
     folder: Path, program: str, run: str, certificates: Certificates | None = None, replicated: int = 0
 ) -> Iterator[RedisCluster]:
-    """A running cluster."""
+    """Run a cluster."""
     cluster = RedisCluster(folder, program, run, certificates, replicated)
     try:
         cluster.start()

@@ -51,7 +51,7 @@ async def trained(store: Store, team: Team, step: int, groups: int = 2) -> list[
 
 
 async def covered(store: Store, team: Team, step: int) -> int:
-    """Cover a step by a checkpoint; return how many steps are retired."""
+    """Cover a step by a checkpoint; return the number of retired steps."""
     await store.steps.checkpointed(team.trainer, step)
     return await store.steps.retire()
 
@@ -69,7 +69,7 @@ def config_of(folder: Path, server: RedisServer | None = None, *overrides: str) 
 
 
 async def follow_once(store: Store, config: RunConfig, folder: Path) -> CollectorRegistry:
-    """Log everything available with a tracker that is stopped at once. Return its metrics."""
+    """Log everything available with a tracker that is stopped at once; return its metrics."""
     stopping, registry = asyncio.Event(), CollectorRegistry()
     stopping.set()
     made = SampleLog(config, store, folder, stopping, TrackerMetrics(registry))
@@ -122,7 +122,7 @@ async def test_every_finished_group_is_logged_with_its_completions(store: Store,
 
 
 def gaps_of(payload: str, value: float) -> LogprobGaps:
-    """One gap for each token of the four completions of a group."""
+    """Return a gap for each token of the four completions of a group."""
     code = codes([torch.full((8,), value)]).numpy().tobytes()
     return LogprobGaps([payload] * 4, [0, 1, 2, 3], [2] * 4, code)
 
@@ -137,7 +137,7 @@ async def test_the_trainers_gaps_are_logged_with_the_tokens(
     names = [await trained(store, team, step, 1) for step in range(4)]
     payloads = [record.payload for [name] in names for record in (await store.inspection.group_records([name])).values()]
     await store.samples.send_gaps(0, 0, gaps_of(payloads[0], 0.5))
-    await store.samples.send_gaps(1, 0, gaps_of("0-1.99", 0.5))  # from a step before a restore
+    await store.samples.send_gaps(1, 0, gaps_of("0-1.99", 0.5))  # belong to a step before a restore
     await store.client.set(store.keys.logprob_gaps(2, 0), b"damaged", ex=60)
     real, late = store.samples.gaps, asyncio.Event()
 
@@ -163,7 +163,7 @@ async def test_the_trainers_gaps_are_logged_with_the_tokens(
 async def test_a_tracker_killed_at_any_point_logs_nothing_twice(
     store: Store, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before and after every acknowledgement and every file, by an unhandled error."""
+    """An unhandled error kills it before and after every acknowledgement and every file."""
     config, chance = config_of(tmp_path), random.Random(5)
     team = await start(store, slots=64)
     await follow_once(store, config, tmp_path)
@@ -275,7 +275,7 @@ async def test_counts_survive_the_loss_of_redis(store: Store, quick: None, tmp_p
 
 
 async def test_a_restarted_tracker_counts_missed_groups_once(store: Store, quick: None, tmp_path: Path) -> None:
-    """After the loss of Redis, whose count began again."""
+    """They are missed after the loss of Redis, whose count starts again."""
     team, config = await start(store, slots=64), config_of(tmp_path)
     await store.samples.log(1, -1, 1.0, 0.0)
     for _ in range(2):
@@ -292,7 +292,7 @@ async def test_a_restarted_tracker_counts_missed_groups_once(store: Store, quick
 
 
 async def test_a_rarely_written_log_misses_no_step(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first file, the next is due in a million seconds or once enough steps wait."""
+    """After the first file, the next is due after a million seconds or once enough steps are waiting."""
     for name, value in {"POLL_S": 0.01, "SHARE": 1e-12, "LONGEST_S": 1e6, "WAITING_BYTES": 1 << 60}.items():
         monkeypatch.setattr(pace, name, value)
     team, stopping, steps = await start(store, slots=256), asyncio.Event(), 33
@@ -312,7 +312,7 @@ async def test_a_rarely_written_log_misses_no_step(store: Store, tmp_path: Path,
 
 
 async def test_a_repeatedly_killed_process_logs_every_group_once(store: Store, server: RedisServer, tmp_path: Path) -> None:
-    """Real processes and SIGKILL, while groups end."""
+    """Real processes are killed with SIGKILL while groups finish."""
     config = config_of(tmp_path, server, f"run.name={store.keys.name}")
     folder = tmp_path / store.keys.name
     folder.mkdir(exist_ok=True)
@@ -351,7 +351,7 @@ async def test_a_repeatedly_killed_process_logs_every_group_once(store: Store, s
 
 @pytest.mark.parametrize("restores", [1, 2])
 async def test_restores_without_a_tracker_undo_what_was_logged(store: Store, quick: None, tmp_path: Path, restores: int) -> None:
-    """The tracker returns when the steps that the run trained again are retired, or after another restore."""
+    """The tracker returns once the retrained steps are retired, or after another restore."""
     config, snapshot = config_of(tmp_path), tmp_path / "snapshot"
     team = await start(store, slots=64)
     await follow_once(store, config, tmp_path)
@@ -405,7 +405,7 @@ async def test_groups_that_a_restore_brings_back_are_logged_again(store: Store, 
 
 
 def damage(part: Path) -> None:
-    """Overwrite the columns of a file, but not its footer, so that it counts until it is read."""
+    """Overwrite the columns of a file but not its footer, so that the damage goes unnoticed until the file is read."""
     body = part.read_bytes()
     part.write_bytes(body[:4] + bytes(len(body) - 8000) + body[-7996:])
 

@@ -1,4 +1,4 @@
-"""A row has the data of a rollout's header and payload, or what is readable if they are damaged."""
+"""A row has the data of a rollout's header and payload, or whatever is readable if they are damaged."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ def test_rollouts_without_tokens_have_no_gaps() -> None:
 
 
 def test_batched_groups_have_the_same_rows_as_alone() -> None:
-    """Columns are built per file: groups of other sizes, or without tokens, gaps or header, must not shift them."""
+    """A file's columns are built together: groups of other sizes, or without tokens, gaps or header, must not shift them."""
     plain = msgspec.structs.replace(
         HEADER, lengths=[2, 3, 1], rewards=[1.0, 0.0, 0.5], scores={"exact": [1.0, 0.0, 0.5], "form": [0.0, 1.0]}, rollout=[],
         contexts=[], context_tokens=[], turns=[], tool_s=[], tool_calls=[], malformed_calls=[], solved=[], truncated=[False] * 3,
     )  # fmt: skip
     flat = msgspec.structs.replace(PAYLOAD, rollout=PAYLOAD.rollout[:0], context_lengths=PAYLOAD.rollout[:0], notes=[])
-    fewer = msgspec.structs.replace(plain, rewards=[1.0, 3.0])  # than it has completions
+    fewer = msgspec.structs.replace(plain, rewards=[1.0, 3.0])  # fewer than its completions
     gaps = {("0-0.7", place): np.full(size, 0.5, np.float32) for place, size in enumerate((2, 3, 1))}
     added: list[tuple[bytes | Header, Payload | None, Gaps | None]] = [
         (HEADER, PAYLOAD, gaps), (plain, None, gaps), (fewer, flat, gaps), (codec.encode(ticket(0)), None, None),

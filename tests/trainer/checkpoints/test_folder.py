@@ -39,7 +39,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, list[Any]]]:
-    """Results of every job, one per rank."""
+    """Return the results of every job, one per rank."""
     folder = tmp_path_factory.mktemp("checkpoints")
     payloads = make_payloads(groups=2, size=4)
     samples = make_samples(payloads)
@@ -248,7 +248,7 @@ def test_a_superseded_trainer_leaves_newer_checkpoints_alone(tmp_path: Path, mon
 
 
 def test_checkpoints_from_before_a_restore_are_deleted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of steps that the run has since passed: a trainer must not fall back to a history that was abandoned."""
+    """This includes steps that the run has since passed: a trainer must not fall back to an abandoned history."""
     policy: Any = Ranks(monkeypatch)
     checkpoints = policy.checkpoints(tmp_path, 7, [7])
     checkpoints.save(policy, 3)

@@ -26,7 +26,7 @@ FLOAT, BRAIN = "float32", "bfloat16"
 SEED = 5
 Origin = tuple[str, int, int]  # type, ranks, ZeRO stage
 ORIGINS: list[Origin] = [(FLOAT, 1, 0), (FLOAT, 2, 0), (FLOAT, 2, 2), (FLOAT, 3, 3), (BRAIN, 2, 0), (BRAIN, 2, 3)]
-# Who takes up what, ranks, ZeRO stage and whether the optimizer lies in host memory; in the order in which they can be run.
+# Origin, ranks, ZeRO stage and whether the optimizer is in host memory, in an order in which they can be run.
 TAKEN: list[tuple[Origin, int, int, bool]] = [
     ((FLOAT, 1, 0), 3, 2, False),
     ((FLOAT, 1, 0), 3, 0, False),
@@ -55,7 +55,7 @@ def _sections(dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """Results of every job, one per rank."""
+    """Return the results of every job, one per rank."""
     folder = tmp_path_factory.mktemp("layouts")
     payloads = make_payloads(groups=2, size=4)
     arguments = {"model": tiny_model, "payloads": payloads, "samples": make_samples(payloads)}
@@ -101,7 +101,7 @@ def test_restored_state_equals_the_saved_state(taken: Any, results: dict[Any, li
 def test_training_continues_as_if_uninterrupted(taken: Any, results: dict[Any, list[Any]]) -> None:
     (dtype, *_), by, *_ = taken
     origin = results[taken[0]][0]
-    # Gradients are summed in another order, so in bfloat16 a weight at a rounding boundary may round the other way.
+    # Gradients are summed in another order, so in bfloat16 a weight at a rounding boundary may be rounded the other way.
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6} if dtype == FLOAT else {"rtol": 0.02, "atol": 2e-3}
     for result in results[taken]:
         for name in ("loss/train/sum", "policy_loss/train/mean", "kl/train/mean", "gradient/train/norm"):
@@ -115,7 +115,7 @@ def test_training_continues_as_if_uninterrupted(taken: Any, results: dict[Any, l
 def test_a_checkpoint_is_exported_without_ranks(
     origin: Origin, results: dict[Any, list[Any]], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The result is bitwise what the ranks that wrote it would have exported."""
+    """The result is bitwise what the ranks that wrote the checkpoint would have exported."""
     dtype, _, stage = origin
     saved = results[origin][0]["saved"]
     config = make_config(tiny_model, **_sections(dtype, stage))

@@ -19,7 +19,7 @@ from tests.support.harness import small_config
 
 
 class Trainer:
-    """A recovery whose calls are awaited on a loop of another thread, as the trainer's are."""
+    """A recovery whose calls are awaited on another thread's loop, as the trainer's are."""
 
     def __init__(self, store: Store, fence: int, folder: Path) -> None:
         loop = asyncio.get_running_loop()
@@ -37,7 +37,7 @@ class Trainer:
 
 
 async def trained(store: Store, folder: Path, steps: int) -> tuple[Trainer, flow.Team]:
-    """A run after `steps` steps, all published."""
+    """Create a run after `steps` steps, all published."""
     team = await flow.start(store)
     await flow.buffer(store, team, steps + 2)
     trainer = Trainer(store, team.trainer, folder)
@@ -89,7 +89,7 @@ async def test_a_lost_or_changed_plan_stops_the_trainer(store: Store, tmp_path: 
 
 
 async def test_a_step_is_committed_only_with_the_plan_that_was_trained(store: Store, tmp_path: Path) -> None:
-    """A server that restarts without its last second may have lost the plan, and dataprep makes another one."""
+    """A server that restarts without its last second may have lost the plan, and dataprep prepares another one."""
     trainer, team = await trained(store, tmp_path, 2)
     await flow.prepare(store, team, 2, ["0-2"])
     plan = await store.steps.plan(2)

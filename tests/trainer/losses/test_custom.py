@@ -17,7 +17,7 @@ HERE = "tests.trainer.losses.test_custom"
 
 
 def half(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """Half of REINFORCE, with its own clip from the configuration."""
+    """Compute half of REINFORCE, with its own clip from the configuration."""
     never = torch.zeros_like(tokens.advantages, dtype=torch.bool)
     return PolicyTerm(-tokens.advantages * tokens.logprobs / 2, never, tokens.ratio() > 1 + config.clip_high)
 

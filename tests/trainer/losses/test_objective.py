@@ -166,7 +166,7 @@ options = st.fixed_dictionaries(
 @given(st.lists(one_response, max_size=4), options)
 @settings(max_examples=400, deadline=None)
 def test_value_and_gradient_match_the_literal_formula(row: list[Any], chosen: dict[str, Any]) -> None:
-    # The literal formula is asked for the sum over tokens; means are the subject of test_denominators.py.
+    # The literal formula gives the sum over tokens; means are the subject of test_denominators.py.
     config = Loss.model_validate(chosen | {"denominator": "constant", "denominator_tokens": 7})
     tokens = _joined(row)
     output = losses.compute(tokens, config, 7.0)
@@ -179,7 +179,7 @@ def test_value_and_gradient_match_the_literal_formula(row: list[Any], chosen: di
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_gradients_match_finite_differences_without_clipping(policy: str, estimator: str) -> None:
-    # cispo and reinforce hold their weight, whose change is in the difference: at theta = old it is 1, and the rest by hand.
+    # cispo and reinforce hold their weight constant, unlike a finite difference: at theta = old it is 1; the rest is by hand.
     generator = torch.Generator().manual_seed(3)
     theta = (-2 * torch.rand(6, generator=generator, dtype=torch.float64) - 0.1).requires_grad_()
     start = theta.detach().clone()  # gradcheck moves theta in place
@@ -204,7 +204,7 @@ def test_gradients_match_finite_differences_without_clipping(policy: str, estima
 
 
 def _joined(row: list[Any]) -> Tokens:
-    """Tokens of one packed row, float64; theta and entropy carry gradients."""
+    """Return the tokens of one packed row, float64; theta and entropy carry gradients."""
     columns: list[list[float]] = [[], [], [], [], []]
     owners: list[int] = []
     for number, (tokens, _, _) in enumerate(row):

@@ -24,7 +24,7 @@ LN2 = math.log(2)
         ("grpo", 1.25, 1.0, -1.2, 0.0, 0, 1),  # above 1.2: clipped
         ("dapo", 1.25, 1.0, -1.25, -1.25, 0, 0),  # below 1.272: not
         ("dapo", 1.5, 2.0, -2.544, 0.0, 0, 1),
-        ("dapo", 1.5, -2.0, 3.0, 3.0, 0, 0),  # a worse token that became likelier: never clipped
+        ("dapo", 1.5, -2.0, 3.0, 3.0, 0, 0),  # a bad token that became likelier: never clipped
         ("grpo", 0.5, 1.0, -0.5, -0.5, 0, 0),
         ("grpo", 0.5, -1.0, 0.8, 0.0, 1, 0),
         ("grpo", 1.0, -2.0, 2.0, 2.0, 0, 0),
@@ -43,7 +43,7 @@ LN2 = math.log(2)
         # p = 1/e, q = ratio / e: |p - q| = 0.368 |ratio - 1|
         ("dppo", 1.25, 1.0, -1.25, -1.25, 0, 0),  # 0.092
         ("dppo", 1.3, 1.0, 0.0, 0.0, 0, 1),  # 0.110
-        ("dppo", 1.3, -1.0, 1.3, 1.3, 0, 0),  # the update leads back
+        ("dppo", 1.3, -1.0, 1.3, 1.3, 0, 0),  # the update moves the ratio back towards 1
         ("dppo", 0.7, -1.0, 0.0, 0.0, 1, 0),
         ("dppo", 0.7, 1.0, -0.7, -0.7, 0, 0),
     ],
@@ -61,7 +61,7 @@ def test_policy_losses_of_one_token(
 
 
 WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.272}
-"""Token-level bounds; gspo's defaults, for whole responses, are a thousandth of them."""
+"""Token-level bounds; gspo's defaults, for whole responses, are a thousandth of these."""
 
 
 def test_gspo_clips_responses_and_all_their_tokens_get_gradient() -> None:

@@ -20,7 +20,7 @@ def make_tokens(
     samples: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tokens:
-    """Tokens of one response unless `samples` says otherwise; `old` defaults to theta, `behaviour` to `old`."""
+    """Return the tokens of one response unless `samples` says otherwise; `old` defaults to theta, `behaviour` to `old`."""
 
     def tensor(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -40,5 +40,5 @@ def make_tokens(
 
 
 def plain(**options: object) -> Loss:
-    """A loss without KL, changed by `options`."""
+    """Return a loss without KL, changed by `options`."""
     return Loss.model_validate({"kl_beta": 0.0} | options)

@@ -15,8 +15,11 @@ BUCKET_BYTES = 20_000
 
 
 def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, root: Path) -> dict[str, Any]:
-    """Train one step per layout. Before the last one the weights are sent, exported and saved, and training continues from
-    there twice: on the same policy and on a fresh one."""
+    """Train one step per layout.
+
+    Before the last one, send, export and save the weights; then train it twice: with the same policy and with a new one from the
+    checkpoint.
+    """
     from services.trainer.checkpoints.folder import Checkpoints
 
     policy, checkpoints = _policy(model, sections), Checkpoints(root / "checkpoints", keep=1)
@@ -43,7 +46,7 @@ def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, r
 
 
 def _transfer(policy: Any) -> dict[str, torch.Tensor]:
-    """Weights that a receiver ends up with; {} on ranks that do not send. Uses a real gloo group within this process."""
+    """Return the weights that a receiver ends up with; {} on ranks that do not send. Uses a real gloo group in this process."""
     from services.trainer.weight_sender import make_weight_sender
 
     sync = policy.config.sync.model_copy(update={"host": "127.0.0.1", "backend": "gloo"})

@@ -35,7 +35,7 @@ ROW = Packing.of([6, 3, 4, 5, 2], [(0, 0), (0, 2), (0, 2), (0, 0), (13, 3)])
 
 @pytest.fixture
 def compiler() -> Iterator[None]:
-    """The compiler, which test processes otherwise avoid."""
+    """Enable the compiler, which test processes otherwise avoid."""
     import torch._dynamo
 
     torch._dynamo.reset()  # forgets what it has decided not to compile
@@ -83,10 +83,10 @@ def test_selective_recomputation_repeats_no_matrix_product(tiny_model: Path) -> 
 @pytest.mark.slow  # imports a compiler, and traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore::DeprecationWarning")
 def test_compiled_blocks_and_logprobs_match_eager(tiny_model: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced and differentiated by the compiler, but not compiled to C++, which takes a minute."""
+    """The compiler traces and differentiates, but does not compile to C++, which takes a minute."""
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **named: compiled(function, **{**named, "backend": "aot_eager"}))
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, packed_attention)  # which compilation replaces
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, packed_attention)  # compilation replaces it
     compiled_chunks.cache_clear()
     expected = passed(tiny_model, PLAIN)
     found = passed(tiny_model, Computing(compiled=True))
@@ -170,7 +170,7 @@ def test_doctor_counts_logits_of_as_many_tokens_as_are_computed_at_a_time() -> N
 
 
 def test_a_gpu_without_a_kernel_for_shared_heads_gets_a_head_for_each_query() -> None:
-    """PyTorch would silently keep all scores of a batch, 2 GB a layer for eight sequences of 2,048 tokens and 16 heads."""
+    """PyTorch would silently keep all scores of a batch, 2 GB per layer for eight sequences of 2,048 tokens and 16 heads."""
 
     def states(dtype: torch.dtype, size: int, cuda: bool = True) -> Any:
         return SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(20, 4, size))

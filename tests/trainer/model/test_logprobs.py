@@ -156,7 +156,7 @@ def test_changing_one_response_leaves_the_others_bitwise_equal(tiny_model: Path)
     assert not same[before.sample_of_token == 2].any()
 
 
-# Groups of a row: tokens of their prompt, and of their responses. A prompt lies in the row once, before the first of them.
+# Groups of a row: tokens of their prompt, and of their responses. A prompt is stored in the row once, before its first response.
 SMALL = [(0, [1, 6]), (2, [4, 1, 3]), (9, [4]), (3, [1, 8])]
 LARGE = [(0, [3, 300]), (150, [20, 1, 100]), (1, [129, 2])]
 
@@ -175,7 +175,7 @@ def _packing(groups: list[tuple[int, list[int]]]) -> Packing:
 
 
 def _places(packing: Packing) -> list[list[int]]:
-    """Indices in the row of each sequence's tokens."""
+    """Return the indices in the row of each sequence's tokens."""
     ends = packing.whole.tolist()
     return [packing.sequences[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
 
@@ -201,9 +201,9 @@ def test_packing_matches_a_hand_computed_row() -> None:
 def test_attention_equals_a_dense_mask(
     window: int | None, groups: list[tuple[int, list[int]]], softcap: float | None, sinks: bool
 ) -> None:
-    """Each token sees its sequence up to itself, no further back than the window.
+    """Each token attends to its sequence up to itself, no further back than the window.
 
-    Value heads are smaller than key heads; scores may be capped, and a sink may take its share of them.
+    Value heads are smaller than key heads; scores may be capped, and a sink may take a share of them.
     """
     packing = _packing(groups)
     total = int(packing.own[-1])
@@ -258,7 +258,7 @@ def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, longest_own: int, longest: int,
     *, softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """As flash-attn (2.1 and later) documents it: sequences are separate, and the last query is aligned with the last key."""
+    """Compute attention as flash-attn (2.1 and later) documents it: by sequence, with last query and last key aligned."""
     assert causal
     assert not deterministic
     assert (longest_own, longest) == (int(own.diff().max()), int(whole.diff().max()))
@@ -305,7 +305,7 @@ def test_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
 
 
 class _Passes(TorchDispatchMode):
-    """Notes the operations on states, [n, heads, D]."""
+    """Records the operations on states, [n, heads, D]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class _Passes(TorchDispatchMode):
 
 
 def test_laying_tokens_out_and_taking_them_back_is_one_pass_each() -> None:
-    """On a GPU every further pass over queries, keys or values takes as long as a third of their attention."""
+    """On a GPU, every further pass over queries, keys or values takes a third as long as their attention."""
     packing = _packing(SMALL)
     states = torch.randn(int(packing.own[-1]), 2, 4)
     with _Passes() as passes:

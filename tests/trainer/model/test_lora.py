@@ -55,7 +55,7 @@ def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def results(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Results of every job, one per rank, and the folder it wrote to."""
+    """Return the results of every job, one per rank, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("lora")
     payloads = make_payloads(groups=2, size=4)
     given = {"payloads": payloads, "samples": make_samples(payloads)}
@@ -222,7 +222,7 @@ def test_a_checkpoint_omits_frozen_weights(models: dict[str, Path], results: dic
 
 
 def _scorers(path: Path, dtype: str, **options: Any) -> tuple[Any, Any]:
-    """The model without adapters, and with them."""
+    """Return the model without adapters, and with them."""
     config = make_config(path, model={"dtype": dtype}, lora=OPTIONS | options)
     return model.load(config.model, 0.7, 5), model.load(config.model, 0.7, 5, adapters=config.lora)
 

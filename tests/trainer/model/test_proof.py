@@ -21,7 +21,7 @@ from services.trainer.model.proofs import Proofs
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are slower with more threads."""
+    """Use one thread: models this small are slower with more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def _saved(folder: Path, model_type: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_is_verified_once(tiny_model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bfloat16 model is verified in float32 too, with no larger gap; its weights are unchanged."""
+    """A bfloat16 model is also verified in float32, with no larger gap; its weights are unchanged."""
     known = Proofs(tmp_path / "proofs")
     _load(tiny_model, known, dtype=dtype)
     (file,) = (tmp_path / "proofs").iterdir()
@@ -113,7 +113,7 @@ def test_a_failed_verification_is_reported_with_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_error_in_one_token_is_detected(tiny_model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token is at the position of the next: two logprobs change, by less than rounding to bfloat16 does."""
+    """One token has the position of the next: two logprobs change, by less than rounding to bfloat16 changes them."""
     exact = policy_network.Scorer._score
 
     def shifted(self: Any, ids: Any, positions: Any, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Any ranks read what any others wrote: bitwise and completely, or with an error that names what is missing."""
+"""Any ranks read what any other ranks wrote: bitwise and completely, or with an error that names what is missing."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def _metrics(mean: float) -> dict[str, float]:
 
 @pytest.mark.parametrize(("step", "stale"), [(0, 0.0), (0, 0.5), (40, 0.0)])
 def test_a_gap_on_the_first_on_policy_step_stops_the_run(step: int, stale: float) -> None:
-    """Also for a fork, whose engine may have other options; step 0 is always on policy."""
+    """This includes a fork, whose engine may have other options; step 0 is always on-policy."""
     with pytest.raises(
         Fatal, match=rf"differ from the trainer's by 0\.86 nats on average \(at most 3\.3\) on step {step}, .*max_gap = 0\.1"
     ):

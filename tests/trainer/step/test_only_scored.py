@@ -15,7 +15,7 @@ from tests.support.models.tiny_model import make_payloads, make_samples
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EQUAL = range(4, 8)
-"""The samples of the second of three groups, whose rewards are equal."""
+"""The samples of the second of three groups, whose rewards are all equal."""
 NEGLIGIBLE = 1e-30
 """Coefficient of an entropy bonus that changes no float32 gradient, but gives every token one."""
 LAYOUTS: dict[str, tuple[int, Any, int, dict[str, Any]]] = {  # ranks, layout, backward passes of a rank, section trainer
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, Any, int, dict[str, Any]]] = {  # ranks, layout, b
 
 @pytest.fixture(scope="module")
 def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Any], list[Any]]]:
-    """By layout, the results of each rank: as configured, and with a gradient for every token."""
+    """Return, by layout, the results of each rank: as configured, and with a gradient for every token."""
     payloads = make_payloads(groups=3, size=4)
     samples = make_samples(payloads, [2, 9], [0.5, 1.0, 1.0])
     samples = [msgspec.structs.replace(one, advantage=0.0) if i in EQUAL else one for i, one in enumerate(samples)]

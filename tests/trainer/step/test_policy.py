@@ -62,7 +62,7 @@ NOT_TRAINED = {
 
 
 def _dealt(ranks: int) -> Any:
-    """The layout of `ROWS` on `ranks` ranks."""
+    """Return the layout of `ROWS` on `ranks` ranks."""
     return [[ROWS[rank::ranks] for rank in range(ranks)]]
 
 
@@ -97,7 +97,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(
     tiny_model: Path, tied_model: Path, payloads: Any, samples: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
-    """Results of every job by name, one per rank."""
+    """Return the results of every job by name, one per rank."""
 
     def job(layout: Any, model: Path = tiny_model, dtype: str = "float32", clip: float | None = None, **trainer: Any) -> Job:
         sections = SECTIONS | {"trainer": {"row_tokens": 128, "step_timeout_s": 60.0} | trainer}
@@ -166,7 +166,7 @@ def results(
 
 
 def _twin(folder: Path, payloads: Any, samples: list[Sample], mini_batches: list[list[int]]) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each mini-batch's optimizer step."""
+    """Return the gradients of each mini-batch's optimizer step."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
@@ -205,7 +205,7 @@ def _twin(folder: Path, payloads: Any, samples: list[Sample], mini_batches: list
 
 
 def _logprobs(model: Any, payloads: Any, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-    """theta and mu of the sample's tokens; mu is NaN where the policy did not sample."""
+    """Return theta and mu of the sample's tokens; mu is NaN where the policy did not sample."""
     payload = payloads[sample.payload]
     start = int(payload.lengths[: sample.index].sum())
     response = slice(start, start + int(payload.lengths[sample.index]))
@@ -220,7 +220,7 @@ def _logprobs(model: Any, payloads: Any, sample: Sample) -> tuple[torch.Tensor, 
 
 
 def _largest_difference(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest deviation of an element, relative to the largest element of its parameter."""
+    """Return the largest deviation of an element, relative to the largest element of its parameter."""
     assert ours.keys() == expected.keys()
     return max(float((ours[name].double() - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
@@ -248,7 +248,7 @@ def test_results_are_bitwise_equal_on_any_number_of_ranks(results: dict[str, lis
 
 
 def _bits(value: Any) -> Any:
-    """A value that is equal exactly if all tensors and numbers are; times, which always differ, are left out."""
+    """Return a value that is equal exactly if all tensors and numbers are. Times, which always differ, are omitted."""
     match value:
         case torch.Tensor():
             return value.numpy().tobytes()

@@ -48,7 +48,7 @@ def _whole(one: Segment) -> list[int]:
 
 
 def _sampled(one: Segment) -> list[int]:
-    """Positions of a segment's tokens that the policy sampled."""
+    """Return the positions of a segment's tokens that the policy sampled."""
     tools = {place for start, end in one.completion.tool_spans for place in range(start, end)}
     return [place for place in range(len(one.completion.tokens)) if place not in tools]
 
@@ -110,14 +110,14 @@ def _scorer(folder: Path) -> model.Scorer:
 
 
 def _alone(scorer: model.Scorer, one: Segment) -> torch.Tensor:
-    """The logprobs of a segment's sampled tokens, computed without anything else in the row."""
+    """Return the logprobs of a segment's sampled tokens, computed without anything else in the row."""
     ids, sampled = torch.tensor(_whole(one)), torch.tensor(_sampled(one), dtype=torch.int64)
     targets = sampled + len(ids) - len(one.completion.tokens)
     return scorer(ids, torch.arange(len(ids)), Packing.of([len(ids)]), targets - 1, ids[targets])[0]
 
 
 def _gradient(logprobs: dict[tuple[str, int], torch.Tensor], weights: list[torch.nn.Parameter]) -> tuple[torch.Tensor, ...]:
-    """The gradient of a sum in which every token has its own factor."""
+    """Return the gradient of a sum in which every token has its own factor."""
     total = torch.zeros(())
     for number, place in enumerate(sorted(logprobs)):
         total = total + (logprobs[place] * torch.linspace(-1, 1 + number, len(logprobs[place]))).sum()
@@ -129,8 +129,7 @@ def _gradient(logprobs: dict[tuple[str, int], torch.Tensor], weights: list[torch
 def test_a_rollout_counts_as_one_response_for_any_layout(
     drawn: list[list[list[Drawn]]], kind: str, ranks: int, mini_batches: int
 ) -> None:
-    """Give every token a loss that names its rollout; the sum must be that of the literal mean of means, mini-batch by
-    mini-batch."""
+    """Every token gets a loss that names its rollout; the sum must be that of the literal mean of means, for each mini-batch."""
     made = _made(drawn)
     plan, of_ranks = plan_step(0, [one.plan_group() for one in made], Layout(ranks, ROW_TOKENS, mini_batches, 0, kind))  # type: ignore[arg-type]
     rows, by_name = [_build(rank, made) for rank in of_ranks], {one.name: one for one in made}
@@ -181,7 +180,7 @@ def test_priorities_count_a_rollout_once_for_any_packing() -> None:
 
 
 def _group() -> Made:
-    """Two rollouts: one of two segments, the second after a context of five tokens, and one directly after the prompt."""
+    """Return two rollouts: one of two segments, the second after a context of five tokens, and one directly after the prompt."""
     return make(0, [[(0, [(5, False)]), (3, [(6, False), (7, True)])], [(0, [(8, False)])]])
 
 

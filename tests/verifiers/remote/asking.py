@@ -1,4 +1,4 @@
-"""Pools with a configured service, and groups to score."""
+"""Helpers for remote verifiers: a pool with a configured service, and groups to score."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW = Row([{"role": "system", "content": "Be brief."}, {"role": "user", "content
 
 @asynccontextmanager
 async def asking(kind: str, url: str, name: str = "", **settings: Any) -> AsyncIterator[RemotePool]:
-    """A started pool with one service."""
+    """Yield a started pool with one service."""
     pool = RemotePool([(name or kind, verifier(kind, url=url, **settings))], [SOURCE])
     await pool.start()
     try:
@@ -30,5 +30,5 @@ async def asking(kind: str, url: str, name: str = "", **settings: Any) -> AsyncI
 
 
 def group(*texts: str, answer: str = "4") -> Job:
-    """A group of completions of one prompt."""
+    """Return a group of completions of one prompt."""
     return Job("main", list(texts), answer, msgspec.json.encode(ROW).decode(), ["stop"] * len(texts))

@@ -1,4 +1,4 @@
-"""A service shared by the tests of a module, and short retry delays."""
+"""Fixtures: a service that the tests of a module share, and short retry delays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def process() -> Iterator[FlakyServer]:
 
 @pytest.fixture
 def service(process: FlakyServer, monkeypatch: pytest.MonkeyPatch) -> FlakyServer:
-    """A running service that responds normally."""
+    """Return a running service that responds normally."""
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.02)
     if process.died:
         process.start()

@@ -1,4 +1,4 @@
-"""The verifier `http` with a misbehaving service: each group gets scores or a failure with a reason, never a zero."""
+"""The verifier `http` with a misbehaving service: each group gets scores, or a failure with a reason, but never zeros."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def test_a_group_survives_a_restart_of_the_service(service: FlakyServer) -
 
 
 async def test_concurrent_requests_are_limited(service: FlakyServer) -> None:
-    service.behave(*["slow:1"] * 2, *["slow:0.1"] * 6)  # the first two overlap on a busy machine, too
+    service.behave(*["slow:1"] * 2, *["slow:0.1"] * 6)  # long enough for the first two to overlap on a busy machine
     async with asking("http", service.url, max_requests=2) as pool:
         await asyncio.gather(*(pool.score(group(*TEXTS)) for _ in range(8)))
     assert len(service.requests) == 8

@@ -1,7 +1,7 @@
 """A replacement of the NCCL library for vLLM, over gloo, with tensors in host memory.
 
-Everything above the library is vLLM's and ours: communicators, packed producer and consumer, engines, sender. What CUDA would
-have to be there for beside it is a device to name, streams, and waiting for them.
+Everything above the library is vLLM's and ours: communicators, packed producer and consumer, engines, sender. CUDA is replaced,
+too, where they need it: a device to name, streams, and waiting for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Communicator:
         self.aborted = False
 
     def finish(self, work: Any) -> None:
-        """Finish like a kernel on a stream: an abort ends it and releases those who wait for the stream."""
+        """Finish like a kernel on a stream: an abort ends it and releases whoever waits for the stream."""
         while not work.is_completed() and not self.aborted:
             time.sleep(POLL_S)
 
@@ -88,7 +88,7 @@ def _tensor(pointer: Any, count: int, datatype: int) -> torch.Tensor:
 
 
 class Stream:
-    """A CUDA stream whose work is always done."""
+    """A CUDA stream whose work is always complete."""
 
     cuda_stream = 0
 
@@ -99,7 +99,7 @@ class Stream:
 
 @contextlib.contextmanager
 def wired() -> Iterator[None]:
-    """Replace NCCL by gloo inside this block."""
+    """Replace NCCL with gloo inside this block."""
     packed_tensor._get_streams.cache_clear()
     replaced: list[tuple[Any, str, Any]] = [
         (pynccl_wrapper, "NCCLLibrary", Library),

@@ -1,4 +1,4 @@
-"""The extension class of a vLLM worker whose NCCL goes over gloo (nccl_wire.py), for as long as the worker lives."""
+"""The extension class of a vLLM worker whose NCCL runs over gloo (nccl_wire.py), for as long as the worker lives."""
 
 from __future__ import annotations
 

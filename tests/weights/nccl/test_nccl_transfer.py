@@ -1,5 +1,7 @@
-"""Weights over the NCCL path into a real vLLM, with the NCCL library replaced by gloo (nccl_wire.py): vLLM's communicators and
-packed broadcast, `WeightSender` and `NcclWeightTransferEngine` are those of a GPU."""
+"""Weights over the NCCL path into a real vLLM, with the NCCL library replaced by gloo (nccl_wire.py).
+
+vLLM's communicators and packed broadcast, `WeightSender` and `NcclWeightTransferEngine` are those used on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ async def test_corrupted_weights_are_never_sampled_from(pair: Pair, monkeypatch:
 
 
 async def test_a_full_update_repairs_a_timed_out_transfer(pair: Pair) -> None:
-    """The sender never sends: the member's limit ends the broadcast in the worker, which keeps responding."""
+    """The sender never sends: the member's limit ends the broadcast in the worker, which stays responsive."""
     config = pair.engine._loaded._config
     pair.engine._loaded._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
     await pair.make_group()

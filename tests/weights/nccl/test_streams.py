@@ -1,5 +1,7 @@
-"""What CUDA streams wait for while weights travel by vLLM's packed broadcast, which alternates between two streams that do not
-wait for each other: memory that one of them still reads must not be written on the other.
+"""What CUDA streams wait for while weights travel by vLLM's packed broadcast.
+
+The broadcast alternates between two streams that do not wait for each other: memory that one of them still reads must not be
+written on the other.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from tests.support.harness import small_config
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # vLLM is imported, which warns
 
 LENGTHS = (6, 6, 6, 6, 6, 6)
-BUCKET = 40  # bytes: a bucket holds one weight, and a broadcast, which ends after it exceeds this, two
+BUCKET = 40  # bytes: a bucket holds one weight; a broadcast, which ends once it exceeds this, holds two
 DEVICE = "device"
 
 
 class Streams:
-    """What happens, in order, and on which stream: (what, stream)."""
+    """Records what happens, in order, and on which stream: (what, stream)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.distributed.weight_transfer import packed_tensor
@@ -67,7 +69,7 @@ class Streams:
 
 
 class Group:
-    """A communicator that only notes."""
+    """A communicator that only records."""
 
     device = torch.device("cpu")
 
@@ -116,7 +118,7 @@ def test_a_receiver_loads_a_bucket_to_the_end_before_it_receives_the_next(stream
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, and notes for which streams its memory is kept."""
+    """A tensor that claims to be on a GPU, and records for which streams its memory is kept."""
 
     is_cuda = True
     streams: Streams

@@ -1,7 +1,7 @@
 """A receiver over NCCL outside vLLM: its engine around a model of plain tensors. The NCCL library is replaced (nccl_wire.py).
 
-`python -m tests.weights.sparse.plain_engine HOST PORT RANK SIZE` joins a group that sends `weights()`, takes one transfer of all
-of them, and kills itself in the middle of the next.
+`python -m tests.weights.sparse.plain_engine HOST PORT RANK SIZE` joins a group that sends `weights()`, receives one transfer of
+all of them, and kills itself in the middle of the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK_BYTES = 256
 
 
 class PlainModel(torch.nn.Module):
-    """Tensors under the names of a checkpoint; a tied one is stored twice."""
+    """Tensors under a checkpoint's names; a tied one is stored twice."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The extension class of a vLLM worker on a CPU that keeps its weights as one on a GPU does, and whose NCCL goes over gloo.
+"""The extension class of a vLLM worker on a CPU that keeps its weights as one on a GPU does, and whose NCCL runs over gloo.
 
-On a CPU, linear layers are repacked by oneDNN and their weight is then empty; here they are multiplied as they are, by torch.
+On a CPU, oneDNN repacks linear layers, which leaves their weight empty; here torch multiplies with the original weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.weights.nccl.nccl_worker import WorkerExtension as WiredExtension
 
 
 def leave(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Multiply by the layer's own weight."""
+    """Multiply with the layer's own weight."""
     layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
 
@@ -24,7 +24,7 @@ utils.dispatch_cpu_unquantized_gemm = leave
 
 
 class PlainExtension(WiredExtension):
-    """Methods for tests."""
+    """Methods that tests call."""
 
     def patcher(self) -> Patcher:
         engine = self.weight_transfer_engine

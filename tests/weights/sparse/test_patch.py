@@ -33,7 +33,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def encoded_by(
     ranks: int, share: float = 0.05
 ) -> tuple[WeightManifest, dict[str, Any], dict[str, Any], Patch, list[torch.Tensor]]:
-    """Return old and new weights, and the patch that `ranks` ranks make of them."""
+    """Return old and new weights, and the patch that `ranks` ranks encode."""
     old = checkpoint()
     manifest = manifest_of(old)
     new = changed(old, 3, share)

@@ -1,4 +1,4 @@
-"""Changes written into a model with fused, sliced and padded weights give the same bits as a reload."""
+"""Changes written into a model with fused, sharded and padded weights give the same bits as a reload."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Patches over the NCCL path into a real vLLM, on one worker and split over two, with the NCCL library replaced by gloo
-(tests/weights/nccl/nccl_wire.py) and weights kept as on a GPU (plain_worker.py)."""
+"""Patches over the NCCL path into a real vLLM, on one worker and split over two.
+
+The NCCL library is replaced by gloo (tests/weights/nccl/nccl_wire.py), and weights are kept as on a GPU (plain_worker.py).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class SparsePair(Pair):
         return await self.engine._llm.collective_rpc(what, args=given)
 
     async def step(self, seed: int) -> bool:
-        """Change a fiftieth of the weights and send them; return whether as a patch."""
+        """Change a fiftieth of the weights and send them; return whether they were sent as a patch."""
         perturb(self.model, seed, share=0.02)
         await self.update()
         return bool(self.sender.sent["delta"])

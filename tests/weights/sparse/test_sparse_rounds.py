@@ -91,7 +91,7 @@ def test_a_member_that_missed_a_round_gets_all_weights(world: World) -> None:
     join(world, "a")
     join(world, "b")
     assert [trained(world, version) for version in range(2)] == [False, True]
-    world.hold("b", 1)  # it evaluates and declines
+    world.hold("b", 1)  # it is evaluating, and declines
     assert not trained(world, 2), "the group was torn down, so everything is sent"
     assert trained(world, 3)
     world.release("b")

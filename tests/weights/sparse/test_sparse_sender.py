@@ -1,5 +1,7 @@
-"""When patches are sent, and that ranks stay in step despite failures: senders of several ranks in threads, with a transport that
-records."""
+"""When patches are sent, and that ranks stay in step despite failures.
+
+Several senders run as ranks in threads, with a transport that records.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ class Trainer:
                 weights[name].data.add_(change)
 
     def send(self, held: int | None = None, share: float = 0.02, newcomers: bool = False) -> str:
-        """Train and send to members that hold `held` or the last version, or only to newcomers; return what was sent."""
+        """Train, and send to members that hold `held` or the last version, or only to newcomers; return what was sent."""
         self.version += 1
         self.train(share)
         lead = self.senders[0]

@@ -1,4 +1,4 @@
-"""Catalogues: the way to a version, when an anchor is due, what is kept and what may go."""
+"""Catalogues: the way to a version, when an anchor is due, and what is kept or may be deleted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _delta(version: int, nbytes: int = 2) -> Entry:
         ([_anchor(3), *(_delta(version) for version in range(4, 3 + ANCHOR_EVERY))], True),
         ([_anchor(3), _delta(4, 50), _delta(5, 49)], False),
         ([_anchor(3), _delta(4, 50), _delta(5, 50)], True),
-        ([_anchor(3), _delta(4, 99), _anchor(4), _delta(5, 99)], False),  # those since the last anchor count
+        ([_anchor(3), _delta(4, 99), _anchor(4), _delta(5, 99)], False),  # only those since the last anchor count
     ],
 )
 def test_an_anchor_is_due_after_many_versions_or_large_deltas(entries: list[Entry], due: bool) -> None:
@@ -42,7 +42,7 @@ def test_an_anchor_is_due_after_many_versions_or_large_deltas(entries: list[Entr
         (None, 3, ["3.anchor"]),
         (None, 4, ["3.anchor", "4.delta"]),
         (None, 6, ["5.anchor", "6.delta"]),  # the later of two anchors
-        (2, 6, ["5.anchor", "6.delta"]),  # nothing leads on from 2
+        (2, 6, ["5.anchor", "6.delta"]),  # nothing continues from 2
         (4, 6, ["5.delta", "6.delta"]),
         (3, 5, ["4.delta", "5.delta"]),  # 60 + 40 bytes, as many as the anchor has
         (3, 8, ["8.anchor"]),  # 40 + 50 + 61 bytes would be more

@@ -30,7 +30,7 @@ Data = dict[int, memoryview]
 
 @pytest.fixture(autouse=True, scope="module")
 def many_threads() -> Iterator[None]:
-    """Let every piece be applied by a different thread."""
+    """Make a different thread apply every piece."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(mirror_module, "THREADS", 4)
         patched.setattr(delta_module, "GROUP", 1)
@@ -210,7 +210,7 @@ def test_damaged_bytes_give_an_error_or_the_right_bits(pair, data: st.DataObject
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_forged_manifest_gives_an_error_or_weights(pair, data: st.DataObject) -> None:
-    """Its digest is right, whatever it says."""
+    """Its digest is correct, whatever it contains."""
     anchor, (manifest, parts), _, _ = pair
     mirror = WeightMirror()
     bring(mirror, *_items(anchor))
@@ -225,7 +225,7 @@ def test_a_forged_manifest_gives_an_error_or_weights(pair, data: st.DataObject) 
 
 
 def test_a_manifest_with_another_name_or_scale_is_rejected(pair) -> None:
-    """No checksum of a piece covers them."""
+    """No piece's checksum covers them."""
     encoded = encode(pair[1][0])
     assert encoded.count(b"odd") == 2
     with pytest.raises(InvalidVersion, match="some of its bytes have changed"):
@@ -290,7 +290,7 @@ def variants(manifest: VersionManifest) -> list[tuple[str, VersionManifest]]:
         ("of shapes", merged(0, beyond, beyond)),
         ("of shapes", merged(0, 4, 4)),  # a scalar
         ("of shapes", merged(1, beyond, beyond + 1)),  # of one dimension
-        ("do not cover the tensors", merged(0, beyond, beyond + 1)),  # as it should be, but A and B have no pieces
+        ("do not cover the tensors", merged(0, beyond, beyond + 1)),  # plausible, but A and B have no pieces
     ]
 
 

@@ -1,8 +1,7 @@
-"""Objects in a folder, in a bucket of a real S3 server and through the client for Google's buckets behave alike, and versions
-can be sent through them.
+"""Objects in a folder, in a bucket of a real S3 server and through Google's client behave alike, and carry versions.
 
-The client for Google's buckets speaks their XML interface, which the S3 server answers. gcp-storage-emulator 2026.7.19 does not:
-it answers 501 to a list and to a delete there, and leaves out ETag.
+The client for Google Cloud Storage uses its XML interface, whose requests the S3 server understands. gcp-storage-emulator
+2026.7.19 does not: it replies 501 to a list and to a delete there, and omits ETag.
 """
 
 from __future__ import annotations

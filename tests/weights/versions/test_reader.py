@@ -49,7 +49,7 @@ class Stored:
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
-    """An anchor in several parts of several pieces, and deltas."""
+    """Yield an anchor in several parts of several pieces, and deltas."""
     monkeypatch.setattr(encoder, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(encoder, "PART_BYTES", 50_000)
     made, publisher = Stored(tmp_path), Publisher(parameters(), ranks=2)
@@ -62,7 +62,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
 
 @pytest.mark.parametrize("room", [256 << 20, 100_000, 0])
 def test_every_version_is_restored_bitwise(stored: Stored, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for all deltas beside the anchor, for some, and for only the one that is always fetched ahead."""
+    """There is room for all deltas beside the anchor, for some, or only for the one that is always fetched ahead."""
     monkeypatch.setattr(reader, "FETCHED_AHEAD_BYTES", room)
     for version in range(DELTAS + 1):
         mirror = WeightMirror()
@@ -101,7 +101,7 @@ def test_a_damaged_part_leaves_nothing_until_it_is_repaired(stored: Stored, vers
 
 
 def test_an_abandoned_fetch_does_not_overwrite_the_next_one(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread reads on although nobody waits for it, into the memory where another reader puts a later version."""
+    """Its thread keeps reading although nobody waits for it, into memory where another reader puts a later version."""
     mirror, begun, go_on = WeightMirror(), threading.Event(), threading.Event()
     first, second = (VersionReader(stored.place, mirror) for _ in range(2))
     read_into = FolderObjects.read_into
@@ -117,7 +117,7 @@ def test_an_abandoned_fetch_does_not_overwrite_the_next_one(stored: Stored, monk
         abandoned = threads.submit(first.take, Deadline(20), 0)
         assert begun.wait(20)
         wanted = threads.submit(second.take, Deadline(20), DELTAS)
-        wait([wanted], 0.3)  # without the other's end it must not
+        wait([wanted], 0.3)  # it must not finish before the other one has ended
         go_on.set()
         abandoned.result()
         assert_same_bits(dict(wanted.result()), stored.weights[DELTAS])

@@ -1,4 +1,4 @@
-"""Rounds with a version store: followers get deltas, latecomers anchors and deltas without the trainer."""
+"""Rounds with a version store: followers get deltas, and latecomers get anchors and deltas without the trainer."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_member_that_missed_rounds_fetches_the_missing_deltas(world: World, mo
     world.member("a")
     world.member("b")
     world.train(0)
-    world.hold("b", 0)  # it evaluates and declines
+    world.hold("b", 0)  # it is evaluating, and declines
     for version in (1, 2, 3):
         step(world, version)
         world.train(version)
@@ -116,7 +116,7 @@ def test_a_member_that_missed_rounds_fetches_the_missing_deltas(world: World, mo
 
 @pytest.mark.parametrize("lost", ["beat", "round_of"])
 def test_a_fetch_outlasts_an_outage_of_redis(world: World, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis fails before the fetch reads anything (`beat`), or the follower of rounds while it fetches (`round_of`)."""
+    """Redis fails before the fetch reads anything (`beat`), or while the follower of rounds fetches (`round_of`)."""
     fetching, failures = threading.Event(), list[str]()
 
     class Slow(ScriptedEngine):
@@ -227,7 +227,7 @@ def test_announced_versions_are_kept_until_released(world: World, tmp_path: Path
 
 
 def test_versions_that_are_all_written_whole_are_swept(world: World, tmp_path: Path) -> None:
-    """A delta of weights that changed everywhere would be as large as they are."""
+    """A delta of weights that changed everywhere would be as large as the weights."""
     world.member("a")
     for version in range(6):
         torch.manual_seed(version)
@@ -300,7 +300,7 @@ def test_a_new_trainer_starts_with_an_anchor_and_cleans_up(world: World, tmp_pat
     world.train(0)
     old, world.fence = world.fence, world.portal.call(world.store.run.attach_trainer())
     world.rounds._fence = world.fence
-    world.rounds._membership.breaks()  # its process knows of no group
+    world.rounds._membership.breaks()  # as its process knows of no group
     step(world, 1)
     assert world.train(1).attempts == 1
     assert_equal(world)

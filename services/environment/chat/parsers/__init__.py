@@ -1,1 +1,1 @@
-"""Tool calls in the notations of model families. Pure; whatever a model writes is calls, text or a `MalformedCall`."""
+"""Tool calls in the notations of model families. Pure; any text of a model becomes calls, text or a `MalformedCall`."""

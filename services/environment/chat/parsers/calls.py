@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 
 class MalformedCall(ValueError):
-    """The model began a tool call that is none. The text is an answer to the model."""
+    """The model began a tool call that is malformed. The text is the answer to the model."""
 
 
 class ToolCall(NamedTuple):
@@ -31,7 +31,7 @@ Parser = Callable[[str, Sequence[Mapping[str, Any]]], Found]
 
 
 def loads(text: str, what: str) -> Any:
-    """Return the value of JSON. Raises `MalformedCall`, also for NaN and infinity, which JSON has not."""
+    """Return the value of JSON. Raises `MalformedCall`, also for NaN and infinity, which are not JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -72,7 +72,7 @@ def arguments_of(name: str, value: object) -> dict[str, Any]:
 
 
 def as_typed(text: str, schema: object) -> Any:
-    """Return an argument that is written as plain text as its schema's type: text where it is a string, JSON elsewhere."""
+    """Convert an argument written as plain text to its schema's type: a string stays text, anything else is parsed as JSON."""
     kind = cast("dict[str, Any]", schema).get("type") if isinstance(schema, dict) else None
     if kind == "string":
         return text

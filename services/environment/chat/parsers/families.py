@@ -28,11 +28,11 @@ MARKS = (
     ('"parameters":', "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
 )
-"""What a template of each family contains, the most particular first."""
+"""A text that templates of each family contain, the most specific first."""
 
 
 def family_of(template: str, named: str = "") -> str:
-    """Return the notation named `named`, or the one that the template asks for; hermes if it asks for none.
+    """Return the notation named `named`, or the one that the template uses; hermes if it shows none.
 
     Raises `ConfigError` for an unknown name.
     """

@@ -13,7 +13,7 @@ from services.environment.chat.parsers.calls import Found, MalformedCall, ToolCa
 
 BEGINNING = re.compile(r"(<\|python_start\|>\s*)?\[\s*[A-Za-z_][\w.]*\s*\(")
 LONGEST = 64_000
-"""Characters that are parsed: Python's parser takes memory of its own for every level of nesting."""
+"""Characters that are parsed: Python's parser takes memory for every level of nesting."""
 
 
 def pythonic(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:

@@ -64,7 +64,7 @@ def _keys_and_values(body: str) -> tuple[list[tuple[str, str]], str]:
     """Return the keys with their values that `body` begins with, and the rest."""
     pairs: list[tuple[str, str]] = []
     end = 0
-    # two patterns: one for both would look for the value behind every end of a key, which takes quadratic time
+    # two patterns: a single one would search for the value after every end of a key, which takes quadratic time
     while (key := KEY.match(body, end)) is not None and (value := VALUE.match(body, key.end())) is not None:
         pairs.append((key[1], value[1]))
         end = value.end()

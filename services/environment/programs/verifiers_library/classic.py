@@ -1,7 +1,7 @@
-"""Environments of the classic API: `load_environment(id, **options)` and `run_rollout`, as version 0.3 of verifiers has them.
+"""Environments of the classic API: `load_environment(id, **options)` and `run_rollout`, as in version 0.3 of verifiers.
 
 Guarantees: a rollout that the library could not run is a failure. So is one whose reward function met a service that failed,
-which the library scores 0; a reward function that raises anything else gives 0, as the library has it.
+which the library scores 0; a reward function that raises anything else gives 0, as in the library.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from services.environment.programs.kind import policy_client
 from services.runtime.own_code import Unusable
 
 CLIENTS = frozenset({"aiohttp", "http", "httpcore", "httpx", "requests", "socket", "ssl", "urllib", "urllib3"})
-"""Packages that speak to services."""
+"""Packages that call services."""
 _UNREACHED: ContextVar[list[str]] = ContextVar("unreached")
-"""What reward functions of this rollout could not reach."""
+"""Services that reward functions of this rollout could not reach."""
 
 
 class ClassicEnvironment:
@@ -136,6 +136,6 @@ def _of_a_service(error: BaseException | None) -> bool:
 
 
 def _in_a_client(error: BaseException) -> bool:
-    """Return whether an exception came from within a client of a service; a limit of the function's own work does not."""
+    """Return whether an exception came from within a client of a service, and not from a time limit of the function itself."""
     frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(name.partition(".")[0] in CLIENTS for name in frames)

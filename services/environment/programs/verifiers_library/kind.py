@@ -1,6 +1,6 @@
 """Kind `verifiers`: an environment of the library verifiers, by its id, with the API that its module has.
 
-Guarantees: a rollout is of the row that its ticket was made from; what fails inside the library is a failure, never a reward.
+Guarantees: a rollout uses the row that its ticket was made from; a failure inside the library is a failure, never a reward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.environment.programs.kind import LIBRARIES, Kind
 from services.environment.programs.loaded import BadReply, scores_of
 from services.runtime.own_code import Unusable
 
-TASK_SETS = ("verifiers", "v1", "tasksets")  # package of those that the library brings
+TASK_SETS = ("verifiers", "v1", "tasksets")  # package of the task sets that come with the library
 AGAIN = "write the rows again with grpo rows"
 
 
@@ -41,15 +41,18 @@ class LoadedEnvironment(Protocol):
         ...
 
     def row(self, index: int, evaluation: bool) -> Any:
-        """Return a row of its data for training or evaluation; None: there are not that many. Blocks while it loads them."""
+        """Return a row of its data for training or evaluation; None if it has fewer. Blocks while it loads them."""
         ...
 
     def described(self, row: Any) -> dict[str, Any]:
-        """Return `prompt` (messages), `answer` and `digest`, by which the row is known again."""
+        """Return `prompt` (messages), `answer` and `digest`, by which the row is recognised."""
         ...
 
     async def run(self, row: Any, given: Any) -> dict[str, Any] | None:
-        """Run a rollout of a row with access to the policy; return the reward as `score`, and its parts. Raises what fails."""
+        """Run a rollout of a row with access to the policy; return the reward as `score`, and its parts.
+
+        Raises whatever fails.
+        """
         ...
 
 

@@ -1,8 +1,8 @@
-"""Environments of the v1 API: a task set, played by one agent, as versions 0.3 and 0.4 of verifiers have them.
+"""Environments of the v1 API: a task set, played by one agent, as in versions 0.3 and 0.4 of verifiers.
 
-Guarantees: an episode that the library does not call a success is a failure; what rollouts leave is in this process' own folder;
-with the agent's program on this machine, a rollout needs no network. The library's agents run in Prime's sandboxes unless told
-otherwise: here the default is a process of this machine, and a program without tools of its own.
+Guarantees: an episode that the library does not call a success is a failure; files that rollouts leave are in this process' own
+folder; with the agent's program on this machine, a rollout needs no network. The library's agents run in Prime's sandboxes unless
+told otherwise: here the default is a process of this machine, and a program without tools of its own.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TasksetEnvironment:
 
     async def run(self, row: Any, given: Any) -> dict[str, Any] | None:
         """Run an episode of a task."""
-        variable = f"ROLLOUT_API_KEY_{secrets.token_hex(8)}"  # the library hands no variable on that is called so
+        variable = f"ROLLOUT_API_KEY_{secrets.token_hex(8)}"  # the library passes on no variable of such a name
         os.environ[variable] = given["key"]
         try:
             client = self._vf.EvalClientConfig(base_url=given["url"], api_key_var=variable)
@@ -115,12 +115,12 @@ def _configuration(setup: ProgramSetup) -> Any:
         if "runtime" not in agent and role.runtime.type == "prime":
             agent["runtime"] = {"type": "subprocess"}
         if role.harness is None and vf.default_agent_harness(setup.environment).id == "bash":
-            agent["harness"] = {"id": "null"}  # does not run what the policy writes
+            agent["harness"] = {"id": "null"}  # does not run code that the policy writes
         agent["max_turns"] = min(role.max_turns or setup.max_turns, setup.max_turns)
         return vf.resolve_env_config({**given, name: agent})
     except ValueError as error:  # of pydantic
         raise Unusable(f"options = {setup.options!r}: {_one_line(error)}") from None
-    except (TypeError, AttributeError) as error:  # no task set
+    except (TypeError, AttributeError) as error:  # not a task set
         raise Unusable(f"environment = {setup.environment!r} is not an environment of verifiers: {error}") from None
 
 
@@ -137,7 +137,7 @@ def _one_line(error: ValueError) -> str:
 
 
 def _run_scripts_here() -> None:
-    """Have the programs of agents run in this Python, if it has what they declare, and in this process' folder.
+    """Make the programs of agents run in this Python, if it has what they declare, and in this process' folder.
 
     The library would have `uv` make an environment for each of them, from a package index, whenever a process starts.
     """

@@ -1,4 +1,4 @@
-"""An environment of the classic API of verifiers with a tool."""
+"""An environment with a tool for the classic API of verifiers."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false - it runs elsewhere
 

@@ -1,4 +1,4 @@
-"""An environment of the v1 API of verifiers with one turn."""
+"""A single-turn environment for the v1 API of verifiers."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false - it runs elsewhere
 
@@ -22,7 +22,7 @@ class SumTask(vf.Task[SumData]):
 
     @vf.reward
     async def digits(self, trace: vf.Trace) -> float:
-        """Return the share of four digits that the reply has."""
+        """Return the fraction of the digits 0 to 3 that the reply contains."""
         return sum(digit in trace.last_reply for digit in "0123") / 4
 
     @vf.metric
@@ -32,13 +32,13 @@ class SumTask(vf.Task[SumData]):
 
 
 class SumsConfig(vf.TasksetConfig):
-    """How many questions there are."""
+    """The settings of the questions."""
 
     rows: int = 4
 
 
 class Sums(vf.Taskset[SumTask, SumsConfig]):
-    """Questions for sums."""
+    """Questions about sums."""
 
     def load(self) -> Iterator[SumTask]:
         """Yield the tasks."""

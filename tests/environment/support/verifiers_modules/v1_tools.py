@@ -1,4 +1,4 @@
-"""An environment of the v1 API of verifiers with a tool, which the library serves by MCP."""
+"""An environment for the v1 API of verifiers with a tool, which the library serves through MCP."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false - it runs elsewhere
 
@@ -30,12 +30,12 @@ class ToolTask(vf.Task[vf.TaskData]):
 
     @vf.reward
     async def digits(self, trace: vf.Trace) -> float:
-        """Return the share of four digits that the reply has."""
+        """Return the fraction of the digits 0 to 3 that the reply contains."""
         return sum(digit in trace.last_reply for digit in "0123") / 4
 
 
 class ToolSums(vf.Taskset[ToolTask, vf.TasksetConfig]):
-    """Questions for sums."""
+    """Questions about sums."""
 
     def load(self) -> Iterator[ToolTask]:
         """Yield the tasks."""
