@@ -2,7 +2,7 @@
 
 Guarantees: a version is published as soon as its members have answered; the next round begins only after `finish`, which raises
 what failed in the thread; a version that no member applied is sent again only while the trainer still has its weights.
-Waits for: the members' answers. Unblocked by: `acks`, `fleet`. Unblocks: who waits for `DELIVERED`.
+Waits for: the members' answers. Unblocked by: `acks`, `fleet`. Unblocks: waits for `DELIVERED`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.runtime.portal import Portal
 from services.weights.leader import Sent, Stopped, SyncReport, SyncRounds
 
 DELIVERED = "delivered"
-"""Topic of this process: the members have answered."""
+"""Topic of this process: `Delivery.done` has become true."""
 POLL_S = 1.0  # how often `finish` calls `tick`
 
 
@@ -29,7 +29,10 @@ class Delivery:
         self, rounds: SyncRounds, portal: Portal, notifications: Notifications, publish: Callable[[SyncReport], None],
         tick: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`publish` is called from the thread, or where a version is sent again. `tick` is called while `finish` waits."""
+        """`publish` is called from the thread, or by `finish_or_repeat` if it sends a version again.
+
+        `tick` is called while `finish` waits.
+        """
         self._rounds, self._publish, self._tick = rounds, publish, tick
         self._loop, self._notifications = portal.loop, notifications
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "weight-delivery")
@@ -52,6 +55,7 @@ class Delivery:
         self._sent = self._rounds.send(version, ending)
         context = contextvars.copy_context()  # for what is logged
         self._outcome = self._thread.submit(context.run, self._await_answers, self._sent)
+        self._outcome.add_done_callback(self._notify)
 
     def finish(self) -> SyncReport | None:
         """Wait until the version that was sent is published, or return None if no member applied it, or nothing was sent."""
@@ -64,7 +68,10 @@ class Delivery:
         return outcome.result()
 
     def finish_or_repeat(self, ending: Callable[[], bool]) -> SyncReport | None:
-        """Do the same, and send the version, whose weights the trainer still has, until a member applies it. Raises `Alone`."""
+        """Wait like `finish`, but while no member applies the version, send it again from the trainer's weights.
+
+        Raises `Alone`.
+        """
         sent, report = self._sent, self.finish()
         if report is None and sent is not None:
             self._rounds.pause(ending)
@@ -73,18 +80,18 @@ class Delivery:
         return report
 
     def close(self) -> None:
-        """End the thread; what it waits for is abandoned."""
+        """End the thread, and abandon what it waits for."""
         self._closing.set()
         self._thread.shutdown()
 
     def _await_answers(self, sent: Sent) -> SyncReport | None:
-        try:
-            if report := self._rounds.conclude(sent, self._still_open):
-                self._publish(report)
-            return report
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._notifications.notify, DELIVERED)
+        if report := self._rounds.conclude(sent, self._still_open):
+            self._publish(report)
+        return report
+
+    def _notify(self, _: concurrent.futures.Future[SyncReport | None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._notifications.notify, DELIVERED)
 
     def _still_open(self) -> None:
         if self._closing.is_set():

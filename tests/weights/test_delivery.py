@@ -1,4 +1,4 @@
-"""Weights that are sent while the trainer trains on: real Redis, real gloo groups, scripted engines as members."""
+"""Weights that are sent while the trainer continues to train: real Redis, real gloo groups, scripted engines as members."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.scripted import ScriptedEngine
 
 
 class SlowEngine(ScriptedEngine):
-    """Holds what it has received until it is told to apply it; `refusals` of its updates fail."""
+    """Holds what it has received until a test lets it apply it; fails the next `refusals` updates."""
 
     def __init__(self, refusals: int = 0) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ def test_a_version_is_published_once_members_have_applied_it_and_not_awaited_bef
     sending.begin(0)
     assert (sending.delivery.pending, sending.delivery.done, sending.published) == (True, False, [])
     engine.apply.set()
-    told: Notifications = sending.world.rounds.notifications
-    sending.world.portal.call(told.wait(DELIVERED, timeout=20))
+    notifications: Notifications = sending.world.rounds.notifications
+    sending.world.portal.call(notifications.wait(DELIVERED, timeout=20))
     assert (sending.delivery.pending, sending.delivery.done, sending.published) == (True, True, [0])
     report = sending.delivery.finish()
     assert report is not None
@@ -94,7 +94,7 @@ def test_finish_waits_and_ticks(sending: Sending) -> None:
 
 
 def test_weights_that_nobody_applied_are_not_sent_again_by_finish(sending: Sending) -> None:
-    """The trainer has trained on, so it no longer has them; the next version takes their place."""
+    """The trainer has continued, so it no longer has them; the next version replaces them."""
     engine = SlowEngine(refusals=1)
     sending.world.member("a", engine)
     engine.apply.set()
