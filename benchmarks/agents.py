@@ -1,25 +1,26 @@
-"""Agents: exact tokens, what the door adds to a turn, commits of turns, a storm of kills, and whether a tool is learned.
+"""Agents: exact tokens, the endpoint's overhead per turn, turn commits, a storm of kills, and whether a tool is learned.
 
     python -m benchmarks.agents --json
 
-`token_identity`: programs with tools, reasoning, compaction, branches and sub-agents converse with scripted policies of
-`--templates` chat templates until `--turns` turns are recorded; it is the share of turns whose trained ids equal the ids that the
-policy returned, after exactly those it was given. The policies' tokens are never those that their text would be tokenised to.
-`segments_per_turn` says how often the recorder could not go on in a segment, which a wrong recorder would do always.
+`token_identity`: programs with tools, reasoning, compaction, branches and sub-agents converse with scripted policies in
+`--templates` chat templates until `--turns` turns are recorded. The figure is the share of turns whose trained ids equal the ids
+that the policy returned, preceded by exactly the ids that it was given. The policies' tokens always differ from those that their
+text would be tokenised to. `segments_per_turn` says how often the recorder had to start a new segment; a wrong recorder would
+always do so.
 
-`door_ms`: median of what a turn takes over the policy's own time, seen by a client of `/v1/chat/completions`: its request and
-reply over a real loopback socket, rendering, tokenising, parsing and recording, in conversations with tools of `--rounds` turns.
-`door_p99_ms` is the 99th percentile; `door_cpu_ms` the mean CPU time of all that, the client's included, which depends less on
-what else the machine does.
+`door_ms`: median time that the endpoint adds to a turn beyond the policy's own, as a client of `/v1/chat/completions` sees it:
+request and reply over a real loopback socket, rendering, tokenising, parsing and recording, in conversations of `--rounds` turns
+with tools. `door_p99_ms` is the 99th percentile. `door_cpu_ms` is the mean CPU time of all that, including the client's, which
+depends less on other load on the machine.
 
-`turns_per_s`: records committed through one Redis by one client, `--commits` of them to `--rollouts` open rollouts at random;
-`turn_p99_ms` is the 99th percentile of a commit's time with 64 under way, `turns_per_core_s` the rate over the CPU seconds of
-both sides, `turn_server_of_plain` the server's CPU time over that of plain HSETs of the same bytes.
+`turns_per_s`: records that one client commits through one Redis, `--commits` in total, to `--rollouts` open rollouts at random.
+`turn_p99_ms` is the 99th percentile of a commit's time with 64 in flight, `turns_per_core_s` the rate per CPU second of both
+sides, `turn_server_of_plain` the server's CPU time over that of plain HSETs of the same bytes.
 
-`lost`, `doubled`, `tools_twice`, `resampled_turns`, `leaked`: what a storm of `--kills` came to (tests/storm).
+`lost`, `doubled`, `tools_twice`, `resampled_turns`, `leaked`: the damage done by a storm of `--kills` kills (tests/storm).
 
-`learned`: mean reward of the last ten steps of examples/tools minus that of the first ten, of the run in `--run`, which is made
-if it is not there. With `--kills 0` and `--run ""` the last two are left out. The last line is one JSON object.
+`learned`: mean reward of the last ten steps of examples/tools minus that of the first ten, in the run `--run`, which is made if
+it is missing. `--kills 0` and `--run ""` leave out the last two. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from tests.support.preloading import starter
 ROOT = Path(__file__).parent.parent
 TURNS_A_PROGRAM = 20
 RESULT = " ".join(f"line {i} of what the tool has found" for i in range(25))
-"""A tool's answer, of about 250 tokens."""
-SAID = f"I add the numbers.\n{RESULT[:400]}\n" + '<tool_call>\n{"name": "add", "arguments": {"a": 2, "note": "x"}}\n</tool_call>'
+"""A tool's result of about 250 tokens."""
+REPLY = f"I add the numbers.\n{RESULT[:400]}\n" + '<tool_call>\n{"name": "add", "arguments": {"a": 2, "note": "x"}}\n</tool_call>'
 
 
 def identity(family: Family, turns: int, seed: int) -> tuple[int, int, int]:
-    """Record at least so many turns of a family; how many, how many of them are exact, and their segments."""
+    """Record at least `turns` turns of a family; return the number of turns, of exact ones, and of segments."""
     recorded = exact = segments = 0
     while recorded < turns:
         program = Program(family, random.Random(f"{family.name} {seed} {recorded}"))
@@ -71,12 +72,12 @@ def identity(family: Family, turns: int, seed: int) -> tuple[int, int, int]:
 
 
 def converse(client: HTTPConnection, rollout: ScriptedRollout, key: str, rounds: int) -> list[float]:
-    """Hold one conversation with tools; milliseconds of each turn over the policy's own."""
+    """Hold one conversation with tools; return the milliseconds of each turn beyond the policy's own."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": RESULT}]
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     took: list[float] = []
     for _ in range(rounds):
-        rollout.said.append(SAID)
+        rollout.said.append(REPLY)
         sampled_before = rollout.sampling_s
         begun = time.perf_counter()
         client.request("POST", "/v1/chat/completions", json.dumps({"messages": messages, "tools": [TOOL]}), headers)
@@ -90,8 +91,8 @@ def converse(client: HTTPConnection, rollout: ScriptedRollout, key: str, rounds:
     return took
 
 
-def door(conversations: int, rounds: int) -> tuple[list[float], float]:
-    """Hold so many conversations, one after the other; milliseconds that the door added to each turn, and its mean CPU time."""
+def endpoint_overhead(conversations: int, rounds: int) -> tuple[list[float], float]:
+    """Hold conversations one after another; return the milliseconds that the endpoint added per turn, and its mean CPU time."""
     rollouts = {key: ScriptedRollout(FAMILIES[0], key) for key in ("warm", *map(str, range(conversations)))}
     took: list[float] = []
     with served(ScriptedRollouts(rollouts)) as url, closing(HTTPConnection(url.removeprefix("http://"))) as client:
@@ -105,7 +106,7 @@ def door(conversations: int, rounds: int) -> tuple[list[float], float]:
 
 
 def learn(folder: Path) -> float:
-    """Return what the example's run in a folder learned; make it if it is not there."""
+    """Return what the example's run in `folder` learned; run it first if it is missing."""
     if not (folder / "summary.json").exists():
         console = [
             sys.executable,
@@ -124,7 +125,7 @@ def learn(folder: Path) -> float:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Measure all of it."""
+    """Measure everything, and report."""
     families = FAMILIES[: options.templates]
     shares: list[float] = []
     turns = segments = 0
@@ -133,8 +134,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         shares.append(exact / recorded)
         turns, segments = turns + recorded, segments + opened
         if not options.json:
-            print(f"{family.name:18} {recorded} turns, {exact / recorded:.4f} exact, {opened / recorded:.2f} segments a turn")
-    took, cpu_ms = await asyncio.to_thread(door, options.conversations, options.rounds)
+            print(f"{family.name:18} {recorded} turns, {exact / recorded:.4f} exact, {opened / recorded:.2f} segments per turn")
+    took, cpu_ms = await asyncio.to_thread(endpoint_overhead, options.conversations, options.rounds)
     slowest = statistics.quantiles(took, n=100)[98]
     samples = {"token_identity": [min(shares)], "segments_per_turn": [segments / turns]}
     samples |= {"door_ms": took, "door_p99_ms": [slowest], "door_cpu_ms": [cpu_ms]}
@@ -151,12 +152,14 @@ def main() -> int:
     """Parse the command line and measure."""
     parser = arguments(__doc__)
     parser.add_argument("--turns", type=int, default=10_000, help="turns to record, over all templates")
-    parser.add_argument("--templates", type=int, default=len(FAMILIES), help="chat templates, of those of tests/environment")
-    parser.add_argument("--conversations", type=int, default=40, help="conversations through the door")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each")
+    parser.add_argument(
+        "--templates", type=int, default=len(FAMILIES), help="number of chat templates of tests/environment to use"
+    )
+    parser.add_argument("--conversations", type=int, default=40, help="conversations through the endpoint")
+    parser.add_argument("--rounds", type=int, default=12, help="turns per conversation")
     parser.add_argument("--rollouts", type=int, default=10_000, help="open rollouts")
-    parser.add_argument("--commits", type=int, default=30_000, help="turns to commit to them")
-    parser.add_argument("--kills", type=int, default=1000, help="kills of the storm")
+    parser.add_argument("--commits", type=int, default=30_000, help="turns to commit to the open rollouts")
+    parser.add_argument("--kills", type=int, default=1000, help="kills in the storm")
     parser.add_argument("--run", default="runs/tools", help="folder of a run of examples/tools")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

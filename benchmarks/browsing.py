@@ -2,13 +2,13 @@
 
     python -m benchmarks.browsing --json
 
-The log is that of `benchmarks.seeing`; Chromium, without a window, is used as a person uses it: with the fields of the form, the
-keyboard, and links. `page_ms` is the median time from a key or a click to the new rows in the document, over filters, sorts and
-pages, and `page_cpu_ms` the processor time of server, browser and driver for it; `first_page_s` is the first page, for which the
-server reads the log. `sample_ms` opens a completion with its tokens, `same_prompt_ms` is the time until the same prompt's
-completions at all steps are there, `compare_ms` shows one of them word by word against the other. `text_page_s` searches all
-texts for a word. Then every page is opened, checked for accessibility by axe-core, and drawn into `--screenshots`; `pages` says
-how many.
+The log is that of `benchmarks.seeing`. Headless Chromium is driven as a person would use it: through form fields, keyboard and
+links. `page_ms` is the median time from a key press or click to the new rows in the document, over filters, sorts and pages;
+`page_cpu_ms` is the CPU time of server, browser and driver for it. `first_page_s` is the first page, for which the server reads
+the log. `sample_ms` opens a completion with its tokens, `same_prompt_ms` is the time until the completions of the same prompt at
+all steps are shown, `compare_ms` compares one of them word by word with the first. `text_page_s` searches all texts for a word.
+Then every page is opened, checked for accessibility by axe-core, and saved as a picture in `--screenshots`; `pages` is their
+number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMS: tuple[dict[str, str], ...] = (
     {"version": "10"},
     {"where": "not truncated and score.exact < 1", "sort": "step"},
 )
-"""What is entered, one form after the other."""
+"""The forms to submit, one after another."""
 CHOSEN = ("outcome", "sort", "reverse")
 FIELDS = sorted({name for form in FORMS for name in form})
 TABLE = "table[aria-label='Completions']"
@@ -50,14 +50,14 @@ WORD = "= 7"
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Seconds that something takes."""
+    """Return the seconds that `act` takes."""
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
 
 
 def cpu_s() -> float:
-    """Processor seconds of the server, which is this process, and of the browser."""
+    """Return the CPU seconds of the server, which is this process, and of the browser."""
     spent = time.process_time()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -66,7 +66,7 @@ def cpu_s() -> float:
 
 
 class Reader:
-    """Somebody who reads samples in a tab."""
+    """A user who reads samples in a tab."""
 
     def __init__(self, page: Any) -> None:
         self.page, self.seen = page, dict[str, list[float]]()
@@ -75,14 +75,14 @@ class Reader:
         self.seen.setdefault(name, []).append(value)
 
     def search(self, form: dict[str, str]) -> float:
-        """Enter a form; seconds from the key to the rows."""
+        """Submit a form; return the seconds from the key press to the rows."""
         for name in FIELDS:
             field = f"#filter-{'order' if name == 'reverse' else name}"
             (self.page.select_option if name in CHOSEN else self.page.fill)(field, form.get(name, ""))
         return self._after(lambda: self.page.press("#filter-where", "Enter"))
 
     def _after(self, act: Callable[[], object]) -> float:
-        """Seconds until the table shows something else, drawn to the end."""
+        """Call `act`; return the seconds until the table shows its new rows, fully drawn."""
         self.page.evaluate(f"() => document.querySelector(\"{TABLE}\")?.setAttribute('data-old', 'yes')")
         before = self.page.evaluate("() => location.hash")
 
@@ -118,7 +118,7 @@ class Reader:
 
 
 def look_around(page: Any, url: str, folder: Path | None) -> int:
-    """Open every page that needs no name, and a completion's. Return their number; exit if one violates a rule of axe-core."""
+    """Open every page without parameters, and a completion's. Return their number; exit if one violates a rule of axe-core."""
     page.click(f"{TABLE} td a[href^='#/samples/'] >> nth=0")
     settle(page)
     chosen = page.evaluate("() => location.hash").removeprefix("#/samples/")
@@ -136,7 +136,7 @@ def look_around(page: Any, url: str, folder: Path | None) -> int:
 
 
 def browse(url: str, token: str, repeats: int, folder: Path | None) -> dict[str, list[float]]:
-    """Read samples at `url`."""
+    """Read samples at `url`; return the measurements."""
     with chromium() as browser, opened(browser, url, token=token) as page:
         settle(page)
         reader = Reader(page)
@@ -150,28 +150,28 @@ def browse(url: str, token: str, repeats: int, folder: Path | None) -> dict[str,
         reader.note("text_page_s", timed(lambda: (page.press("#filter-text", "Enter"), settle(page))))
         reader.note("pages", look_around(page, url, folder))
         if page.complaints:
-            raise SystemExit(f"the page complained: {page.complaints}")
+            raise SystemExit(f"the page reported errors: {page.complaints}")
     return reader.seen
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> object:
-    """Write the log, serve it, read it."""
+    """Write the log, serve it, read it, and report."""
     async with logged_run(folder, options.rows) as (config, store, _):
-        told, until = list[str](), asyncio.Event()
-        serving = asyncio.create_task(show(config, store, told.append, until))
-        while not told:
+        urls, stopping = list[str](), asyncio.Event()
+        serving = asyncio.create_task(show(config, store, urls.append, stopping))
+        while not urls:
             await asyncio.sleep(0.05)
-        found = await asyncio.to_thread(browse, told[0], "benchmark", options.repeats, options.screenshots)
-        until.set()
+        found = await asyncio.to_thread(browse, urls[0], "benchmark", options.repeats, options.screenshots)
+        stopping.set()
         await serving
     return report({"rows": options.rows, "p90_page_ms": float(np.percentile(found["page_ms"], 90))}, found)
 
 
 def main() -> int:
-    """Measure."""
+    """Parse the command line and measure."""
     parser = arguments(__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="completions of the log")
-    parser.add_argument("--repeats", type=int, default=3, help="times that everything is done")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="completions in the log")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of everything")
     parser.add_argument("--screenshots", type=Path, help="folder for pictures of the pages; default: none")
     options = parser.parse_args()
     if reason := why_not():

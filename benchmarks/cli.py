@@ -1,12 +1,13 @@
-"""CPU time of the commands of `grpo` that need no torch, each in a process of its own.
+"""CPU time of the `grpo` commands that need no torch, each in its own process.
 
     python -m benchmarks.cli --json
 
-Every verb is called several times beside a run whose Redis answers, and once where none has to be. What counts is the CPU of the
-process and of those that it started and waited for; `cpu_ms_p90` is the 90th percentile over verbs, the median of all rounds.
-`run`, `web` and `smoke` go on until they are stopped or something happens, `doctor` and `export` start torch, and `fork`,
-`record`, `restore` and `drain` need a run that trains: they are left out. The floor is a Python process that imports what no verb
-that asks Redis can do without. Modules are compiled beforehand, as in an installed package. The last line is one JSON object.
+Every command is called several times beside a run whose Redis answers; `stop` is called once. The figures are the CPU time of the
+process and of the children that it waited for. `cpu_ms_p90` is the 90th percentile over commands, the median of all rounds. Left
+out are `run`, `web` and `smoke`, which run until they are stopped or something happens; `doctor` and `export`, which load torch;
+and `fork`, `record`, `restore` and `drain`, which need a run that trains. The floor is a Python process that imports only what
+every command that talks to Redis needs. Modules are compiled beforehand, as in an installed package. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ VERBS = {
     "acl": "acl small --users users",
     "stop": "stop small --yes",
 }
-"""What is measured, in an order in which each can be done after the others."""
+"""The commands to measure, in an order in which each works after the previous ones."""
 FLOOR = "import asyncio, hiredis, msgspec, tomllib, typer"
 
 
@@ -101,14 +102,14 @@ def _cpu_ms(words: Sequence[str], folder: Path) -> float:
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}: {done.stderr.strip()}")
     return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
 def main() -> int:
-    """Measure every verb."""
+    """Measure every command."""
     parser = arguments(__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="calls of each verb")
+    parser.add_argument("--repeats", type=int, default=5, help="calls of each command")
     options = parser.parse_args()
     taken: dict[str, list[float]] = {}
     compileall.compile_dir(str(ROOT / "services"), quiet=1)

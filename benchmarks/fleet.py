@@ -1,15 +1,15 @@
-"""What a large fleet costs the one Redis it shares, and where that bends.
+"""The cost of a large fleet on its one Redis, and where it stops scaling.
 
     python benchmarks/fleet.py --json
 
-Generators are simulated, many in one process, and do what a real one does: a heartbeat and a look at the run and at the round
-each second, notifications, the real follower of rounds, claims and submissions. Their engine has no model and no transfer: a
+Generators are simulated, many in one process, and do what a real one does: each second a heartbeat and a read of the run and the
+round, notifications, the real follower of rounds, claims and submissions. Their engine has no model and transfers nothing, so a
 round consists of its phases and acknowledgements alone. For every size of the fleet:
-- `idle_cpu`, seconds of the server's CPU a second while nothing but heartbeats and looks happens, and `idle_beats`, the share of
-  the heartbeats that were due (below 1 the machine, not Redis, is at its end; `idle_cpu_full` is what a full rate would take);
-- `claim_p50_ms`, `claim_p99_ms`, of a claim that is given a ticket, as generators see it, while `tickets_per_s` are issued,
-  claimed and submitted; `ticket_cpu_us`, the server's CPU for each of them; `ping_p99_ms`, what another client waits then;
-- `first_round_s` with gather and join, `round_s` with a group that stands; `round_cpu_s`, the server's CPU of such a round.
+- `idle_cpu`, the server's CPU seconds per second with heartbeats and reads only, and `idle_beats`, the share of due heartbeats
+  that were sent (below 1 the machine, not Redis, is the limit; `idle_cpu_full` is the CPU that the full rate would take);
+- `claim_p50_ms`, `claim_p99_ms`, latency of a claim that gets a ticket, as generators see it, while `tickets_per_s` are issued,
+  claimed and submitted; `ticket_cpu_us`, the server's CPU per ticket; `ping_p99_ms`, latency of another client meanwhile;
+- `first_round_s`, a round with gather and join; `round_s`, one with an existing group; `round_cpu_s`, the server's CPU for it.
 The last line is one JSON object; its figures are named `<generators>.<figure>`.
 """
 
@@ -49,35 +49,35 @@ from services.weights.member import WeightFollower
 
 PROCESSES = 2
 CONNECTED_TOGETHER = 25
-SETTLE_S = 3.0  # after a fleet has come, before anything is measured
+SETTLE_S = 3.0  # between the start of a fleet and the first measurement
 PAYLOAD = bytes(2000)
-BURST_S = 0.5  # tickets are issued so often
+BURST_S = 0.5  # between two batches of tickets
 
 
 def served_s(pid: int) -> float:
-    """CPU seconds of the server's one thread that serves, to the nanosecond: /proc/PID/stat counts in hundredths."""
+    """Return the CPU seconds of the server's main thread, in nanoseconds; /proc/PID/stat only counts hundredths."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 class NoEngine:
-    """Takes part in rounds and has nothing to receive."""
+    """An engine that takes part in rounds but receives nothing."""
 
     version, whole, world, stages, fetched_bytes = -1, True, 1, True, 0
 
     async def join(self, round: Round, first_rank: int) -> None:
-        """There is no group."""
+        """Do nothing: there is no group."""
 
     async def stage(self, version: int, limit_s: float | None = None) -> None:
-        """There are no weights."""
+        """Do nothing: there are no weights."""
 
     async def receive(self, version: int) -> None:
         self.version = version
 
     async def pause(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
     async def resume(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
 
 class NoTransfer:
@@ -116,12 +116,12 @@ class Generator:
     def __init__(self, config: RunConfig, store: Store, name: str) -> None:
         status = PodStatus("generator", name, "boot", "here", 1, "", "unsynced", -1, 1, {"tokens_per_s": 1.0, "running": 1.0})
         self.service, self.waits, self.beats = Service("generator", config, store, status), list[float](), 0
-        engine: Engine = NoEngine()  # type: ignore[assignment]  # what follows rounds asks for no more
+        engine: Engine = NoEngine()  # type: ignore[assignment]  # the weight follower needs no more
         self._follower = WeightFollower(self.service, engine, GeneratorMetrics(self.service.registry))
         self._engine = engine
 
     def start(self) -> list[asyncio.Task[None]]:
-        """All that it does, for ever."""
+        """Start its loops, which run until they are cancelled."""
         service = self.service
         bodies = (service._listen, self._beat, service.view.follow, self._follower.follow, self._claim)
         return [asyncio.create_task(service.add_loop(body.__name__, body).supervise()) for body in bodies]
@@ -152,7 +152,7 @@ class Generator:
 
 
 async def follow(config: RunConfig, first: int, count: int) -> None:
-    """A process of generators; tells its counts for each line on its input."""
+    """Run the generators of one process; print their counts for each line on standard input."""
     password = redis_password(config)
     generators, tasks, stores = list[Generator](), list[asyncio.Task[None]](), list[Store]()
     for start in range(first, first + count, CONNECTED_TOGETHER):
@@ -175,40 +175,40 @@ async def follow(config: RunConfig, first: int, count: int) -> None:
 
 
 class Fleet:
-    """Processes of generators."""
+    """The processes of the generators."""
 
     def __init__(self, config: RunConfig, folder: Path, count: int) -> None:
         (folder / "resolved.toml").write_text(to_toml(config))
         share = -(-count // PROCESSES)
         ranges = [(first, min(share, count - first)) for first in range(0, count, share)]
-        with (folder / "generators.log").open("ab") as said:
+        with (folder / "generators.log").open("ab") as log:
             self._processes = [
                 subprocess.Popen(
                     [sys.executable, __file__, "--config", str(folder / "resolved.toml"), "--of", str(first), str(size)],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 )
                 for first, size in ranges
             ]  # fmt: skip
 
-    def tell(self) -> tuple[int, list[float]]:
-        """Heartbeats so far, and how long each claim took since the last time."""
+    def counts(self) -> tuple[int, list[float]]:
+        """Return the heartbeats so far, and how long each claim since the last call took."""
         beats, waits = 0, []
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write("tell\n")
+            process.stdin.write("count\n")
             process.stdin.flush()
         for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()
-            while not line.startswith("{"):  # libraries greet on the same pipe
-                assert line, "generators ended; generators.log says why"
+            while not line.startswith("{"):  # libraries print to the same pipe
+                assert line, "generators exited: see generators.log"
                 line = process.stdout.readline()
-            said = json.loads(line)
-            beats, waits = beats + said["beats"], waits + said["waits"]
+            counts = json.loads(line)
+            beats, waits = beats + counts["beats"], waits + counts["waits"]
         return beats, waits
 
     def end(self) -> None:
-        """End them."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -216,7 +216,7 @@ class Fleet:
 
 @contextmanager
 def opened(config: RunConfig, slots: int) -> Iterator[tuple[Portal, Store, SyncRounds, int, int]]:
-    """The run, its trainer's rounds, and the fences of trainer and dataprep."""
+    """Create a run; yield portal, store, its trainer's rounds, and the fences of trainer and dataprep."""
     portal = Portal()
     store = portal.call(Store.connect(config.redis.url, config.run.name, Path(config.redis.password_file).read_text()))
     portal.call(store.run.create("config", "data", config.run.steps, slots))
@@ -245,7 +245,7 @@ def opened(config: RunConfig, slots: int) -> Iterator[tuple[Portal, Store, SyncR
 
 
 async def issue(store: Store, fence: int, per_s: int, seconds: float) -> list[float]:
-    """Issue tickets in bursts, and see how long another client's PING takes meanwhile."""
+    """Issue tickets in bursts; return how long each PING of another client takes meanwhile."""
     tickets, pings, cursor = make_tickets(int(per_s * seconds) + per_s), list[float](), 0
     burst, began = max(1, int(per_s * BURST_S)), time.monotonic()
     while time.monotonic() - began < seconds:
@@ -260,7 +260,7 @@ async def issue(store: Store, fence: int, per_s: int, seconds: float) -> list[fl
 
 
 def measure_one(folder: Path, options: argparse.Namespace, count: int) -> dict[str, list[float]]:
-    """Figures of a fleet of `count`, on a server of its own."""
+    """Return the figures of a fleet of `count` generators with its own server."""
     folder.mkdir()
     server = RedisServer(folder)
     server.start()
@@ -276,20 +276,20 @@ def measure_one(folder: Path, options: argparse.Namespace, count: int) -> dict[s
             while len(portal.call(store.fleet.members(60))) < count:
                 time.sleep(0.5)
             time.sleep(SETTLE_S)
-            (beats, _), used, began = fleet.tell(), served_s(server.pid), time.monotonic()
+            (beats, _), used, began = fleet.counts(), served_s(server.pid), time.monotonic()
             time.sleep(options.seconds)
-            after, _ = fleet.tell()
+            after, _ = fleet.counts()
             spent_s, beaten = time.monotonic() - began, (after - beats) / count
             idle_cpu, idle_beats = (served_s(server.pid) - used) / spent_s, beaten / spent_s * config.fleet.heartbeat_s
             first = rounds.run(0)
             assert len(first.members) == count
             portal.call(store.steps.publish(fence, 0))
             time.sleep(SETTLE_S)
-            fleet.tell()
+            fleet.counts()
             used, began = served_s(server.pid), time.monotonic()
             pings = portal.call(issue(store, leader, options.tickets_per_s, options.seconds))
             spent_s, served = time.monotonic() - began, served_s(server.pid) - used
-            _, waits = fleet.tell()
+            _, waits = fleet.counts()
             claims = quantiles(waits, n=100)
             spent, took = list[float](), list[float]()
             for version in range(1, options.rounds + 1):
@@ -312,7 +312,7 @@ def measure_one(folder: Path, options: argparse.Namespace, count: int) -> dict[s
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """One size after the other."""
+    """Measure one size after another, and report."""
     samples: dict[str, list[float]] = {}
     for count in options.generators:
         found = await asyncio.to_thread(measure_one, folder / str(count), options, count)
@@ -324,12 +324,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def main() -> int:
-    """Parse the command line and run; with `--of` a process of generators."""
+    """Parse the command line and measure; with `--of`, run the generators of one process."""
     parser = arguments(__doc__)
     parser.add_argument("--generators", type=int, nargs="+", default=[10, 100, 300, 1000], help="sizes of the fleet")
-    parser.add_argument("--tickets-per-s", type=int, default=100, help="issued, claimed and submitted")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="with a group that stands")
+    parser.add_argument("--tickets-per-s", type=int, default=100, help="tickets issued per second")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds with an existing group")
     parser.add_argument("--of", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

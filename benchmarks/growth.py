@@ -1,20 +1,20 @@
-"""How cost grows with the fleet, with the table and with the trainer's ranks: exponents of power laws.
+"""How cost grows with the fleet, the table and the trainer's ranks: exponents of power laws.
 
     python benchmarks/growth.py --json
 
-Three things are made larger, everything else stays; each cost is taken at every size, and `<what>_exponent` is the b of cost ~
-size^b, by least squares over the logarithms, with two standard errors to either side as its spread (fitting.py). 0: the size
-costs nothing; 1: it costs in proportion. `<what>_growth` is the cost at the largest size over that at the smallest, with the
-least and the most that it can be by the samples.
-- `fleet.*`: the server's CPU for a ticket, `fleet.ticket`, and for a round without weights, `fleet.round`, with so many
-  simulated generators (benchmarks/fleet.py says what they do; its figures are here too).
-- `table.*`: the server's time for a group that is settled, `table.settle`, and for one of a step of 64 that is drawn (by
-  `sweep_and_peek` and `prepare`), `table.draw`, with so many groups in a prioritised table. Headers are
-  small, there are no payloads and no append-only file.
-  `longest_function_ms` is the longest that the server was in one function at 100,000 groups (or at the largest size, if that is
-  less), while light groups and heavy ones were drawn in turn and all weights were rescaled.
-- `ranks.plan`: seconds that dataprep takes to plan a step of 4,096 completions for so many ranks.
-The last line is one JSON object; `curves` has the costs that were fitted, each over that at the smallest size.
+One of these three grows while everything else stays the same, and each cost is measured at every size. `<what>_exponent` is the b
+of cost ~ size^b, by least squares over the logarithms; its spread is two standard errors to either side (fitting.py). At 0, the
+cost does not depend on the size; at 1, it is proportional to it. `<what>_growth` is the cost at the largest size over that at the
+smallest, with the smallest and the largest value that the samples allow.
+- `fleet.*`: the server's CPU for a ticket (`fleet.ticket`) and for a round without weights (`fleet.round`), by simulated
+  generators (see benchmarks/fleet.py, whose figures are included).
+- `table.*`: the server's time to settle a group (`table.settle`) and to draw one of a step of 64 (`table.draw`, by
+  `sweep_and_peek` and `prepare`), by number of groups in a prioritised table. Headers are small; there are no payloads and no
+  append-only file.
+  `longest_function_ms` is the longest call of a function at 100,000 groups (or at the largest size, if that is smaller), while
+  light and heavy groups are drawn alternately and all weights are rescaled.
+- `ranks.plan`: seconds that dataprep takes to plan a step of 4,096 completions, by number of ranks.
+The last line is one JSON object; `curves` has the fitted costs, each over that at the smallest size.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ SETTLED_TOGETHER = 256  # as in services/dataprep/loop.py
 WRITTEN_TOGETHER = 2048
 STEP = 64
 WINDOWS = 5  # measurements at each size of the table
-DRAWS = 10  # steps of a measurement
+DRAWS = 10  # steps per measurement
 COMPLETIONS, ROW_TOKENS = 4096, 8192
-LONGEST, LONGEST_AT = "table.longest", 100_000  # groups at which the longest function is looked for
+LONGEST, LONGEST_AT = "table.longest", 100_000  # groups in the table when the longest function is measured
 Costs = dict[int, list[float]]
-"""Size -> what was measured there."""
+"""Size -> measurements at that size."""
 
 
 class Table:
@@ -62,7 +62,7 @@ class Table:
         self._rng = np.random.default_rng(0)
 
     async def open(self) -> None:
-        """An empty table with room for all."""
+        """Create an empty table with room for all groups."""
         room = self.largest + 2 * WINDOWS * (len(self.sizes) + 1) * SETTLED_TOGETHER
         await self.store.client.config_set("appendonly", "no")  # the file of a million groups would fill disks
         await self.store.run.create("growth", "growth", 1, room, TableRules("prioritized", "fifo", room, 0))
@@ -71,7 +71,7 @@ class Table:
         self.fence = fence
 
     async def grow(self, size: int) -> None:
-        """Settle groups until there are so many."""
+        """Settle groups until the table holds `size`."""
         while self.size < size:
             count = min(WRITTEN_TOGETHER, size - self.size)
             await self._submitted(count)
@@ -79,11 +79,11 @@ class Table:
                 await self._settle(min(SETTLED_TOGETHER, count - start))
 
     async def settle_us(self) -> list[float]:
-        """Server's microseconds for a group, of each window."""
+        """Return the server's microseconds to settle a group, for each window."""
         return [await self._window() for _ in range(WINDOWS)]
 
     async def draw_us(self) -> list[float]:
-        """Server's microseconds for a group of a step, of each window."""
+        """Return the server's microseconds to draw a group, for each window."""
         found = []
         for _ in range(WINDOWS):
             before = await self._served_us()
@@ -93,9 +93,9 @@ class Table:
         return found
 
     async def longest_ms(self) -> list[float]:
-        """Milliseconds of the function that took longest: draws of light groups and heavy ones in turn, one rescaling of all
-        weights, one batch settled. Of each function, the longest call but for one in a hundred, in the window where that was
-        shortest: a stall comes in every window, what else the machine does comes in some.
+        """Return the milliseconds of the longest function while light and heavy groups are drawn alternately, all weights are
+        rescaled once, and one batch is settled. A function counts with the 99th percentile of its calls in its best window: a
+        stall of its own shows in every window, other load on the machine only in some.
         """
         client, replay = self.store.client, self.store.replay
         await client.config_set("slowlog-log-slower-than", 0)
@@ -122,7 +122,7 @@ class Table:
         return [max(least.values())]
 
     async def _draw(self) -> list[str]:
-        """Prepare a step; its groups."""
+        """Prepare a step; return its groups."""
         groups = [group for group, _ in (await self.store.replay.sweep_and_peek(self.fence, 0, STEP)).first]
         assert len(groups) == STEP
         plan = StepPlan(self._step, groups, [], 1, 0, [0], [1.0], 0, 0, {})
@@ -138,11 +138,11 @@ class Table:
         return (await self._served_us() - before) / SETTLED_TOGETHER
 
     async def _served_us(self) -> float:
-        """Time the server has spent in functions."""
+        """Return the microseconds that the server has spent in functions."""
         return float((await self.store.client.info("commandstats"))["cmdstat_fcall"]["usec"])
 
     async def _submitted(self, count: int) -> None:
-        """Headers in the stream and their tickets outstanding, as submissions leave them."""
+        """Write headers and outstanding tickets, as submissions leave them."""
         keys, rewards, zeros = self.store.keys, [1.0] + [0.0] * (GROUP_SIZE - 1), [0] * GROUP_SIZE
         async with self.store.client.pipeline(transaction=False) as pipe:
             for seq in range(self.size, self.size + count):
@@ -168,7 +168,7 @@ class Table:
 
 
 async def table(folder: Path, sizes: Sequence[int]) -> dict[str, Costs]:
-    """Costs by the size of the table, which grows from one to the next."""
+    """Return the costs by size of the table, which grows from one size to the next."""
     server = RedisServer(folder / "table")
     server.start()
     store = await Store.connect(server.url, "growth", server.password)
@@ -184,12 +184,12 @@ async def table(folder: Path, sizes: Sequence[int]) -> dict[str, Costs]:
                 found[LONGEST][size] = await growing.longest_ms()
     finally:
         await store.close()
-        server.kill()  # nothing of it is wanted, and in order it would write a file of all
+        server.kill()  # a clean shutdown would first write everything to disk
     return found
 
 
 def ranks(counts: Sequence[int], repeats: int) -> dict[str, Costs]:
-    """Seconds to plan one and the same step for so many ranks."""
+    """Return the seconds to plan the same step, by number of ranks."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(600), 0.8, (COMPLETIONS // 16, 16)), 1, 3000).astype(int)
     groups = [
@@ -207,7 +207,7 @@ def ranks(counts: Sequence[int], repeats: int) -> dict[str, Costs]:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """One after the other."""
+    """Measure ranks, table and fleet, and report."""
     samples: dict[str, list[float]] = {}
     costs = ranks(options.ranks, 5)
     costs |= await table(folder, options.groups)
@@ -232,9 +232,9 @@ def main() -> int:
     parser.add_argument("--generators", type=int, nargs="+", default=[1, 10, 100, 1000], help="sizes of the fleet")
     parser.add_argument("--groups", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000], help="sizes of the table")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="ranks to plan for")
-    parser.add_argument("--tickets-per-s", type=int, default=100, help="of a fleet: issued, claimed and submitted")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a measurement of a fleet")
-    parser.add_argument("--rounds", type=int, default=3, help="of a fleet with a group that stands")
+    parser.add_argument("--tickets-per-s", type=int, default=100, help="tickets issued per second in a fleet")
+    parser.add_argument("--seconds", type=float, default=6.0, help="duration of a measurement of a fleet")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of a fleet with an existing group")
     return run(measure, parser.parse_args())
 
 

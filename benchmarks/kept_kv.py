@@ -1,14 +1,14 @@
-"""What `sync.kv = "keep"` changes in a run with long completions: its speed, its logprob gap and its curve.
+"""The effect of `sync.kv = "keep"` on a run with long completions: speed, logprob gap and reward curve.
 
     python -m benchmarks.kept_kv --json
 
-A tiny model was taught to count, with mistakes, in steps that its prompt names; a completion has up to 1,000 tokens, and
-is rewarded by the share of sevens among its digits, which conflicts with counting correctly. Weights are updated several times
-while a completion is generated, so nearly all tokens of a run that keeps the KV cache are sampled over keys and values of older
-weights, and nearly all completions of the other run are prefilled again. The runs differ in `sync.kv` alone. `gap` is the mean
-absolute difference between the logprobs of engine and trainer over a run (nats), `first` and `last` are mean rewards of the first
-and the last ten steps, `mixed` is the share of trained completions that span an update; each for `keep` and for `recompute`.
-`steps_ratio`: steps per second, keep over recompute. `curve_gap`: mean difference of the rewards of a step, keep minus recompute.
+A tiny model is first taught to count, with mistakes, in steps that its prompt names. A completion has up to 1,000 tokens; its
+reward is the share of sevens among its digits, which conflicts with counting correctly. Weights are updated several times while a
+completion is generated. A run that keeps the KV cache thus samples nearly all tokens over keys and values of older weights, and
+the other run prefills nearly all completions again. The runs differ only in `sync.kv`. `gap` is the mean absolute difference
+between the logprobs of engine and trainer over a run (nats), `first` and `last` are mean rewards of the first and the last ten
+steps, `mixed` is the share of trained completions that span an update; each for `keep` and for `recompute`. `steps_ratio`: steps
+per second, keep over recompute. `curve_gap`: mean difference of the rewards of a step, keep minus recompute.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if __name__ == "__main__":  # `python benchmarks/kept_kv.py` from the repository
 from benchmarks.common import arguments, report, run
 from examples.arithmetic.tokenizer import render, save_tokenizer, train_tokenizer
 
-CONTEXT, COMPLETION = 1120, 1000  # tokens at most
-MODULUS, NUMBERS = 100, 320  # of the counts, and their length
+CONTEXT, COMPLETION = 1120, 1000  # maximum tokens
+MODULUS, NUMBERS = 100, 320  # of the counting, and numbers per completion
 MISTAKES = 0.15  # share of the numbers that are taught wrong
 BATCH, LESSONS = 4, 300
 ENDS = 10  # steps at either end whose rewards are averaged
@@ -81,12 +81,12 @@ every_steps = 100
 
 
 def question(step: int, start: int) -> str:
-    """What the model is asked."""
+    """Return the prompt."""
     return f"Count in steps of {step} from {start}."
 
 
 def counted(step: int, start: int, numbers: int, rng: random.Random) -> str:
-    """Count modulo 100, with mistakes; each number follows from the one before, right or wrong."""
+    """Count modulo 100, with mistakes; each number follows from the previous one, right or wrong."""
     made, last = list[str](), start
     for _ in range(numbers):
         last = rng.randrange(MODULUS) if rng.random() < MISTAKES else (last + step) % MODULUS
@@ -95,7 +95,7 @@ def counted(step: int, start: int, numbers: int, rng: random.Random) -> str:
 
 
 def tasks(rng: random.Random) -> Iterator[tuple[int, int]]:
-    """Steps and starts."""
+    """Yield random steps and starts."""
     while True:
         yield rng.randint(1, 9), rng.randrange(MODULUS)
 
@@ -140,12 +140,12 @@ def trained(folder: Path, mode: str, seed: int, steps: int) -> list[dict[str, An
 
 
 def mean(records: list[dict[str, Any]], key: str) -> float:
-    """The mean of a metric over steps."""
+    """Return the mean of a metric over steps."""
     return statistics.fmean(record[key] for record in records)
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> object:
-    """Train with either, for each seed."""
+    """Train with both settings for each seed, and report."""
     await asyncio.to_thread(make, folder, options.lessons)
     samples = dict[str, list[float]]()
     for seed in options.seeds:
@@ -167,11 +167,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
 
 
 def main() -> int:
-    """Measure."""
+    """Parse the command line and measure."""
     parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lessons", type=int, default=LESSONS, help="steps in which the model is taught")
+    parser.add_argument("--lessons", type=int, default=LESSONS, help="supervised training steps of the model")
     return run(measure, parser.parse_args())
 
 

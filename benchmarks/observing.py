@@ -1,11 +1,12 @@
-"""What it costs a run to be watched: its metrics, a read of them, traces that are off or on, a tracker that hangs.
+"""The cost of monitoring a run: its metrics, a scrape of them, tracing on or off, a tracker that hangs.
 
     python benchmarks/observing.py --json
 
-`group_us` is everything that is counted of a group on its way through generator and dataprep, `trace_off_us` and `trace_on_us`
-its seven spans without and with tracing; `scrape_ms` is one read of a generator's metrics, which happens every 10 s and more.
-`record_ms` is handing a step's metrics to Redis, which is all that a trainer does for trackers, without a tracker and with one
-whose server accepts and never answers, alternately: `hung_share_of_a_second` is the difference over a step of one second.
+`group_us` is the time of all counters of a group on its way through generator and dataprep; `trace_off_us` and `trace_on_us` are
+that of its seven spans without and with tracing; `scrape_ms` is one scrape of a generator's metrics, which happens every 10 s or
+less often. `record_ms` is the time to write a step's metrics to Redis, which is all that a trainer does for trackers. It is
+measured alternately without a tracker and with one whose server accepts connections but never answers:
+`hung_share_of_a_second` is the difference over a step of one second.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ ROUNDS = 2000
 SPANS = ("claim", "generate", "verify", "submit", "settle", "plan", "train")
 RECORDS = 200  # steps recorded in each half of a pair
 FIELDS = 80  # metrics of a step
-UP_S = 60.0  # for a tracker to ask its server: it imports W&B
+UP_S = 60.0  # limit for a tracker to contact its server, after importing W&B
 
 
 @contextmanager
 def black_hole() -> Iterator[tuple[str, threading.Event]]:
-    """The address of a server that accepts every connection and never answers, and whether there was one."""
+    """Yield the URL of a server that accepts every connection but never answers, and an event set by the first connection."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     kept: list[socket.socket] = []
     came = threading.Event()
@@ -73,7 +74,7 @@ def black_hole() -> Iterator[tuple[str, threading.Event]]:
 
 
 def per_call_us(work: Callable[[], object]) -> float:
-    """Microseconds of processor time that one call takes."""
+    """Return the microseconds of CPU time per call."""
     started = time.process_time()
     for _ in range(ROUNDS):
         work()
@@ -81,7 +82,7 @@ def per_call_us(work: Callable[[], object]) -> float:
 
 
 def counting() -> tuple[float, float]:
-    """Microseconds to count a group, milliseconds to read a generator's metrics."""
+    """Return the microseconds to count a group, and the milliseconds of a scrape of a generator's metrics."""
     registry = CollectorRegistry()
     generator, dataprep = GeneratorMetrics(registry), DataprepMetrics(CollectorRegistry())
     header = Header(
@@ -101,7 +102,7 @@ def counting() -> tuple[float, float]:
 
 
 def spans_us(tracing: TraceRecorder) -> float:
-    """Microseconds for the spans of a group."""
+    """Return the microseconds for the spans of a group."""
 
     def group() -> None:
         context = tracing.begin()
@@ -114,7 +115,7 @@ def spans_us(tracing: TraceRecorder) -> float:
 
 
 async def recording_ms(store: Store, first: int) -> float:
-    """Milliseconds to hand a step's metrics to Redis, median."""
+    """Return the median milliseconds to write a step's metrics to Redis."""
     taken = []
     for step in range(first, first + RECORDS):
         record = {f"metric/train/{i}": i / 7 for i in range(FIELDS)} | {"step": float(step), "time_s": time.time()}
@@ -127,7 +128,7 @@ async def recording_ms(store: Store, first: int) -> float:
 
 @contextmanager
 def hanging_tracker(config: RunConfig, folder: Path) -> Iterator[None]:
-    """A tracker pod whose W&B is online at a server that never answers, and has been given a step."""
+    """Run a tracker pod whose W&B is online but whose server never answers."""
     path = folder / "resolved.toml"
     path.write_text(to_toml(config))
     with black_hole() as (url, came), (folder / "tracker.log").open("wb") as log:
@@ -136,7 +137,7 @@ def hanging_tracker(config: RunConfig, folder: Path) -> Iterator[None]:
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
             if not came.wait(UP_S):
-                raise SystemExit(f"the tracker never asked its server: {(folder / 'tracker.log').read_text()[-500:]}")
+                raise SystemExit(f"the tracker never contacted its server: {(folder / 'tracker.log').read_text()[-500:]}")
             yield
         finally:
             os.killpg(process.pid, 9)

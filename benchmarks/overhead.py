@@ -1,8 +1,8 @@
-"""What the generator service costs: tokens/s through claims, verifiers and Redis against bare vLLM on the same prompts.
+"""The cost of the generator service: tokens/s through claims, verifiers and Redis against bare vLLM on the same prompts.
 
     python benchmarks/overhead.py --json
 
-Both sides make the same tokens (same prompts, seeds, sampling and engine), alternately, in one process. `ratio` is the
+Both sides generate the same tokens (same prompts, seeds, sampling and engine) alternately in one process. `ratio` is the
 median of the pairwise ratios; the goal is 0.90. The last line is one JSON object.
 """
 
@@ -36,7 +36,7 @@ from services.verifiers.scoring import Scoring
 
 
 async def bare(engine: VllmEngine, tickets: Sequence[Ticket], sampling: SamplingParameters, round_name: str) -> tuple[float, int]:
-    """Seconds and tokens of all completions, straight from vLLM's AsyncLLM."""
+    """Return the seconds and tokens of all completions, directly from vLLM's AsyncLLM."""
     from vllm.inputs.engine import tokens_input
 
     async def one(ticket: Ticket, sample: int) -> int:
@@ -52,7 +52,7 @@ async def bare(engine: VllmEngine, tickets: Sequence[Ticket], sampling: Sampling
 
 
 async def through_service(config: RunConfig, engine: VllmEngine, tickets: Sequence[Ticket]) -> tuple[float, int]:
-    """Seconds and tokens from the first claim to the last submission, scored by the run's verifiers."""
+    """Return the seconds and tokens from the first claim to the last submission, scored by the run's verifiers."""
     verifiers = Scoring(config, config.data.sources)
     await verifiers.start()
     async with open_service("generator", config, "generator-0") as service:
@@ -109,7 +109,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         for repeat in range(options.repeats):
             bare_s, bare_tokens = await bare(engine, tickets, SamplingParameters.training(config), f"bare{repeat}")
             ours_s, ours_tokens = await through_service(config, engine, tickets)
-            assert bare_tokens == ours_tokens, f"other tokens: {bare_tokens} bare, {ours_tokens} through the service"
+            assert bare_tokens == ours_tokens, f"token counts differ: {bare_tokens} bare, {ours_tokens} through the service"
             pairs.append((bare_tokens / bare_s, ours_tokens / ours_s))
             print(f"bare {pairs[-1][0]:8.0f} tokens/s   service {pairs[-1][1]:8.0f} tokens/s", flush=True)
     finally:
@@ -134,7 +134,7 @@ def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
     parser.add_argument("--config", default="examples/arithmetic/config.toml", help="run whose prompts and model are used")
-    parser.add_argument("--groups", type=int, default=384, help="tickets a repetition")
+    parser.add_argument("--groups", type=int, default=384, help="tickets per repetition")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of measurements")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a configuration key")
     options = parser.parse_args()

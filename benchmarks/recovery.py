@@ -1,13 +1,12 @@
-"""From a kill -9 to a steady run again, for each kind of process.
+"""Recovery: from a kill -9 to a steady run, for each kind of process.
 
     python benchmarks/recovery.py --json
 
 `python -m tests.faults` (docs/faults.md) kills each kind of process `--each` times in a real run with scripted engines:
-generator, leading dataprep (it has a standby), trainer, Redis, and the `grpo run` command, which takes all others with it and
-is given again. `<kind>.recovery_s` is the time until every pod was heard of, what was killed is a new process, and a step was
-committed since. The run is then let finish and audited: `astray` counts tickets lost, doubled, skipped, leaked or dropped, and
-a final weight that is not, to the bit, that of a run which nothing happened to ends this with an error. The last line is one
-JSON object.
+generator, leading dataprep (it has a standby), trainer, Redis, and the `grpo run` command, which takes all others with it and is
+rerun. `<kind>.recovery_s` is the time until every pod has sent a heartbeat, what was killed is a new process, and another step is
+committed. The run then finishes and is audited. `astray` counts tickets lost, doubled, skipped, leaked or dropped. If the final
+weights are not bit-identical to those of a run without faults, the benchmark fails. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ ASTRAY = ("lost", "doubled", "skipped", "leaked", "dropped")
 
 
 def seed_for(kinds: Sequence[str], faults: int, shape: Shape) -> int:
-    """The first whose faults all have a recovery of their own, none hurried, and hit the dataprep that leads."""
+    """Return the first seed whose faults each have their own recovery, none hurried, and never hit the standby dataprep."""
     for seed in count():
         found = list(sequence(seed, faults, kinds, shape))
         if not any(fault.hurried or fault.victim == "standby" for fault in found):
             return seed
-    raise AssertionError("there is one")
+    raise AssertionError("unreachable")
 
 
 def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
-    parser.add_argument("--each", type=int, default=2, help="faults of every kind")
+    parser.add_argument("--each", type=int, default=2, help="faults of each kind")
     parser.add_argument("--generators", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=70, help="of the run; faults that are left go to another")
+    parser.add_argument("--steps", type=int, default=70, help="steps of a run; remaining faults go to another run")
     options = parser.parse_args()
     shape = Shape(options.generators, 1)
     kinds = chosen("kill", shape)

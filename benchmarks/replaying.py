@@ -1,14 +1,14 @@
-"""Whether recorded steps replay bit-equal, and whether the account of devices closes, on runs with and without faults.
+"""Whether recorded steps replay bit-equal, and whether the account of device time is complete, with and without faults.
 
     python -m benchmarks.replaying --json
 
-Each run trains a tiny model on scripted completions, in another configuration: ranks, ZeRO stages, adapters, dtypes, replay. Of
-each some steps are recorded while it runs, the last at a checkpoint, and every stage is replayed: `replay_equal` is the share of
-bundles whose score, settle, pack and train stages all equal what was. In the runs with faults a generator or the trainer is
-killed. `account_closes` is the relative difference, of each run, between the sum of the account and device-seconds measured from
-outside: start and end of each pod's processes by the kernel. `record_share` is the time that the run's Redis spends on a recorder
-of a step, over the time of a step: nothing else of a run does anything for it. `--account` measures the account alone, on the
-runs with faults.
+Each run trains a tiny model on scripted completions, in another configuration: ranks, ZeRO stages, adapters, dtypes, replay. Some
+steps of each are recorded while it runs, the last at a checkpoint, and every stage is replayed. `replay_equal` is the share of
+bundles whose score, settle, pack and train stages all equal what was recorded. In the runs with faults, a generator or the
+trainer is killed. `account_closes` is, for each run, the relative difference between the sum of the account and the
+device-seconds measured from outside, from the kernel's start and end times of each pod's processes. `record_share` is the time
+that the run's Redis spends on recording a step, over the time of the step; recording costs the run nothing else. `--account`
+measures the account alone, in the runs with faults.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ RUNS: dict[str, tuple[str, ...]] = {
 KILLED = {"plain": "generator-0", "ranks": "trainer-0", "replayed": "generator-0"}
 """Run -> the pod that is killed after its third step."""
 STEPS, LONG, EVERY = 12, 24, 4  # steps of a run, of one with faults, and between checkpoints
-RECORDED = (2, 6, 9, 11, 15, 19)  # as far as a run goes; of a step that is over before its recorder looks there is no bundle
+RECORDED = (2, 6, 9, 11, 15, 19)  # if the run has them; a step that ends before its recorder looks leaves no bundle
 LOOK_S = 0.02
-RECORDINGS = 50  # of the same step, for the time that they take of Redis
-FORKED_S = 2.0  # a process may still have the command line of the one that started it
+RECORDINGS = 50  # of the same step, to measure the time that Redis spends on them
+FORKED_S = 2.0  # a new process may show its parent's command line for this long
 
 
 class Outside:
-    """Device-seconds of a run as the kernel sees them: from the start of a pod's first process to the end of its last."""
+    """Measures the device-seconds of a run by the kernel: from the start of a pod's first process to the end of its last."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lives = folder, dict[str, list[float]]()
@@ -113,7 +113,7 @@ def console(*words: str) -> dict[str, Any]:
 
 
 def one_run(folder: Path, name: str, overrides: tuple[str, ...], recorded: tuple[int, ...], say: Any) -> dict[str, Any]:
-    """Run one configuration, record its steps, kill if it is to be killed; what came out."""
+    """Run one configuration, record its steps, and kill a pod if it is in `KILLED`; return the results."""
     steps = LONG if name in KILLED else STEPS
     recorded = tuple(step for step in recorded if step < steps)
     path = write_run(
@@ -160,7 +160,7 @@ def one_run(folder: Path, name: str, overrides: tuple[str, ...], recorded: tuple
 
 
 def unequal_of(results: dict[str, Any]) -> dict[str, Any]:
-    """Return the stages that gave something else, by bundle, with the first difference or the error."""
+    """Return the stages that did not replay equal, by bundle, with the first difference or the error."""
     found = dict[str, Any]()
     for bundle, stages in results.items():
         if different := {stage: answer for stage, answer in stages.items() if answer.get("different", 1)}:
@@ -184,7 +184,7 @@ def kill(folder: Path, pod: str) -> None:
 
 
 async def recorder_s(folder: Path, groups: int, step_s: float) -> float:
-    """Seconds that a new Redis spends on a recorder that waits for a step of `groups` groups, reads it, and waits for its end."""
+    """Return Redis' seconds for recording a step of `groups` groups: waiting for it, reading it, waiting for its end."""
     server = RedisServer(folder)
     server.start()
     store = await Store.connect(server.url, "recorder", server.password)
@@ -212,7 +212,7 @@ async def recorder_s(folder: Path, groups: int, step_s: float) -> float:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> object:
-    """Run all configurations, one after the other."""
+    """Run all configurations one after another, and report."""
     say = (lambda text: None) if options.json else print
     save_model_folder(folder / "model")
     chosen = {name: RUNS[name] for name in (options.only.split(",") if options.only else KILLED if options.account else RUNS)}
@@ -237,10 +237,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
 
 
 def main() -> int:
-    """Measure."""
+    """Parse the command line and measure."""
     parser = arguments(__doc__)
     parser.add_argument("--account", action="store_true", help="only the account, on the runs with faults")
-    parser.add_argument("--only", default="", help=f"configurations, of {', '.join(RUNS)}, separated by commas")
+    parser.add_argument("--only", default="", help=f"configurations to run, separated by commas: {', '.join(RUNS)}")
     return run(measure, parser.parse_args())
 
 

@@ -1,14 +1,14 @@
-"""What replay saves: generated tokens until the example reaches the reward that it reaches without replay.
+"""The tokens that replay saves: how many the example generates until it has the reward that it reaches without replay.
 
     python benchmarks/reuse.py --json
 
-Runs the example of examples/arithmetic twice for each seed, with `grpo run`: as it stands, each group trained once, and with
-`--replay` overrides (by default a prioritised table and three uses). Everything else is the same: model, prompts, learning
-rate. The second run gets half as many steps again, since it generates less in each. The reward is that of fresh completions
-(`reward/gen/mean`), never of the groups that the table chose, as a running mean over the last `WINDOW` completions; the target
-is what the first run holds in its last quarter.
-`tokens_ratio` is the second run's tokens at the target over the first's (goal: 0.7 or less); where it never got there it is
-reported as infinite, in `missed`. Curves go to `--plot`. The last line is one JSON object.
+Runs examples/arithmetic twice for each seed with `grpo run`: unchanged, where each group is trained on once, and with the
+`--replay` overrides (by default a prioritised table and three uses). Model, prompts and learning rate are the same. The second
+run has 1.5 times as many steps, since it generates less in each. The reward is that of fresh completions (`reward/gen/mean`),
+never of the groups drawn from the table, as a running mean over the last `WINDOW` completions. The target is the first run's mean
+over its last quarter.
+`tokens_ratio` is the second run's tokens at the target over the first's (goal: 0.7 or less); `missed` counts the seeds where the
+second run never reached it. Curves go to `--plot`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from benchmarks.common import arguments, report
 
 CONFIG = "examples/arithmetic/config.toml"
 WINDOW = 2560  # completions: ten steps of the example
+BOUND = "admission.max_staleness=2"  # of both sides: a group can be trained three times
 REPLAY = ("replay.sampler=prioritized", "replay.max_uses=3", "replay.priority_exponent=0.6")
 
 
 def run(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> Path:
-    """A whole run; its metrics.jsonl."""
-    given = [f"run.name={name}", f"run.seed={seed}", f"run.dir={folder}", *overrides]
+    """Run the example to its end; return its metrics.jsonl."""
+    given = [f"run.name={name}", f"run.seed={seed}", f"run.dir={folder}", BOUND, *overrides]
     command = [sys.executable, "-m", "services.console", "run", CONFIG, "--fresh", "--no-screen", *given]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder / name / "metrics.jsonl"
 
 
 def curve(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Generated tokens so far [n] and the running mean of the fresh completions' rewards [n], over steps."""
+    """Return the tokens generated so far [n] and the running mean of the fresh completions' rewards [n], by step."""
     rows = {int(row["step"]): row for line in path.read_text().splitlines() if "step" in (row := json.loads(line))}
     tokens, rewards, counts = [], [], []
     before = 0.0
@@ -52,19 +53,19 @@ def curve(path: Path) -> tuple[np.ndarray, np.ndarray]:
             counts.append((total - before) / row["length/gen/mean"])
             before = total
     made, earned = np.cumsum(counts), np.cumsum(np.multiply(counts, rewards))
-    first = np.searchsorted(made, made - WINDOW)  # the last completions up to each step, WINDOW of them or somewhat fewer
+    first = np.searchsorted(made, made - WINDOW)  # the last WINDOW completions up to each step, or slightly fewer
     made_before, earned_before = np.concatenate(([0.0], made)), np.concatenate(([0.0], earned))
     return np.array(tokens), (earned - earned_before[first]) / (made - made_before[first])
 
 
 def tokens_until(tokens: np.ndarray, rewards: np.ndarray, target: float) -> float:
-    """Tokens generated when the reward is first at the target; infinite when it never is."""
+    """Return the tokens generated when the reward first reaches the target; infinity if it never does."""
     reached = np.flatnonzero(rewards >= target)
     return float(tokens[reached[0]]) if len(reached) else float("inf")
 
 
 def plot(curves: Sequence[tuple[str, np.ndarray, np.ndarray]], path: Path) -> None:
-    """Reward over generated tokens, a line a run."""
+    """Plot the reward over generated tokens, one line per run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

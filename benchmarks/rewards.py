@@ -1,12 +1,12 @@
-"""What rewards of one's own cost: a Python function's overhead, seats that idle while scores are made, and what an outage loses.
+"""The cost of custom rewards: overhead of a Python function, seats that are idle during scoring, and losses in an outage.
 
     python -m benchmarks.rewards --json
 
-`overhead_us`: time for a completion to be scored by a Python function in its confined process, less the call itself, in µs.
-`seats_idle_share`: share of an engine's seats that idle because a verifier takes 2 s: what idles with it, less what idles with
-one that takes no time; both have the same tickets and a scripted engine. `lost`, `zeros`: tickets without scores, and scores
-other than the judge's, of a generator whose judge hangs, fails, hangs up and dies in turn; `faults`: how often. The last line is
-one JSON object.
+`overhead_us`: time to score a completion by a Python function in its confined process, minus the call itself, in µs.
+`seats_idle_share`: share of an engine's seats that are idle because a verifier takes 2 s: the idle share with it, minus that with
+an instant verifier, for the same tickets and a scripted engine. `lost`, `zeros`: tickets without scores, and scores that the
+judge did not give, of a generator whose judge hangs, fails, disconnects and dies in turn; `faults`: how often it did. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from tests.support.scripted import ScriptedEngine
 from tests.verifiers.remote.flaky_server import FlakyServer
 
 OWN = "def score(completion, answer):\n    return float(answer in completion)\n"
-COMPLETION_CHARACTERS = 1200  # some 300 tokens
+COMPLETION_CHARACTERS = 1200  # about 300 tokens
 GROUP = 8
 SEATS = 64
-TOKENS, TOKEN_S = 48, 0.05  # of the scripted engine: 1.2 s a completion on average, so that seats fall free all the time
+TOKENS, TOKEN_S = 48, 0.05  # of the scripted engine: 1.2 s per completion on average, so that seats become free all the time
 SCORE_S = 2.0
 FAULTS = ("hang", "status:500", "status:503", "retry:0", "close", "die")
-JUDGED = 0.75  # what the judge says of everything
+JUDGED = 0.75  # the judge's score for everything
 
 
 def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
-    parser.add_argument("--groups", type=int, default=400, help="groups of a pass of the overhead")
+    parser.add_argument("--groups", type=int, default=400, help="groups per pass of the overhead")
     parser.add_argument("--repeats", type=int, default=5, help="passes of the overhead")
     parser.add_argument(
-        "--tickets", type=int, default=120, help="tickets of a run with a slow verifier, six times those of one with outages"
+        "--tickets", type=int, default=120, help="tickets of a run with a slow verifier; a run with outages has a sixth"
     )
     return run(measure, parser.parse_args())
 
@@ -65,7 +65,7 @@ def main() -> int:
 async def measure(options: argparse.Namespace, folder: Path) -> None:
     """Measure everything and report."""
     overhead = await overhead_us(folder, options.groups, options.repeats)
-    print(f"overhead {statistics.median(overhead):8.1f} us a completion", flush=True)
+    print(f"overhead {statistics.median(overhead):8.1f} us per completion", flush=True)
     server = RedisServer(folder / "redis")
     server.start()
     try:
@@ -74,7 +74,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             for score_s in (0.0, SCORE_S):
                 service.behave(*[f"slow:{score_s}"] * options.tickets * GROUP)
                 idle[score_s] = await idle_share(judged(folder, server, service, 60.0), options.tickets)
-                print(f"a verifier of {score_s:g} s: {idle[score_s]:.3f} of the seats idle", flush=True)
+                print(f"verifier of {score_s:g} s: {idle[score_s]:.3f} of the seats idle", flush=True)
             lost, zeros, faults = await outages(judged(folder, server, service, 0.5), service, options.tickets // 6)
     finally:
         server.stop()
@@ -92,7 +92,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 async def overhead_us(folder: Path, groups: int, repeats: int) -> list[float]:
-    """Return, for each pass, the time for a completion to be scored less the time of the bare call, µs."""
+    """Return, for each pass, the time to score a completion minus that of the bare call, in µs."""
     (folder / "own.py").write_text(OWN)
     own = f'verifiers=[{{kind="python", function="{folder}/own.py:score"}}]'
     config = small_config(folder / "overhead", None, own)
@@ -120,7 +120,7 @@ async def overhead_us(folder: Path, groups: int, repeats: int) -> list[float]:
 
 
 def judged(folder: Path, server: RedisServer, service: FlakyServer, timeout_s: float) -> RunConfig:
-    """Return the configuration of a generator whose completions a judge scores, each in a request of its own."""
+    """Return the configuration of a generator whose completions a judge scores, each in its own request."""
     template = "Rate {{ completion }}"
     judge = f'kind="judge", url="{service.url}/v1", model="m", prompt="{template}", timeout_s={timeout_s}, max_requests=256'
     return small_config(
@@ -147,14 +147,14 @@ class Generator:
         return [item.header for item in items if item.header is not None]
 
     async def ended(self) -> int:
-        """Return how many tickets have been submitted or given up."""
+        """Return how many tickets have been submitted or became dead letters."""
         keys, client = self.service.store.keys, self.service.store.client
         return await client.xlen(keys.headers) + await client.xlen(keys.deadletter)
 
 
 @asynccontextmanager
 async def generating(config: RunConfig, count: int) -> AsyncIterator[Generator]:
-    """Start a generator that works on so many tickets until the block ends."""
+    """Start a generator that works on `count` tickets until the block ends."""
     verifiers = Scoring(config, config.data.sources)
     await verifiers.start()
     engine = ScriptedEngine()
@@ -194,7 +194,7 @@ async def generating(config: RunConfig, count: int) -> AsyncIterator[Generator]:
 
 
 async def idle_share(config: RunConfig, count: int) -> float:
-    """Return the share of the seats that idle, from when the engine is full until too few tickets are left to fill it."""
+    """Return the share of the seats that are idle, from when the engine is full until too few tickets are left to fill it."""
     async with generating(config, count) as made:
         while made.engine.gauges().running < SEATS:
             await asyncio.sleep(0.01)
@@ -208,7 +208,7 @@ async def idle_share(config: RunConfig, count: int) -> float:
 
 
 async def outages(config: RunConfig, service: FlakyServer, count: int) -> tuple[int, int, int]:
-    """Return tickets without scores, scores that the judge did not give, and how often the judge failed, in every way."""
+    """Return the tickets without scores, the scores that the judge did not give, and the judge's faults of all kinds."""
     faults = 0
     async with generating(config, count) as made:
         chosen = random.Random(0)

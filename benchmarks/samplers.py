@@ -1,13 +1,13 @@
-"""Whether the engine's logprobs are the trainer's, for every sampler: real vLLM against float64.
+"""Whether the engine's logprobs equal the trainer's, for every sampler: real vLLM against float64.
 
     python -m benchmarks.samplers --json
 
-Samples completions from a tiny model with vLLM at every temperature x top_p x top_k, and computes the logprobs of their
-tokens in float64 as the trainer defines them: of all tokens, at that temperature. `worst_gap` is the largest difference of a
-token, in nats, among samplers that a configuration may have (goal: 1e-4). Of those that it may not (`refused`), the figures
-say why: the mean ratio of trainer to engine of a token, and the mean over responses of the product of their ratios, which
-importance weights would be biased by. Without bias both are 1. `nats` is the mean surprise of a token, which says how sharp
-the distribution was. The last line is one JSON object.
+Samples completions from a tiny model with vLLM at every temperature x top_p x top_k, and computes the logprobs of their tokens in
+float64 as the trainer defines them: over all tokens, at that temperature. `worst_gap` is the largest difference for a token, in
+nats, among the samplers that a configuration may have (goal: 1e-4). For the others (`refused`), the figures show why: the mean
+ratio of trainer to engine for a token, and the mean over responses of the product of their ratios, which is the bias of
+importance weights. Without bias both are 1. `nats` is the mean surprise of a token, which shows how sharp the distribution was.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEMPERATURES = (0.7, 1.0, 1.3)
 TOP_P = (1.0, 0.95, 0.9, 0.8)
 TOP_K = (0, 20, 3)
 SHARPENED = 8.0
-"""Factor of the random model's output matrix: its logits would be almost equal otherwise."""
+"""Factor on the random model's output matrix; otherwise its logits would be almost equal."""
 
 
 def refused(top_p: float, top_k: int) -> bool:
@@ -95,10 +95,10 @@ async def sweep(folder: Path, completions: int, length: int) -> list[dict[str, A
 
 
 def main() -> int:
-    """Measure every sampler. Returns 1 if one that is not refused is wrong."""
+    """Measure every sampler. Return 1 if one that is not refused is wrong."""
     parser = arguments(__doc__)
     parser.add_argument("--completions", type=int, default=32)
-    parser.add_argument("--length", type=int, default=32, help="tokens of a completion")
+    parser.add_argument("--length", type=int, default=32, help="tokens per completion")
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory() as name:

@@ -1,16 +1,15 @@
-"""What it costs to keep every completion, and how fast they are found again.
+"""The cost of keeping every completion, and how fast they are found again.
 
     python -m benchmarks.seeing --json
 
-A log of `--rows` completions is written as the tracker does, with texts of random words from a vocabulary with Zipf's
-frequencies. `us_a_completion` is the CPU that the tracker spends on a completion: rows, texts, file, merges; `bytes_a_completion`
-is its size on disk. `search_ms` is the median of filters on numbers, sorted and not, through the endpoint of the page over a real
-socket; `search_cpu_ms` is the CPU of the process that answers, and of the client, for one. `first_search_s` is the first one,
-which reads the log. `text_search_s` searches all texts for a word. `sample_log_share` is what the log adds to the processor time
-of the tracker, over the wall time of `STEPS` steps of examples/arithmetic, of 256 completions each: `tracker_share` with the log
-less that of a run without it, in which the tracker writes TensorBoard's files alone. No step waits for either. The same by
-completion, with reads from Redis and on cores that are busy, is `us_a_logged_completion`. The
-median of three pairs of runs counts.
+A log of `--rows` completions is written as the tracker does, with texts of random words at Zipf's frequencies. `us_a_completion`
+is the CPU time that the tracker spends on a completion: rows, texts, file, merges; `bytes_a_completion` is its size on disk.
+`search_ms` is the median of numeric filters, sorted and not, through the endpoint of the page over a real socket; `search_cpu_ms`
+is the CPU time of server and client for one. `first_search_s` is the first one, which reads the log. `text_search_s` searches all
+texts for a word. `sample_log_share` is the CPU time that the log adds to the tracker, over the wall time of `STEPS` steps of
+examples/arithmetic with 256 completions each: `tracker_share` with the log, minus that of a run without it, in which the tracker
+only writes TensorBoard's files. No step waits for either. `us_a_logged_completion` is the same per completion, including reads
+from Redis and on busy cores. The median of three pairs of runs counts.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from services.tracker.samples.writer import PartWriter
 from services.web.serving import show
 
 ROOT = Path(__file__).parent.parent
-GROUP, GROUPS_A_STEP, TOKENS = 8, 32, 48  # completions a group, groups a step, tokens a completion
-GROUPS_A_FILE = int(GROUPS_A_STEP * LONGEST_S)  # at a step a second
-FIRST, STEPS = 5, 60  # what starts is over by the first
+GROUP, GROUPS_A_STEP, TOKENS = 8, 32, 48  # completions per group, groups per step, tokens per completion
+GROUPS_A_FILE = int(GROUPS_A_STEP * LONGEST_S)  # at one step per second
+FIRST, STEPS = 5, 60  # startup is over by the first
 PAIRS = 3
-PATTERN = 4000  # completions that are made one by one; the others of a large log repeat them under new numbers
+PATTERN = 4000  # completions that are generated; a larger log repeats them under other steps
 FILTERS = (
     {"where": "reward < 0.2 and step > 40", "sort": "length"},
     {"where": "outcome == 'filtered'"},
@@ -61,7 +60,7 @@ FILTERS = (
     {"where": "source == 'main' and advantage > 1", "offset": "5000"},
     {"where": "not truncated", "sort": "step"},
 )
-"""What the page asks for."""
+"""The queries of the page."""
 
 
 def groups(rng: np.random.Generator, count: int, vocabulary: int) -> Iterator[tuple[EndedGroup, Payload]]:
@@ -83,7 +82,7 @@ def groups(rng: np.random.Generator, count: int, vocabulary: int) -> Iterator[tu
 
 
 def gaps_of(payload: Payload, group: EndedGroup) -> dict[tuple[str, int], np.ndarray]:
-    """Gaps to the trainer, if it was trained: powers of 1.1, as the trainer's codes stand for."""
+    """Return the gaps to the trainer if the group was trained: powers of 1.1, which the trainer's codes represent."""
     if group.outcome != "trained":
         return {}
     sizes = np.round(np.log(-payload.logprobs * 0.01) / np.log(STEP))
@@ -92,7 +91,7 @@ def gaps_of(payload: Payload, group: EndedGroup) -> dict[tuple[str, int], np.nda
 
 
 def write(folder: Path, model: Path, completions: int) -> tuple[float, float]:
-    """Write a log of real batches; CPU µs and bytes of a completion."""
+    """Write a log in real batches; return CPU µs and bytes per completion."""
     reader, rng = TextReader(str(model)), np.random.default_rng(0)
     writer = PartWriter(folder, 10**9)
     vocabulary = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
@@ -111,7 +110,7 @@ def write(folder: Path, model: Path, completions: int) -> tuple[float, float]:
 
 
 def enlarge(folder: Path, rows: int) -> None:
-    """Make the log as large as asked for, by repeating its rows under other steps."""
+    """Enlarge the log to `rows` rows, by repeating its rows under other steps."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -133,14 +132,14 @@ def enlarge(folder: Path, rows: int) -> None:
 
 
 async def search(config: RunConfig, store: Store, repeats: int) -> dict[str, list[float]]:
-    """Ask the page's endpoint."""
-    told, until = list[str](), asyncio.Event()
-    serving = asyncio.create_task(show(config, store, told.append, until))
-    while not told:
+    """Query the page's endpoint; return the measurements."""
+    urls, stopping = list[str](), asyncio.Event()
+    serving = asyncio.create_task(show(config, store, urls.append, stopping))
+    while not urls:
         await asyncio.sleep(0.05)
     found: dict[str, list[float]] = {"first_search_s": [], "search_ms": [], "search_cpu_ms": [], "text_search_s": []}
     headers = {"Authorization": "Bearer benchmark"}
-    async with httpx.AsyncClient(base_url=told[0], headers=headers, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=urls[0], headers=headers, timeout=120) as http:
 
         async def ask(**asked: str) -> float:
             began = time.perf_counter()
@@ -154,14 +153,14 @@ async def search(config: RunConfig, store: Store, repeats: int) -> dict[str, lis
             found["search_ms"].append(1e3 * await ask(**each))
             found["search_cpu_ms"].append(1e3 * (time.process_time() - before))
         found["text_search_s"].append(await ask(where="'= 7' in completion and step > 0"))
-    until.set()
+    stopping.set()
     await serving
     return found
 
 
 @contextlib.asynccontextmanager
 async def logged_run(folder: Path, rows: int) -> AsyncIterator[tuple[RunConfig, Store, tuple[float, float]]]:
-    """Make a run with a log of so many completions, and yield it with CPU µs and bytes of a completion."""
+    """Create a run with a log of `rows` completions, and yield it with CPU µs and bytes per completion."""
     model = folder / "model"
     model.mkdir()
     save_tokenizer(train_tokenizer(f"say {i} + {i * 7 % 97} = {i * 8}" for i in range(400)), model, 64)
@@ -181,7 +180,7 @@ async def logged_run(folder: Path, rows: int) -> AsyncIterator[tuple[RunConfig, 
 
 
 def shares(folder: Path) -> dict[str, list[float]]:
-    """Return what of a core the log and the tracker take, and the seconds of a step, from `PAIRS` pairs of runs."""
+    """Return the share of a core that the log and the tracker take, and the seconds per step, from `PAIRS` pairs of runs."""
     subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     found: dict[str, list[float]] = {"sample_log_share": [], "tracker_share": [], "step_s": [], "us_a_logged_completion": []}
     for pair in range(PAIRS):
@@ -194,7 +193,7 @@ def shares(folder: Path) -> dict[str, list[float]]:
 
 
 def tracker_share(folder: Path, keep: int) -> tuple[float, float]:
-    """Train the example, keep so many completions, and return what of a core its tracker takes, and the seconds of a step."""
+    """Train the example with `samples.keep`; return the share of a core that its tracker takes, and the seconds per step."""
     name = f"keeps{keep}"
     command = [
         sys.executable, "-m", "services.console", "run", "examples/arithmetic/config.toml", "--no-screen", f"run.dir={folder}",
@@ -212,12 +211,12 @@ def tracker_share(folder: Path, keep: int) -> tuple[float, float]:
 
 
 def steps_in(metrics: Path) -> int:
-    """Return how many steps are recorded."""
+    """Return the number of recorded steps."""
     return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
 
 
 def cpu_s(module: str, folder: Path) -> float:
-    """Return the processor seconds of the process that runs `module` for the run in `folder`; 0: there is none."""
+    """Return the CPU seconds of the process that runs `module` for the run in `folder`; 0 if there is none."""
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             words = (proc / "cmdline").read_bytes().decode(errors="replace")
@@ -228,7 +227,7 @@ def cpu_s(module: str, folder: Path) -> float:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> object:
-    """Write, enlarge, search."""
+    """Write, enlarge and search the log, train the example, and report."""
     async with logged_run(folder, options.rows) as (config, store, (us, size)):
         log = folder / config.run.name / SAMPLES
         found = await search(config, store, options.repeats)
@@ -242,10 +241,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
 
 
 def main() -> int:
-    """Measure."""
+    """Parse the command line and measure."""
     parser = arguments(__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="completions of the log")
-    parser.add_argument("--repeats", type=int, default=5, help="times that each filter is asked for")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="completions in the log")
+    parser.add_argument("--repeats", type=int, default=5, help="queries of each filter")
     return run(measure, parser.parse_args())
 
 

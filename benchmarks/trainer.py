@@ -1,24 +1,27 @@
-"""What an optimizer step costs: ours against TRL's GRPOTrainer, on the same model, batch and lengths, on this machine's CPU.
+"""The cost of an optimizer step: ours against TRL's GRPOTrainer, on the same model, batch and lengths, on this machine's CPU.
 
     python benchmarks/trainer.py --json
 
-Both sides take one optimizer step on the same completions, alternately, each in a process of its own with `--threads` threads.
-The model has random weights and Qwen3's shape (tied embeddings, grouped queries, 32,000 tokens); lengths are log-normal, cut
-off at `--max-tokens`. Timed on both sides: forward, loss, backward, clipping, optimizer; not the making of inputs (theirs:
-generation, rewards, padding; ours: fetch and packing), which on our side lies behind the step before anyway. Both compute the
-clipped dapo loss without a reference model, the entropy and their usual metrics, in float32, without gradient checkpointing,
-with AdamW and clipping to norm 1. That both do the same work is checked: the gradient norms of the first step agree to 1 %.
+The sides alternate. Each takes one optimizer step on the same completions, in its own process with `--threads` threads. The model
+has random weights and Qwen3's shape (tied embeddings, grouped queries, 32,000 tokens); lengths are log-normal, cut off at
+`--max-tokens`. Both sides are timed for forward, loss, backward, clipping and optimizer, but not for the preparation of inputs
+(TRL: generation, rewards, padding; ours: fetch and packing), which on our side overlaps with the previous step anyway. Both
+compute the clipped dapo loss without a reference model, the entropy and their usual metrics, in float32, without gradient
+checkpointing, with AdamW and clipping to norm 1. The gradient norms of the first step must agree to 1 %, so both do the same
+work.
 
 `tokens_per_s_ratio` (goal 1.5) counts prompt and completion tokens, not padding. `peak_memory_ratio` (goal 0.7) compares the
-peaks of resident memory during steps, each over what its process held with the model loaded: gradients and optimizer state,
-which are the same on both sides, activations and logits. Both are medians over pairs of steps, against that of TRL's settings
-whose fastest step was the fastest; `peak_memory_ratio_leanest` is against the one that needs the least memory. On a busy machine
-pairs are far apart; `tokens_per_s_ratio_of_best` compares the fastest step of each side.
+peaks of resident memory during steps, each beyond what its process held with the model loaded: gradients and optimizer state,
+which are the same on both sides, activations and logits. Both are medians over pairs of steps, against the TRL settings with the
+fastest single step; `peak_memory_ratio_leanest` is against the settings that need the least memory. On a busy machine pairs
+differ widely;
+`tokens_per_s_ratio_of_best` compares the fastest step of each side.
 
-The settings are micro-batches of `--micro-batches` completions (its batches are padded to the longest of all, so that changes
-little but memory), as released (`trl`), and with its output layer restricted to the tokens in the loss (`trl compact`), which
-it does with Triton on GPUs and we switch on here. TRL has no padding-free GRPO, and its Liger option replaces layers by Triton
-kernels, which have no CPU version. Speed and memory of every setting are under `settings`. The last line is one JSON object.
+TRL's settings are micro-batches of `--micro-batches` completions (it pads batches to the longest of all, so that changes little
+except memory), each as released (`trl`) and with its output layer restricted to the tokens in the loss (`trl compact`), which TRL
+does with Triton on GPUs and this benchmark switches on. TRL has no padding-free GRPO, and its Liger option replaces layers with
+Triton kernels, which have no CPU version. Speed and memory of every setting are under `settings`. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ from benchmarks.common import arguments, report
 
 VOCABULARY = 32_000
 PROMPT_TOKENS = (16, 64)
-MEDIAN_TOKENS, SPREAD = 120, 0.8  # of completions: log-normal, a mean of some 160
+MEDIAN_TOKENS, SPREAD = 120, 0.8  # of completions: log-normal, with a mean of about 160
 SAME_NORM = 0.01
 
 
 def make_model(folder: Path) -> int:
-    """A random model of Qwen3's shape with its tokenizer; its number of parameters."""
+    """Save a random model of Qwen3's shape with its tokenizer; return its number of parameters."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -68,7 +71,7 @@ def make_model(folder: Path) -> int:
 
 
 def make_batch(path: Path, options: argparse.Namespace) -> dict[str, np.ndarray]:
-    """Completions in groups, with prompts, rewards and the advantages that TRL makes of them."""
+    """Save and return completions in groups, with prompts, rewards and the advantages that TRL computes from them."""
     random = np.random.default_rng(options.seed)
     count, size = options.completions, options.group_size
     lengths = np.exp(random.normal(np.log(MEDIAN_TOKENS), SPREAD, count)).astype(np.int32).clip(4, options.max_tokens)
@@ -90,7 +93,7 @@ def make_batch(path: Path, options: argparse.Namespace) -> dict[str, np.ndarray]
 
 
 class Side:
-    """One side's process."""
+    """The process of one side."""
 
     def __init__(self, name: str, python: Path, kind: str, job: Mapping[str, Any], folder: Path, threads: int) -> None:
         self.name = name
@@ -111,7 +114,7 @@ class Side:
         self.first = self.step()  # allocates the optimizer's state and warms up
 
     def step(self) -> dict[str, float]:
-        """One optimizer step."""
+        """Take one optimizer step; return its measurements."""
         assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
@@ -123,7 +126,7 @@ class Side:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended: {self._log.read_text()[-2000:]}")
+            raise SystemExit(f"{self.name} exited: {self._log.read_text()[-2000:]}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -134,7 +137,7 @@ class Side:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Alternate the sides and report."""
+    """Alternate the sides, and report."""
     parameters = make_model(folder / "model")
     batch = make_batch(folder / "batch.npz", options)
     tokens = int(batch["lengths"].sum()) + len(batch["prompts"])
@@ -154,7 +157,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         for name, (python, kind, given) in ways.items():
             sides[name] = Side(name, python, kind, given, folder, options.threads)
         norms = {name: side.first["gradient_norm"] for name, side in sides.items()}
-        assert all(abs(norm / norms["ours"] - 1) < SAME_NORM for norm in norms.values()), f"other work: gradient norms {norms}"
+        assert all(abs(norm / norms["ours"] - 1) < SAME_NORM for norm in norms.values()), (
+            f"the sides do different work: gradient norms {norms}"
+        )
         for repeat in range(options.repeats):
             for side in sides.values():
                 side.steps.append(side.step())
@@ -180,7 +185,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     mine = sides["ours"].steps
 
     def ratios(other: str, key: str) -> list[float]:
-        """Ours to theirs, pair by pair."""
+        """Return ours over theirs, pair by pair."""
         return [a[key] / b[key] for a, b in zip(mine, sides[other].steps, strict=True)]
 
     report(
@@ -225,14 +230,14 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
-    parser.add_argument("--completions", type=int, default=16, help="of the step")
+    parser.add_argument("--completions", type=int, default=16, help="completions per step")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=512, help="longest completion")
     parser.add_argument("--row-tokens", type=int, default=1024, help="our micro-batch, in tokens")
-    parser.add_argument("--chunk-tokens", type=int, default=256, help="tokens whose logits we make at a time")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 8, 16], help="TRL's, in completions")
+    parser.add_argument("--chunk-tokens", type=int, default=256, help="tokens whose logits our side computes at a time")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 8, 16], help="TRL's micro-batches, in completions")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3, help="rounds, each a step of every side")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, each with one step of every side")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -20,14 +20,14 @@ from services.store.calls.tickets import TurnPlace
 from tests.support import flow
 from tests.support.harness import ticket
 
-SAMPLES = 8  # rollouts of a group
-UNDER_WAY = 64  # commits that wait for their answer at a time
-TOGETHER = 64  # plain HSETs of one request
+SAMPLES = 8  # rollouts per group
+IN_FLIGHT = 64  # concurrent commits
+TOGETHER = 64  # plain HSETs per request
 POD = "environment-0"
 
 
 def record(turn: int) -> bytes:
-    """Return a turn of 200 tokens that a tool's answer of 100 precedes, with its messages: 3.5 KB."""
+    """Return a turn of 200 tokens after a tool's result of 100, with its messages: 3.5 KB."""
     words = " ".join(f"word{i}" for i in range(100))
     return pack_record(
         Turn(
@@ -40,7 +40,7 @@ def record(turn: int) -> bytes:
 
 
 async def commits(folder: Path, rollouts: int, turns: int) -> dict[str, list[float]]:
-    """Commit so many turns to so many rollouts at random; rates, latencies, and the CPU time of both sides."""
+    """Commit `turns` turns to `rollouts` rollouts at random; return rates, latencies, and the CPU time of both sides."""
     await asyncio.to_thread(folder.mkdir)
     server = RedisServer(folder)
     await asyncio.to_thread(server.start)
@@ -51,7 +51,7 @@ async def commits(folder: Path, rollouts: int, turns: int) -> dict[str, list[flo
         dice, done = random.Random(0), dict.fromkeys(range(len(open_rollouts)), 0)
         order = [dice.randrange(len(open_rollouts)) for _ in range(turns)]
         data = [record(turn) for turn in range(4)]
-        for number in done:  # each has begun
+        for number in done:  # each has its first turn
             done[number] = 1
         await _at_once(len(open_rollouts), lambda i: _commit(store, *open_rollouts[i], 0, data[0]))
         places: list[int] = []
@@ -108,7 +108,7 @@ async def _commit(store: Store, claim: Claim, sample: int, place: int, data: byt
     assert await store.tickets.commit_turn(POD, claim, TurnPlace(sample, 0, place), data, 3600)
 
 
-async def _at_once(count: int, do: Callable[[int], Awaitable[None]], most: int = UNDER_WAY) -> None:
+async def _at_once(count: int, do: Callable[[int], Awaitable[None]], most: int = IN_FLIGHT) -> None:
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -119,7 +119,7 @@ async def _at_once(count: int, do: Callable[[int], Awaitable[None]], most: int =
 
 
 async def _measured(server: RedisServer, do: Callable[[], Awaitable[None]]) -> tuple[float, float, float]:
-    """Return seconds that something takes: on the wall, of this process' CPU, of the server's."""
+    """Return the wall seconds of `do`, and the CPU seconds of this process and of the server."""
     pid = server.pid
     assert pid is not None
     began, own, theirs = time.perf_counter(), time.process_time(), served_s(pid)

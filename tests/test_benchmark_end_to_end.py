@@ -1,4 +1,4 @@
-"""Comparing two runs of the example: since which moment, at which rewards, and what happens to a run that does not match."""
+"""Comparing two runs of the example: from which moment, at which rewards, and what happens to a run that does not match."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATES = [min(1.0, (step + 1) / 10) * 2e-4 for step in range(20)]
 
 
 def run(step_s: float, best: float = 0.9, generating: float = 10.0, started: float = 100.0) -> Curve:
-    """Twenty steps whose reward rises from 0.4 by 0.05 each, to `best`."""
+    """Return a run of twenty steps whose reward rises from 0.4 by 0.05 per step, up to `best`."""
     curve = Curve(started, generating, peak_mib=1000.0)
     for step, rate in enumerate(RATES):
         at = started + generating + (step + 1) * step_s
@@ -42,7 +42,7 @@ def test_ratios_are_the_others_seconds_over_ours() -> None:
     slow, fast = run(3.0), run(2.0, generating=30.0)
     found = ratios("ratio", slow, fast, TARGETS)
     assert found == pytest.approx({"ratio": 1.5, "ratio_05": 1.5, "ratio_06": 1.5, "ratio_07": 1.5, "ratio_08": 1.5})
-    # From the command, 20 s of loading weigh most where the target is near.
+    # Measured from the command, the 20 s of loading weigh most where the target is near.
     found = ratios("from", slow, fast, TARGETS, "command")
     assert found["from_05"] == pytest.approx(25 / 40)
     assert found["from"] == found["from_05"] < found["from_08"]
@@ -50,11 +50,11 @@ def test_ratios_are_the_others_seconds_over_ours() -> None:
 
 def test_a_run_that_misses_a_target_is_named_and_never_favoured() -> None:
     high, low = run(2.0), run(2.0, best=0.7)
-    assert ratio(low, high, 0.8) == pytest.approx(low.whole() / high.reaches(0.8))  # less than it would have needed
+    assert ratio(low, high, 0.8) == pytest.approx(low.whole() / high.reaches(0.8))  # less than the whole run would have needed
     assert ratio(high, low, 0.8) == 0
     assert math.isnan(ratio(low, low, 0.8))
     assert unreached({"ours/0": high, "trl/0": low}, TARGETS) == {"0.8": ["trl/0"]}
-    assert ratios("ratio", low, low, TARGETS)["ratio"] == pytest.approx(1)  # the minimum of those that exist
+    assert ratios("ratio", low, low, TARGETS)["ratio"] == pytest.approx(1)  # the minimum over those that exist
 
 
 def test_runs_with_other_steps_completions_or_rates_are_rejected() -> None:
@@ -108,7 +108,7 @@ def test_a_stopped_comparison_resumes_and_tolerates_failures(
         "trl run.seed=1",
     ]  # fmt: skip
     capsys.readouterr()
-    end_to_end.told(record, options, sides)
+    end_to_end.print_report(record, options, sides)
     line = json.loads(capsys.readouterr().out)
     assert (line["ratio_05"], line["ratio_08"], line["values"]["ratio_07"]) == (1.5, 1.5, [1.5, 1.5])
     assert line["failed"] == {"trl_vllm/0": "no vLLM here", "trl_vllm/1": "no vLLM here"}

@@ -1,4 +1,4 @@
-"""The suite of benchmarks: what it records, compares and shows."""
+"""The benchmark suite: what it records, compares and shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.suite.page import write_page
 
 ROOT = Path(__file__).parent.parent
 BESIDE = ("reuse", "kept_kv", "fleet")
-"""Not in the suite: one takes half an hour, one a quarter; one is a part of `growth`."""
+"""Benchmarks outside the suite: one takes half an hour, one a quarter of an hour, and one is part of `growth`."""
 REPORTS = re.compile(r"from benchmarks\.common import .*\breport\b")
 MACHINE = {"cpu": "a processor", "cores": 2, "memory_gib": 24.0, "load": [0.1, 0.1, 0.1]}
 
@@ -137,3 +137,16 @@ def test_the_page_shows_missed_goals_and_missing_figures(tmp_path: Path) -> None
 def test_an_unknown_name_is_rejected() -> None:
     with pytest.raises(SystemExit, match="no benchmark is called 'x'"):
         chosen(["x"])
+
+
+def test_the_readme_has_the_recorded_figures_against_trl() -> None:
+    found, readme = recorded()["end_to_end"], (ROOT / "README.md").read_text()
+    peers = ("", "trl_vllm_", "trl_async_")
+    to_rewards = "; ".join(
+        ", ".join(f"{found[f'{peer}ratio_{reward}']:.2f}" for reward in ("05", "06", "07", "08")) for peer in peers
+    )
+    from_command, steps_per_s = (
+        "; ".join(f"{found[peer + key]:.2f}" for peer in peers) for key in ("from_command_ratio", "steps_per_s_ratio")
+    )
+    for figures in (to_rewards, from_command, steps_per_s):
+        assert f"| {figures} |" in readme

@@ -1,4 +1,4 @@
-"""How benchmarks/replay.py uses dm-reverb: installs it apart, finds its fastest settings, asks its process to measure."""
+"""Reverb's side of benchmarks/replay.py: install dm-reverb, find its fastest settings, and have its process measure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Way = TypeVar("Way")
 
 REVERB = "dm-reverb[tensorflow]==0.14.*"
 PEER = Path(__file__).parent.parent.parent / "build" / "reverb"
-BATCH = 64  # groups of a draw
+BATCH = 64  # groups per draw
 INSERTS = [("writer", 64), ("writer", 256), ("trajectory_writer", 64), ("trajectory_writer", 256)]
 EACH_INSERTS = [("insert", 1), ("insert", 16)]
 EACH_SAMPLES = [("client", 1, 64), ("one_by_one", 1, 64), ("one_by_one", 2, 64), ("one_by_one", 4, 64)]
@@ -22,35 +22,35 @@ DRAWS = ["client", "batches"]
 
 
 class Reverb:
-    """Reverb's side, in a process of its own (benchmarks/against_reverb/peer.py)."""
+    """Reverb's side, in a separate process (benchmarks/against_reverb/peer.py)."""
 
     def __init__(self) -> None:
         self._log = PEER.with_name("reverb.log")
         program = [str(_peer_python()), str(Path(__file__).with_name("peer.py"))]
         with self._log.open("w") as errors:
             self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
-        self.settings: dict[str, dict[str, str]] = {}  # payload size -> what was fastest
+        self.settings: dict[str, dict[str, str]] = {}  # payload size -> the fastest settings
         self._best: dict[str, tuple[Any, ...]] = {}
 
     def ask(self, do: str, **request: Any) -> Any:
-        """One request and its answer."""
+        """Send a request and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(f"Reverb's client ended while it did {do!r}: its last words are in {self._log}")
+            raise SystemExit(f"Reverb's client exited during {do!r}: see {self._log}")
         return json.loads(answer)
 
     def close(self) -> None:
-        """End client and server."""
+        """Stop client and server."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
 
     def tune(self, size: int, payloads: Sequence[bytes], folder: Path) -> None:
-        """Take these payloads, and find the fastest way to do each thing with them."""
+        """Hand over the payloads, and find the fastest way to do each operation with them."""
         folder.mkdir()
         for i, payload in enumerate(payloads):
             (folder / f"{i:03}").write_bytes(payload)
@@ -80,7 +80,7 @@ class Reverb:
         return self.ask("sample", table=table, count=count, way=way[0], workers=way[1], in_flight=way[2])
 
     def measure(self, size: int, groups: int, samples: int, sampler: str, draws: int) -> dict[str, float]:
-        """Seconds of everything on one filled table, each by the fastest way."""
+        """Return the seconds of each operation on one filled table, done the fastest way."""
         few = max(min(groups, 1000, 40_000_000 // size), 100)
         each_s = self._fill(sampler, few, *self._best["insert_each"]) * groups / few
         insert_s = self._fill(sampler, groups, *self._best["insert"], keep=True)
@@ -101,7 +101,7 @@ def _fastest(ways: Sequence[Way], measure: Callable[[Way], float]) -> Way:
 
 
 def _peer_python() -> Path:
-    """Python of Reverb's virtual environment, which is made once."""
+    """Return the Python of Reverb's virtual environment, which the first call creates."""
     python, done = PEER / "bin" / "python", PEER / ".installed"
     if not done.exists():
         print(f"installing {REVERB} into {PEER}", file=sys.stderr, flush=True)
@@ -109,7 +109,7 @@ def _peer_python() -> Path:
         pip = subprocess.run([str(python), "-m", "pip", "install", "-q", REVERB], capture_output=True, text=True)
         if pip.returncode:
             raise SystemExit(
-                f"cannot install {REVERB} for Python {sys.version.split()[0]}, it has wheels up to 3.11: {pip.stderr[-500:]}"
+                f"cannot install {REVERB} for Python {sys.version.split()[0]}; it has wheels up to 3.11: {pip.stderr[-500:]}"
             )
         done.touch()
     return python

@@ -1,12 +1,13 @@
-"""`AsyncGRPOTrainer` of `trl.experimental` on a CPU, for benchmarks/against_trl/run.py.
+"""Train with `AsyncGRPOTrainer` of `trl.experimental` on a CPU, for benchmarks/against_trl/run.py.
 
-TRL's own parts: the trainer, its loss (a clipped ratio to the policy that sampled, as in `grpo run`), its rollout worker in a
-process of its own, its queue and its rule of staleness. They meet vLLM's own server.
-Three parts exist for GPUs alone, and are replaced through what TRL offers for that, or by what computes the same:
+The trainer, its loss (a clipped ratio to the policy that sampled, as in `grpo run`), its rollout worker process, its queue and
+its staleness rule are TRL's own, and the server is vLLM's own. Three parts support only GPUs. They are replaced through TRL's
+extension points or by equivalent code:
 
-- weights: `weight_transfer`, TRL's protocol, by a file in memory and `reload_weights` instead of NCCL;
-- attention: `flash_attn_varlen_func` of FlashAttention 3, by torch's attention over segments padded to the longest;
-- a request's `seed`, which TRL sends against equal engines, is left out, for there is one engine, and it is slow on CPUs.
+- weights: `weight_transfer`, TRL's protocol, passes a file in memory to `reload_weights` instead of using NCCL;
+- attention: torch's attention over segments padded to the longest replaces FlashAttention 3's `flash_attn_varlen_func`;
+- seeds: requests are sent without `seed`, which is slow on CPUs. TRL sends it because engines with equal seeds could sample
+  the same text; here there is one engine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing  # pyright: ignore[reportMissingImports]
 
 from benchmarks.against_trl.colocated import engine_arguments
-from benchmarks.against_trl.example import Example, Said, same_rates, teller
+from benchmarks.against_trl.example import Example, Output, same_rates, step_reporter
 from services.runtime.process_tools import die_with_parent, free_port
 
 MEMORY = Path("/dev/shm")
@@ -40,7 +41,7 @@ RESPONSE = {
     "start_anchor": "<|assistant|>",
     "fields": {"content": {"close_pattern": r"<\|end\|>", "content": "text"}},
 }
-"""How a message is read in the example's chat template: TRL knows the templates of large models alone."""
+"""How to parse a reply in the example's chat template; TRL only knows the templates of large models."""
 MAX_NUM_SEQS = 512
 
 
@@ -48,12 +49,12 @@ def varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor,
     longest_q: int, longest_k: int, softmax_scale: float | None = None, causal: bool = True, window_size: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """FlashAttention's function of that name [tokens, heads, size], causal from the ends, by torch, over padded segments."""
+    """Compute `flash_attn_varlen_func` [tokens, heads, size] with torch over padded segments; causal masks align at the ends."""
     assert (causal, window_size) == (True, (-1, -1))
     place_q, lengths_q = padded(starts_q, longest_q)
     place_k, lengths_k = padded(starts_k, longest_k)
     columns = torch.arange(longest_k)
-    last = torch.arange(longest_q)[None, :] + (lengths_k - lengths_q)[:, None]  # [segments, queries]: the last key seen
+    last = torch.arange(longest_q)[None, :] + (lengths_k - lengths_q)[:, None]  # [segments, queries]: the last visible key
     mask = columns[None, None, :] <= last[:, :, None]
     out = torch.nn.functional.scaled_dot_product_attention(
         query[place_q].transpose(1, 2), key[place_k].transpose(1, 2), value[place_k].transpose(1, 2),
@@ -63,20 +64,20 @@ def varlen_attention(
 
 
 def padded(starts: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the tokens of every segment [segments, longest], some past its end, and the segments' lengths."""
+    """Return the token positions of every segment [segments, longest], some past its end, and the segments' lengths."""
     lengths = (starts[1:] - starts[:-1]).long()
     places = starts[:-1, None].long() + torch.arange(longest)[None, :]
     return places.clamp(max=int(starts[-1]) - 1), lengths
 
 
 class Kernel:
-    """In place of the FlashAttention 3 kernel."""
+    """Replaces the FlashAttention 3 kernel."""
 
     flash_attn_varlen_func = staticmethod(varlen_attention)
 
 
 class FileTransfer:
-    """TRL's `WeightTransferProtocol` by a file in memory."""
+    """Implements TRL's `WeightTransferProtocol` with a file in memory."""
 
     def __init__(self, url: str) -> None:
         self._url, self._path = url, MEMORY / f"trl-{os.getpid()}"
@@ -86,22 +87,22 @@ class FileTransfer:
         assert answer.ok, f"{path}: {answer.status_code} {answer.text[:500]}"
 
     def init_weight_transfer(self) -> None:
-        """Wait for the server, and make the folder."""
+        """Wait for the server, and create the folder."""
         async_grpo_trainer.VLLMClient(self._url, READY_S).wait_for_server_ready()
         self._path.mkdir(exist_ok=True)
 
     def pause(self) -> None:
-        """Stop sampling; requests in progress stay."""
+        """Pause sampling, and keep the requests in progress."""
         self._post("pause", params={"mode": "keep"})
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Have the server read them."""
+        """Write the weights to the file, and have the server load it."""
         weights = {name: weight.detach() for name, weight in iterator}
         save_file(weights, str(self._path / "model.safetensors"), metadata={"format": "pt"})
         self._post("collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(self._path)}})
 
     def resume(self) -> None:
-        """Sample on."""
+        """Resume sampling."""
         self._post("resume")
 
     def destroy(self) -> None:
@@ -110,7 +111,7 @@ class FileTransfer:
 
 
 class Unseeded(rollout_worker._AsyncRolloutLoop):
-    """TRL's loop of requests, without their seeds."""
+    """TRL's request loop, without seeds."""
 
     async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> dict[str, Any]:
         payload.pop("seed", None)
@@ -118,7 +119,7 @@ class Unseeded(rollout_worker._AsyncRolloutLoop):
 
 
 def serve(example: Example, threads: int) -> tuple[subprocess.Popen[bytes], str]:
-    """Start vLLM's server with what our own generator gives vLLM; it and its address."""
+    """Start vLLM's server with the arguments of our own generator; return the process and its URL."""
     config, given = example.config, engine_arguments(example)
     port = free_port()
     command = [
@@ -132,12 +133,12 @@ def serve(example: Example, threads: int) -> tuple[subprocess.Popen[bytes], str]
     return subprocess.Popen(command, env=environ, preexec_fn=die_with_parent), f"http://127.0.0.1:{port}"
 
 
-def asynchronous(job: dict[str, Any], example: Example, said: Said) -> None:
+def asynchronous(job: dict[str, Any], example: Example, output: Output) -> None:
     """Train with `AsyncGRPOTrainer` beside a vLLM server."""
-    tried, config = job["settings"], example.config
-    assert tried["micro_batch"] == example.completions, "its loss is a mean of means over micro-batches, and ours over tokens"
-    server, url = serve(example, tried["server_threads"])
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # a CPU has none known; of a metric alone
+    settings, config = job["settings"], example.config
+    assert settings["micro_batch"] == example.completions, "its loss is a mean of micro-batch means, ours a mean over tokens"
+    server, url = serve(example, settings["server_threads"])
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # unknown for a CPU, and only used by a metric
     packing._flash_attn = lambda: Kernel
     packing.get_target_dtype = lambda query, module: None  # FlashAttention has no float32; torch has
     rollout_worker.AsyncRolloutWorker._loop_cls = Unseeded
@@ -153,14 +154,14 @@ def asynchronous(job: dict[str, Any], example: Example, said: Said) -> None:
 
     async_grpo_trainer.DataCollatorForRollout._log_metrics = note
 
-    class Told(same_rates(AsyncGRPOTrainer, example)):
+    class ReportingTrainer(same_rates(AsyncGRPOTrainer, example)):
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
             started = self.rollout_worker.start
 
             def start() -> None:
                 started()  # returns when the worker is about to send its first request
-                said.generating()
+                output.generating()
 
             self.rollout_worker.start = start
 
@@ -169,12 +170,13 @@ def asynchronous(job: dict[str, Any], example: Example, said: Said) -> None:
         tokenizer.response_template = RESPONSE
         arguments = AsyncGRPOConfig(
             **example.settings(job), dtype=config.model.dtype, vllm_server_base_url=url, vllm_server_timeout=READY_S,
-            token_budget=0, max_staleness=tried["staleness"], max_inflight_tasks=tried["in_flight"],
+            token_budget=0, max_staleness=settings["staleness"], max_inflight_tasks=settings["in_flight"],
         )  # fmt: skip
-        Told(
+        ReportingTrainer(
             model=config.model.path, reward_funcs=example.reward, args=arguments,
-            train_dataset=Dataset.from_list(example.conversations(tokenizer)).shuffle(seed=config.run.seed),
-            processing_class=tokenizer, callbacks=[teller(example, said, batches.popleft)], weight_transfer=FileTransfer(url),
+            train_dataset=Dataset.from_list(example.conversations(tokenizer)),
+            processing_class=tokenizer, callbacks=[step_reporter(example, output, batches.popleft)],
+            weight_transfer=FileTransfer(url),
         ).train()  # fmt: skip
     finally:
         server.terminate()

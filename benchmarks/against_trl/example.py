@@ -1,4 +1,4 @@
-"""The example as TRL's trainers are given it, and the lines by which they tell how they get on."""
+"""The example as TRL's trainers receive it, and the lines in which they report their progress."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from functools import cached_property
 from typing import Any
 
 
-class Said:
-    """The standard output of the start; whatever libraries print goes to standard error."""
+class Output:
+    """The process's original standard output; what libraries print goes to standard error instead."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._generating = False
 
-    def say(self, **answer: Any) -> None:
-        """Write one line."""
-        self._out.write(json.dumps(answer) + "\n")
+    def write(self, **values: Any) -> None:
+        """Write one JSON line."""
+        self._out.write(json.dumps(values) + "\n")
         self._out.flush()
 
     def generating(self) -> None:
-        """Say, once, that the first completion is about to be sampled."""
+        """Report, on the first call only, that sampling starts."""
         if not self._generating:
             self._generating = True
-            self.say(generating=time.time())
+            self.write(generating=time.time())
 
 
 class Example:
-    """The example's configuration, and what TRL's trainers take of it. Pickles as its command line."""
+    """The example's configuration, and what TRL's trainers need from it. Pickled as its path and overrides."""
 
     def __init__(self, path: str, overrides: list[str]) -> None:
         self.path, self.overrides = path, overrides
@@ -41,14 +41,14 @@ class Example:
 
     @cached_property
     def config(self) -> Any:
-        """The run's configuration."""
+        """Return the run's configuration."""
         from services.config import load
 
         return load(self.path, self.overrides, environ={})
 
     @cached_property
     def verifiers(self) -> list[tuple[float, Any]]:
-        """The example's verifiers with their weights."""
+        """Return the example's verifiers with their weights."""
         from services.config.verifiers import named
         from services.verifiers.sandbox.loaded import builtin
 
@@ -56,43 +56,57 @@ class Example:
 
     @property
     def completions(self) -> int:
-        """Completions of a step."""
+        """Return the number of completions per step."""
         return self.config.admission.prompts_per_step * self.config.sampling.group_size
 
     def reward(self, completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        """TRL's reward function: completions are texts, or conversations of one message."""
+        """Score completions as TRL's reward function; they are texts, or conversations of one message."""
         texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
         return [
             sum(weight * verifier.score(text, right) for weight, verifier in self.verifiers)
             for text, right in zip(texts, answer, strict=True)
         ]
 
-    def rows(self, tokenizer: Any) -> list[dict[str, str]]:
-        """Prompts, rendered by the chat template, with their answers."""
+    @cached_property
+    def prompts(self) -> Any:
+        """Return all prompts, tokenised, by row."""
         from services.dataprep.prompts.catalogue import PromptSource
 
-        prompts = PromptSource(self.config)
-        rows = [prompts.prompt(row) for row in range(len(prompts))]
+        return PromptSource(self.config)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Return all rows in the order in which `grpo run` issues them."""
+        from services.dataprep.prompts.order import PromptOrder
+
+        config = self.config
+        order = PromptOrder(self.prompts.spans, config.run.seed, config.data.shuffle, config.slots)
+        return [pick.row for pick in order.draft(len(self.prompts), 0, {}).picks]
+
+    def rows(self, tokenizer: Any) -> list[dict[str, str]]:
+        """Return the prompts in `order`, rendered with the chat template, with their answers."""
+        rows = map(self.prompts.prompt, self.order)
         return [{"prompt": tokenizer.decode(row.tokens), "answer": row.answer} for row in rows]
 
     def conversations(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """The same prompts as messages, which the chat template renders to the same tokens."""
+        """Return the same prompts as messages, which the chat template renders to the same text."""
         from services.dataprep.prompts.rows import read_rows
         from services.dataprep.prompts.tokenizer import messages_of
 
         data = self.config.data
-        rows = [{"prompt": messages_of(row, data), "answer": row.answer} for source in data.sources for row in read_rows(source)]
+        unordered = [row for source in data.sources for row in read_rows(source)]
+        rows = [{"prompt": messages_of(unordered[row], data), "answer": unordered[row].answer} for row in self.order]
         for row, rendered in zip(rows, self.rows(tokenizer), strict=True):
             text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
             assert (text, row["answer"]) == (rendered["prompt"], rendered["answer"])
         return rows
 
     def settings(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Arguments that all of TRL's configurations have."""
+        """Return the arguments that all of TRL's configurations share."""
         config, optimizer = self.config, self.config.optimizer
         loss = (config.loss.policy, config.loss.denominator, config.loss.entropy_coefficient, config.advantage.kind)
-        assert loss == ("dapo", "token", 0.0, "standard"), "TRL is given this loss, not the example's"
-        assert (optimizer.schedule, optimizer.weight_decay) == ("constant", 0.0), "TRL is given this, not the example's"
+        assert loss == ("dapo", "token", 0.0, "standard"), "TRL always gets this loss, whatever the example's"
+        assert (optimizer.schedule, optimizer.weight_decay) == ("constant", 0.0), "TRL always gets this, whatever the example's"
         batch, micro_batch = self.completions, job["settings"]["micro_batch"]
         return {
             "output_dir": job["folder"], "max_steps": config.run.steps, "seed": config.run.seed, "use_cpu": True, "bf16": False,
@@ -106,7 +120,7 @@ class Example:
 
 
 def same_rates(trainer: type[Any], example: Example) -> type[Any]:
-    """That trainer with the learning rates of `grpo run`."""
+    """Return a subclass of the trainer that uses the learning rates of `grpo run`."""
     import torch
 
     warmup = example.config.optimizer.warmup_steps
@@ -121,11 +135,14 @@ def same_rates(trainer: type[Any], example: Example) -> type[Any]:
     return Scheduled
 
 
-def teller(example: Example, said: Said, of_batch: Callable[[], dict[str, float]] | None = None) -> Any:
-    """A callback that tells every step. `of_batch`: reward, tokens and completions of the step's batch, if the log is not its."""
+def step_reporter(example: Example, output: Output, of_batch: Callable[[], dict[str, float]] | None = None) -> Any:
+    """Return a callback that reports every step.
+
+    `of_batch` returns reward, tokens and completions of the step's batch; it is needed if the log is about another batch.
+    """
     from transformers import TrainerCallback
 
-    class Tell(TrainerCallback):
+    class StepReporter(TrainerCallback):
         rate = 0.0
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
@@ -139,6 +156,6 @@ def teller(example: Example, said: Said, of_batch: Callable[[], dict[str, float]
                     "completions": example.completions,
                 }  # fmt: skip
                 lag = logs.get("sample/staleness_mean", 0.0)
-                said.say(step=state.global_step, time_s=now, rate=self.rate, lag=lag, **found)
+                output.write(step=state.global_step, time_s=now, rate=self.rate, lag=lag, **found)
 
-    return Tell()
+    return StepReporter()

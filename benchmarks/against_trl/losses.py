@@ -1,11 +1,11 @@
-"""What TRL's GRPOTrainer makes of fixed tensors: losses and gradients, recorded for tests/trainer/losses/test_trl.py.
+"""Losses and gradients that TRL's GRPOTrainer computes from fixed tensors, recorded for tests/trainer/losses/test_trl.py.
 
     python -m benchmarks.against_trl.losses            # compares with the record
-    python -m benchmarks.against_trl.losses --record   # makes a new record
+    python -m benchmarks.against_trl.losses --record   # writes a new record
 
-TRL is installed into build/trl, an environment of its own that borrows torch and transformers from the one this runs in. The
-code measured is `GRPOTrainer._compute_loss` itself, of the installed package, on an object that has the settings it reads and
-answers with our logprobs instead of a model's.
+TRL is installed into build/trl, a separate environment that borrows torch and transformers from the current one. The code under
+test is `GRPOTrainer._compute_loss` of the installed package, called on a stub that has the settings it reads and returns our
+logprobs instead of a model's.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.1,
     },
 }  # fmt: skip
-"""By name, TRL's settings; `old` and `correction` say what the trainer would have given its loss."""
+"""TRL's settings by name. `old` and `correction` determine which inputs the trainer passes to its loss."""
 
 
 def inputs() -> dict[str, Any]:
-    """Tensors as lists, [6, 9]: responses of six lengths with two tool tokens; advantages [6]."""
+    """Return tensors as lists [6, 9], for six responses with two tool tokens; advantages [6]."""
     import torch
 
     generator = torch.Generator().manual_seed(20)
@@ -76,7 +76,7 @@ def inputs() -> dict[str, Any]:
 
 
 def compute(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """TRL's loss of every case and its gradient with respect to logprobs [6, 9] and entropy [6, 9]. Needs TRL."""
+    """Return TRL's loss of every case and its gradient with respect to logprobs [6, 9] and entropy [6, 9]. Needs TRL."""
     import torch
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -95,7 +95,7 @@ def compute(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
         }  # fmt: skip
         if settings.get("old", True):
             batch["old_per_token_logps"] = old
-        if "correction" in settings:  # as GRPOTrainer._generate_and_score_completions makes it, with bounds 0.5 and 2
+        if "correction" in settings:  # as in GRPOTrainer._generate_and_score_completions, with bounds 0.5 and 2
             ratio = ((old - sampling) * mask * tools).exp()
             masked = ratio.masked_fill((ratio < 0.5) | (ratio > 2), 0.0)
             batch["importance_sampling_ratio"] = ratio.clamp(max=2) if settings["correction"] == "truncate" else masked
@@ -107,7 +107,7 @@ def compute(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _trainer(settings: dict[str, Any], logprobs: Any, entropy: Any) -> Any:
-    """What `_compute_loss` reads of a trainer, on one process without gradient accumulation. Defaults are TRL's."""
+    """Return a stub of a trainer for `_compute_loss`: one process, no gradient accumulation, TRL's defaults."""
     epsilon = settings.get("epsilon", 0.2)
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropy, None),
@@ -140,7 +140,7 @@ def _lists(values: Any) -> list[list[float]]:
 
 
 def _ask_peer(given: dict[str, Any]) -> dict[str, Any]:
-    """`compute` in TRL's environment, which is made first if it is not there."""
+    """Run `compute` in TRL's environment, which is created if it is missing."""
     command = [str(trl_python()), "-W", "ignore", str(Path(__file__)), "--peer"]
     answer = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
     if answer.returncode:
@@ -174,7 +174,7 @@ def main() -> None:
         print(f"recorded {len(cases)} cases in {RECORD.relative_to(ROOT)}")
         return
     recorded = json.loads(RECORD.read_text())
-    assert recorded["inputs"] == given, "the record was made of other tensors: --record"
+    assert recorded["inputs"] == given, "the record was made from other tensors: run with --record"
     for name, result in results.items():
         difference = abs(result["loss"] - recorded["cases"][name]["loss"])
         print(f"{name:30} {result['loss']:+.9f}  {difference:.1e} from the record")

@@ -1,7 +1,7 @@
-"""Runs of the example as processes: `grpo run`, and TRL's trainers (run.py), each with what serves it best.
+"""Run the example with `grpo run` or with one of TRL's trainers (run.py), each in its own process and with its best settings.
 
-`OURS` is what `grpo run` gets. TRL's sides get `TRL`, changed by whichever of `TRIED` makes the most steps a second of them in
-short runs on the same machine before the comparison; ours is not tried out.
+`grpo run` always gets `OURS`. TRL's sides get `TRL`, with whichever change in `TRIED` made the most steps per second in short
+runs on the same machine before the comparison. Ours is not tuned in this way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIG = "examples/arithmetic/config.toml"
 NAME = "ours"
 OURS = ("generator.count=1", "generator.max_num_seqs=512", "generator.cpu_kv_cache_mib=160", "checkpoint.every_steps=1000")
-"""One engine with all that two have, and no checkpoint, like TRL."""
+"""One engine with the resources of two, and no checkpoints, like TRL."""
 TRL: dict[str, dict[str, Any]] = {
     "trl": {"kind": "generate", "threads": 2, "micro_batch": 256},
     "trl_vllm": {"kind": "colocated", "threads": 2, "micro_batch": 256},
@@ -43,18 +43,18 @@ TRIED: dict[str, list[dict[str, Any]]] = {
     "trl_vllm": [{}, {"threads": 1}, {"micro_batch": 64}],
     "trl_async": [{}, {"threads": 2}, {"server_threads": 2}, {"in_flight": 768}, {"staleness": 2}],
 }
-"""Changes of `TRL` that are tried. The asynchronous trainer's loss is the same as ours with one micro-batch alone."""
+"""Changes to `TRL` to try. The asynchronous trainer's loss only equals ours with a single micro-batch."""
 POLL_S = 0.5
 CLAIM_POLL_S = 0.05
 END_S = 30.0
 
 
 class RunFailed(Exception):
-    """A run that did not end as it should; the text says how."""
+    """A run failed; the message says how."""
 
 
 class Watch:
-    """Resident memory of a process and all it started, looked at twice a second, and what the cores did meanwhile."""
+    """Measures the peak resident memory of a process and its descendants, twice a second, and how idle the cores are."""
 
     def __init__(self, pid: int) -> None:
         self._process, self.peak_mib, self._over = psutil.Process(pid), 0.0, threading.Event()
@@ -72,7 +72,7 @@ class Watch:
             self.peak_mib = max(self.peak_mib, total / 2**20)
 
     def end(self) -> float:
-        """Stop; the share of all cores' time that was idle."""
+        """Stop, and return the share of all cores' time that was idle."""
         self._over.set()
         self._thread.join()
         after = psutil.cpu_times()
@@ -82,10 +82,10 @@ class Watch:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path, limit_s: float, **options: Any) -> Iterator[tuple[subprocess.Popen[str], Curve]]:
-    """A command whose curve is to be filled; memory and cores are entered at its end. Raises RunFailed where it fails."""
-    with log.open("w") as said:
+    """Run a command, and yield it with an empty curve, which gets memory and idle share at the end. Raises RunFailed."""
+    with log.open("w") as errors:
         curve = Curve(time.time(), load=os.getloadavg()[0])
-        process = subprocess.Popen(command, cwd=ROOT, stderr=said, text=True, preexec_fn=die_with_parent, **options)
+        process = subprocess.Popen(command, cwd=ROOT, stderr=errors, text=True, preexec_fn=die_with_parent, **options)
         late = threading.Event()
 
         def stop() -> None:
@@ -93,7 +93,7 @@ def running(command: Sequence[str], log: Path, limit_s: float, **options: Any) -
             try:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
-                process.kill()  # what it started ends with it
+                process.kill()  # its children die with it
 
         def end_late() -> None:
             late.set()
@@ -117,7 +117,7 @@ def running(command: Sequence[str], log: Path, limit_s: float, **options: Any) -
 
 
 def first_claim(place: RunFolder, process: subprocess.Popen[str]) -> float:
-    """Wait until a generator claims its first ticket, which it samples at once; that moment. Not a number if the run ends."""
+    """Wait until a generator claims its first ticket, which it samples at once; return the clock time. NaN if the run ends."""
     client: redis.Redis | None = None
     while process.poll() is None:
         try:
@@ -128,13 +128,13 @@ def first_claim(place: RunFolder, process: subprocess.Popen[str]) -> float:
                 client.close()
                 return time.time()
         except (OSError, redis.RedisError, RuntimeError):
-            client = None  # not there yet
+            client = None  # not up yet
         time.sleep(CLAIM_POLL_S)
     return float("nan")
 
 
 def ours(folder: Path, overrides: Sequence[str], limit_s: float) -> Curve:
-    """A whole `grpo run`."""
+    """Run `grpo run` to its end, and return its curve."""
     given = [f"run.name={NAME}", f"run.dir={folder}", *OURS, *overrides]
     command = [sys.executable, "-m", "services.console", "run", CONFIG, "--fresh", "--no-screen", *given]
     with running(command, folder / "ours.log", limit_s, stdout=subprocess.DEVNULL) as (process, curve):
@@ -151,7 +151,7 @@ def ours(folder: Path, overrides: Sequence[str], limit_s: float) -> Curve:
 
 
 def trl(folder: Path, overrides: Sequence[str], limit_s: float, settings: Mapping[str, Any]) -> Curve:
-    """One of TRL's trainers on the same."""
+    """Run one of TRL's trainers on the same example, and return its curve."""
     job = {
         "config": CONFIG, "overrides": list(overrides), "folder": str(folder / "trl"), "kind": settings["kind"],
         "settings": dict(settings),
@@ -172,7 +172,7 @@ def trl(folder: Path, overrides: Sequence[str], limit_s: float, settings: Mappin
 
 
 def side(name: str, overrides: Sequence[str], limit_s: float, settings: Mapping[str, Any] | None = None) -> Curve:
-    """One run of a side: `ours`, one of `TRL`'s, with its settings, or `staleness_N`, which is ours under that bound.
+    """Run a side once: `ours`, one of `TRL` with its settings, or `staleness_N`, which is ours with that bound.
 
     Raises RunFailed.
     """

@@ -1,8 +1,8 @@
-"""The two sides of benchmarks/trainer.py, each in a process of its own: `python trainer_sides.py ours|trl JOB.json`.
+"""The two sides of benchmarks/trainer.py, each in its own process: `python trainer_sides.py ours|trl JOB.json`.
 
-A side loads the model, says `{"base_mib": …}`, and for every line on its standard input does one optimizer step and answers
-`{"seconds": …, "cpu_s": …, "peak_mib": …, "gradient_norm": …}`: wall and processor seconds of forward, loss, backward,
-clipping and optimizer. It imports nothing of the other's.
+A side loads the model and prints `{"base_mib": …}`. For every line on standard input, it takes one optimizer step and prints
+`{"seconds": …, "cpu_s": …, "peak_mib": …, "gradient_norm": …}`: wall and CPU seconds of forward, loss, backward, clipping and
+optimizer. It imports nothing of the other side's.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from benchmarks.against_trl.example import Said
+from benchmarks.against_trl.example import Output
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
 CLIP_LOW, CLIP_HIGH = 0.2, 0.272
 
 
 class Memory:
-    """Resident memory of this process, and its peak since `reset`, by the kernel's own high-water mark."""
+    """Measures the resident memory of this process, and its peak since `reset` by the kernel's high-water mark."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -46,15 +46,15 @@ class Memory:
 
 
 def read_batch(path: str) -> dict[str, Any]:
-    """What benchmarks/trainer.py wrote; `prompts` becomes one array a completion."""
+    """Read the batch that benchmarks/trainer.py wrote; `prompts` becomes one array per completion."""
     batch = dict(np.load(path))
     ends = np.cumsum(batch["prompt_lengths"])
     batch["prompts"] = [batch["prompts"][end - length : end] for end, length in zip(ends, batch["prompt_lengths"], strict=True)]
     return batch
 
 
-def ours(job: dict[str, Any], said: Said) -> None:
-    """Our policy on one rank: ZeRO 0, float32, packed rows, one mini-batch."""
+def ours(job: dict[str, Any], output: Output) -> None:
+    """Train our policy on one rank: ZeRO 0, float32, packed rows, one mini-batch."""
     import torch
 
     from services.config.load import validate
@@ -105,7 +105,7 @@ def ours(job: dict[str, Any], said: Said) -> None:
         built = batches.build(ranked, payloads, vocabulary=policy.vocabulary, row_tokens=job["row_tokens"])
         return built, plan
 
-    # Behaviour logprobs are the policy's own, as they nearly are in a run: TRL without vLLM has no train/infer correction.
+    # Behaviour logprobs are the policy's own, as they nearly are in a run: TRL without vLLM has no train/inference correction.
     first, plan = rows(np.zeros(int(lengths.sum()), np.float32))
     behaviour = np.zeros(int(lengths.sum()), np.float32)
     with torch.no_grad():
@@ -118,18 +118,20 @@ def ours(job: dict[str, Any], said: Said) -> None:
     given, plan = rows(behaviour)
     del first
     memory = Memory()
-    said.say(base_mib=memory.base_mib)
+    output.write(base_mib=memory.base_mib)
     for _ in sys.stdin:
         memory.reset()
         started, cpu = time.perf_counter(), time.process_time()
         metrics = policy.train(given, plan).metrics
         seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         phases = {name: metrics[f"time/train/{name}_s"] for name in ("forward", "backward", "step")}
-        said.say(seconds=seconds, cpu_s=cpu_s, peak_mib=memory.peak_mib(), gradient_norm=metrics["gradient/train/norm"], **phases)
+        output.write(
+            seconds=seconds, cpu_s=cpu_s, peak_mib=memory.peak_mib(), gradient_norm=metrics["gradient/train/norm"], **phases
+        )
 
 
-def trl(job: dict[str, Any], said: Said) -> None:
-    """TRL's GRPOTrainer in its own training loop, given the same completions by a rollout function."""
+def trl(job: dict[str, Any], output: Output) -> None:
+    """Train with TRL's GRPOTrainer in its own loop; a rollout function returns the same completions."""
     import torch
     import trl.trainer.utils as trl_utils  # pyright: ignore[reportMissingImports]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
@@ -138,7 +140,7 @@ def trl(job: dict[str, Any], said: Said) -> None:
 
     torch.set_num_threads(job["threads"])
     if job["compact"]:
-        trl_utils._use_triton = lambda device: True  # read where the LM head chooses its positions, and nowhere else
+        trl_utils._use_triton = lambda device: True  # only read where the LM head selects its positions
     batch = read_batch(job["batch"])
     ends = np.cumsum(batch["lengths"])
     prompts = [prompt.tolist() for prompt in batch["prompts"]]
@@ -153,42 +155,42 @@ def trl(job: dict[str, Any], said: Said) -> None:
         return batch["rewards"].tolist()
 
     class Steps(TrainerCallback):
-        """Times what lies between the beginning and the end of a step, without the making of its inputs."""
+        """Times a step from start to end, without the preparation of its inputs."""
 
-        made_s = made_cpu_s = 0.0
+        inputs_s = inputs_cpu_s = 0.0
 
         def wait(self, control: Any) -> None:
             if not sys.stdin.readline():
                 control.should_training_stop = True
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            said.say(base_mib=memory.base_mib)
+            output.write(base_mib=memory.base_mib)
             self.wait(control)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             memory.reset()
-            self.made_s = self.made_cpu_s = 0.0
+            self.inputs_s = self.inputs_cpu_s = 0.0
             self.started, self.cpu = time.perf_counter(), time.process_time()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seconds = time.perf_counter() - self.started - self.made_s
-            cpu_s = time.process_time() - self.cpu - self.made_cpu_s
+            seconds = time.perf_counter() - self.started - self.inputs_s
+            cpu_s = time.process_time() - self.cpu - self.inputs_cpu_s
             self.answer = {"seconds": seconds, "cpu_s": cpu_s, "peak_mib": memory.peak_mib()}
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             if "grad_norm" in logs:
-                said.say(**self.answer, gradient_norm=float(logs["grad_norm"]))
+                output.write(**self.answer, gradient_norm=float(logs["grad_norm"]))
                 self.wait(control)
 
     class Timed(GRPOTrainer):
-        """Says how long the inputs of a step took to make: that is no part of the comparison."""
+        """Times the preparation of a step's inputs, which is not part of the comparison."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             started, cpu = time.perf_counter(), time.process_time()
-            made = super()._generate_and_score_completions(inputs)
-            steps.made_s += time.perf_counter() - started
-            steps.made_cpu_s += time.process_time() - cpu
-            return made
+            prepared = super()._generate_and_score_completions(inputs)
+            steps.inputs_s += time.perf_counter() - started
+            steps.inputs_cpu_s += time.process_time() - cpu
+            return prepared
 
     steps = Steps()
     arguments = GRPOConfig(
@@ -230,5 +232,5 @@ def trl(job: dict[str, Any], said: Said) -> None:
 
 
 if __name__ == "__main__":
-    said = Said()  # before anything is imported that prints
-    {"ours": ours, "trl": trl}[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text()), said)
+    output = Output()  # before importing anything that prints
+    {"ours": ours, "trl": trl}[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text()), output)

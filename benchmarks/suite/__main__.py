@@ -1,15 +1,15 @@
-"""All benchmarks as one suite: measure, write down, compare.
+"""All benchmarks as one suite: measure, record, compare.
 
-    python -m benchmarks.suite run              # all that is in the catalogue; `make bench`
+    python -m benchmarks.suite run              # everything in the catalogue; `make bench`
     python -m benchmarks.suite run datapath sync
     python -m benchmarks.suite check            # measures again, and compares ratios with the last record; `make bench-check`
-    python -m benchmarks.suite page             # docs/benchmarks.md from the last record of each
-    python -m benchmarks.suite plan             # how long each takes
+    python -m benchmarks.suite page             # writes docs/benchmarks.md from the last record of each
+    python -m benchmarks.suite plan             # prints how long each takes
 
-`run` writes benchmarks/results/DATE.json, one file a day, in which later figures take the place of earlier ones, and the page.
-`check` writes nothing, and exits with 1 if a ratio is worse than all of the recorded spread and by more than its tolerance
-(catalogue.py); absolute times are never compared. A benchmark that fails, that does not report what the catalogue says, or that
-has no record to be checked against, is told and does not end the others.
+`run` writes the page and benchmarks/results/DATE.json, one file per day, in which later figures replace earlier ones. `check`
+writes nothing, and exits with 1 if a ratio is worse than the whole recorded spread and by more than its tolerance (catalogue.py);
+absolute times are never compared. A benchmark that fails, does not report what the catalogue names, or has no record to be
+compared with is reported and does not stop the others.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from benchmarks.suite.page import write_page
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LATE = 3
-"""Times the planned seconds after which a benchmark is ended: a busy machine makes the half of it, an installation the rest."""
+"""Multiple of its planned seconds after which a benchmark is stopped; it leaves time for a busy machine and an installation."""
 
 Result = dict[str, Any]
 
 
 def measure(benchmark: Benchmark) -> Result:
-    """Its last line. Raises `RuntimeError` with the end of what it said when there is none, or it lacks a figure."""
+    """Run a benchmark; return its last line. Raises `RuntimeError` with the end of its output if that or a figure is missing."""
     limit_s = LATE * benchmark.planned_s
     try:
         done = subprocess.run(
             [sys.executable, *benchmark.command], cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"took longer than {limit_s} s, {benchmark.planned_s} s are planned") from None
+        raise RuntimeError(f"took longer than {limit_s} s; {benchmark.planned_s} s were planned") from None
     try:
         if done.returncode:
             raise ValueError
         result = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise RuntimeError(f"exit code {done.returncode}: {said[-1] if said else 'it said nothing'}") from None
+        output = (done.stderr or done.stdout).strip().splitlines()
+        raise RuntimeError(f"exit code {done.returncode}: {output[-1] if output else 'no output'}") from None
     if lacking := [name.key for name in benchmark.figures if name.key not in result and name.key not in result.get("missed", ())]:
         raise RuntimeError(f"it does not report {lacking[0]}, which the catalogue names")
     return result
 
 
 def recorded(folder: Path = RESULTS) -> dict[str, Result]:
-    """The last record of every benchmark, with the day as `date`."""
+    """Return the last record of every benchmark, with the day as `date`."""
     found: dict[str, Result] = {}
     for path in sorted(folder.glob("*.json")):
         found |= {name: {**result, "date": path.stem} for name, result in json.loads(path.read_text()).items()}
@@ -65,7 +65,7 @@ def recorded(folder: Path = RESULTS) -> dict[str, Result]:
 
 
 def record(results: Mapping[str, Result], folder: Path = RESULTS) -> Path:
-    """Add to today's file."""
+    """Add results to today's file; return its path."""
     folder.mkdir(exist_ok=True)
     path = folder / f"{datetime.datetime.now(datetime.UTC).date().isoformat()}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
@@ -74,7 +74,7 @@ def record(results: Mapping[str, Result], folder: Path = RESULTS) -> Path:
 
 
 def worse(figure: Figure, before: Result, now: Result) -> str:
-    """What to say of a ratio that got worse; empty: it did not."""
+    """Return a complaint about a ratio that got worse; empty if it did not."""
     if not figure.ratio or figure.key not in before:
         return ""
     if figure.key not in now:
@@ -86,27 +86,27 @@ def worse(figure: Figure, before: Result, now: Result) -> str:
 
 
 def chosen(names: Iterable[str]) -> list[Benchmark]:
-    """Those named, or all. Raises SystemExit for a name that there is not."""
+    """Return the named benchmarks, or all. Raises SystemExit for an unknown name."""
     wanted, known = set(names), {benchmark.name for benchmark in SUITE}
     if unknown := wanted - known:
-        raise SystemExit(f"no benchmark is called {sorted(unknown)[0]!r}: there are {', '.join(sorted(known))}")
+        raise SystemExit(f"no benchmark is called {sorted(unknown)[0]!r}: choose from {', '.join(sorted(known))}")
     return [benchmark for benchmark in SUITE if not wanted or benchmark.name in wanted]
 
 
 def compared(benchmark: Benchmark, before: Mapping[str, Result], now: Result) -> list[str]:
-    """What to say of a benchmark that was measured again."""
+    """Return the complaints about a benchmark that was measured again."""
     if benchmark.name not in before:
-        return [f"nothing is recorded to compare it with: python -m benchmarks.suite run {benchmark.name}"]
-    return [said for figure in benchmark.figures if (said := worse(figure, before[benchmark.name], now))]
+        return [f"there is no record to compare with: run python -m benchmarks.suite run {benchmark.name}"]
+    return [complaint for figure in benchmark.figures if (complaint := worse(figure, before[benchmark.name], now))]
 
 
 def plan(benchmarks: Iterable[Benchmark]) -> None:
-    """Print how long each takes, and all."""
+    """Print the planned time of each and of all."""
     total = 0
     for benchmark in benchmarks:
         total += benchmark.planned_s
         print(f"{benchmark.name:12} {benchmark.planned_s:5} s  python {' '.join(benchmark.command)}")
-    print(f"{'together':12} {total:5} s of {BUDGET_S}", flush=True)
+    print(f"{'total':12} {total:5} s of {BUDGET_S}", flush=True)
 
 
 def main() -> int:

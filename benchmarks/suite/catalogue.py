@@ -27,7 +27,7 @@ class Figure:
     tolerance: float = TOLERANCE
 
     def met(self, value: float) -> bool:
-        """Whether the goal, if there is one, is met."""
+        """Return whether the goal, if there is one, is met."""
         return self.goal is None or (value >= self.goal if self.better == "higher" else value <= self.goal)
 
 
@@ -147,8 +147,8 @@ SUITE = (
         "end_to_end",
         "The example, end to end",
         "TRL 1.16: `GRPOTrainer` with transformers' `generate` and with in-process vLLM, and `AsyncGRPOTrainer` with a vLLM "
-        "server; same model, prompts, reward, batch, loss and learning rate at every step. Each side's clock starts when it "
-        "begins to sample its first completion",
+        "server; same model, prompts, reward, batch, loss and learning rate at every step. Each side's clock "
+        "starts when it begins to sample its first completion",
         2400,
         (
             *_peer("trl", "TRL with `generate`", 1.5, None, 1.0),
@@ -254,7 +254,7 @@ SUITE = (
             Figure("headers_per_cpu_s", "headers settled per second of one core", 5000, ratio=False),
             Figure("rss_mib", "memory with 100,000 groups in the table, MiB", 200, "lower", ratio=False),
         ),
-        gap="Leaders of several tables: a header costs little beyond its decoding.",
+        gap="Several tables, each with its own leader: a header costs little beyond its decoding.",
     ),
     Benchmark(
         "snapshot",
@@ -352,7 +352,7 @@ SUITE = (
             Figure("1000.claim_p99_ms", "a claim, 1,000 generators, p99, ms", None, "lower", ratio=False),
             Figure("1000.round_s", "a round without weights, 1,000 generators, s", None, "lower", ratio=False),
         ),
-        axes=Axes("size over the smallest", "cost over that at the smallest", log=True),
+        axes=Axes("size ÷ smallest size", "cost ÷ cost at the smallest size", log=True),
     ),
     Benchmark(
         "recovery",
@@ -369,7 +369,7 @@ SUITE = (
                 )
             ),
         ),
-        gap="There should be no such ticket: it would be a bug, which `python -m tests.faults` reproduces from its seed.",
+        gap="Any such ticket is a bug, which `python -m tests.faults` reproduces from its seed.",
     ),
     Benchmark(
         "cold_start",
@@ -436,7 +436,7 @@ SUITE = (
             Figure("trace_on_us", "spans of a group with tracing, µs", None, "lower", ratio=False),
             Figure("scrape_ms", "a scrape of a generator's metrics, ms", None, "lower", ratio=False),
         ),
-        gap="No step waits for a tracker: anything beyond the goal is noise of the machine.",
+        gap="No step waits for a tracker: anything beyond the goal is noise.",
     ),
     Benchmark(
         "cli",
@@ -444,8 +444,8 @@ SUITE = (
         "their goal",
         90,
         (
-            Figure("cpu_ms_p90", "CPU of a command without torch, p90 over verbs, ms", 150, "lower", ratio=False),
-            Figure("cpu_ms_p50", "the same, median over verbs, ms", None, "lower", ratio=False),
+            Figure("cpu_ms_p90", "CPU of a command without torch, p90 over commands, ms", 150, "lower", ratio=False),
+            Figure("cpu_ms_p50", "the same, median over commands, ms", None, "lower", ratio=False),
         ),
         gap="The minimum that commands need (Python, typer, asyncio, hiredis, msgspec) takes 119 ms on a quiet machine. The rest "
         "is pydantic, where a whole configuration is read (`config`, `init`, `score`), and pyarrow (`cost`).",
@@ -453,7 +453,7 @@ SUITE = (
     Benchmark(
         "seeing",
         "The sample log",
-        "none; a log of 1,000,000 completions of 48 tokens",
+        "no other system, with a log of 1,000,000 completions of 48 tokens",
         320,
         (
             Figure("search_ms", "numeric filter through the web console's endpoint, p50, ms", 200, "lower", ratio=False),
@@ -467,13 +467,13 @@ SUITE = (
             Figure("us_a_completion", "CPU of rows, texts and files alone, per completion, µs", None, "lower", ratio=False),
             Figure("bytes_a_completion", "file bytes per completion (48 tokens, 170 characters)", None, "lower", ratio=False),
         ),
-        gap="The example's steps take 0.6 s and produce 256 completions; a completion costs some 24 µs of a busy core: 16 for "
+        gap="The example's steps take 0.6 s and produce 256 completions; a completion costs about 24 µs of a busy core: 16 for "
         "texts, rows and files, the rest for reading from Redis. Steps of less than 0.6 s miss the goal.",
     ),
     Benchmark(
         "browsing",
         "The *Samples* page",
-        "none; Chromium and a log of 1,000,000 completions",
+        "no other system, in Chromium with a log of 1,000,000 completions",
         180,
         (
             Figure("page_ms", "from a key press or click to the rows of a filter, sort or page, ms", 200, "lower", ratio=False),

@@ -9,11 +9,11 @@ import numpy as np
 
 
 def power_law(costs: Mapping[int, Sequence[float]]) -> list[float]:
-    """The exponent of cost ~ size^b by least squares over the logarithms of all samples: b less two standard errors, b, and b
-    plus two. Raises `ValueError` where there are fewer than three samples or one size."""
+    """Return the exponent of cost ~ size^b, by least squares over the logarithms of all samples: b minus two standard errors,
+    b, and b plus two. Raises `ValueError` for fewer than three samples or two sizes."""
     points = [(np.log(size), np.log(cost)) for size, found in costs.items() for cost in found]
     if len(points) < 3 or len(costs) < 2:
-        raise ValueError(f"an exponent needs three samples of two sizes or more, these are {len(points)} of {len(costs)}")
+        raise ValueError(f"an exponent needs at least three samples of two sizes, not {len(points)} of {len(costs)}")
     sizes, logs = np.array(points).T
     distances = sizes - sizes.mean()
     slope = float(distances @ logs / (distances @ distances))
@@ -23,12 +23,12 @@ def power_law(costs: Mapping[int, Sequence[float]]) -> list[float]:
 
 
 def growth(costs: Mapping[int, Sequence[float]]) -> list[float]:
-    """The cost at the largest size over that at the smallest: the least by these samples, of medians, the most."""
+    """Return the cost at the largest size over that at the smallest: minimum, ratio of medians, maximum."""
     first, last = costs[min(costs)], costs[max(costs)]
     return [min(last) / max(first), statistics.median(last) / statistics.median(first), max(last) / min(first)]
 
 
 def relative(costs: Mapping[int, Sequence[float]]) -> list[tuple[float, float]]:
-    """Size and cost, each over the smallest size's."""
+    """Return size and cost, each over that of the smallest size."""
     first = statistics.median(costs[min(costs)])
     return [(size / min(costs), round(statistics.median(costs[size]) / first, 4)) for size in sorted(costs)]

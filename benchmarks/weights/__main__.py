@@ -1,30 +1,30 @@
-"""Weights as versions: what a delta weighs, costs and restores (`sync.backend = "store"`, docs/sync.md).
+"""Weights as versions: size, cost and correctness of deltas (`sync.backend = "store"`, docs/sync.md).
 
     python -m benchmarks.weights --json
     python -m benchmarks.weights --parts encoding versions
 
-A Qwen3 of 113 MB in bfloat16 with random weights, trained by real steps of AdamW at 1e-6 on random tokens: float32 masters,
-forward and backward in float32 (bfloat16 is slower on CPUs), and the weights published are the masters rounded, as in DeepSpeed.
-The first `WARM` steps are not counted: Adam's first steps are larger. Parts:
+The model is a Qwen3 of 113 MB in bfloat16 with random weights. Real steps of AdamW at 1e-6 train it on random tokens: master
+weights, forward and backward are in float32 (bfloat16 is slower on CPUs), and the rounded master weights are published, as in
+DeepSpeed. The first `WARM` steps are not counted, since Adam's first steps are larger. Parts:
 
-`encoding`: `delta_share`, bytes of a delta over those of the weights (goal 0.03); `changed_share`; `encode_share`, seconds of
-encoding over those of the training step of `--tokens` (goal 0.05); `send_share`, those of the whole `send`, with fsync.
-`late`: `late_join_ratio`, seconds of an empty receiver to an anchor and `STEPS` deltas over those of reading the same bytes, both
-from the disk, whose cache is dropped, and in a process of its own (goal 1.5). `late_join_used_ratio` is the same once another
-process has used as much memory as is free: the host of a virtual machine gives memory at its first use.
-`versions`: `versions_identical`, the share of the versions that a receiver takes, out of `VERSIONS` of 1 MB, after which blake2b
-of what it holds equals that of the trainer's weights; it misses some and catches up. Others: `versions_compared`, `versions_s`.
+`encoding`: `delta_share`, bytes of a delta over those of the weights (goal 0.03); `changed_share`; `encode_share`, encoding time
+over that of the training step of `--tokens` (goal 0.05); `send_share`, time of the whole `send`, with fsync, over the same.
+`late`: `late_join_ratio`, time in which an empty receiver takes an anchor and `STEPS` deltas over that of reading the same bytes,
+each from a cold disk cache and in its own process (goal 1.5). `late_join_used_ratio` is the same after another process has used
+half of the free memory: the host of a virtual machine allocates memory at its first use.
+`versions`: `versions_identical`, the share of the versions taken by a receiver, out of `VERSIONS` of 1 MB, after which the
+blake2b digest of its weights equals that of the trainer's; it misses some and catches up. Also `versions_compared`, `versions_s`.
 `sampled`: `versions_sampled`, the share of 1,000 versions of 1.6 MB, applied by a real vLLM, whose completions have the logprobs
-that `transformers` computes from the trainer's weights; `versions_told_apart`, of which the weights before have others.
-`pause`: `pause_s_per_gb`, from vLLM's pause to its resumption with the new weights, by GB of weights (goal 0.25).
+that `transformers` computes from the trainer's weights; `versions_told_apart`, the share where the previous weights give others.
+`pause`: `pause_s_per_gb`, from vLLM's pause until it resumes with the new weights, per GB of weights (goal 0.25).
 `lora`: `lora_share`, bytes of a version of adapters of rank 8 over those of the model (goal 0.01).
-`adapters`: `merged_speed`, tokens/s of vLLM with an adapter merged into its weights over those of vLLM that serves it beside them
-(adapters.py); `served_update_s`, of serving another one in its place, in which a merged one takes the pause.
+`adapters`: `merged_speed`, vLLM's tokens/s with an adapter merged into its weights over those with an adapter served separately
+(adapters.py); `served_update_s`, time to replace a served adapter. Replacing a merged one takes as long as a pause.
 `link`: rounds over a link of 100 Mbit/s and 80 ms (slow_link.py; Redis and an S3 server behind it) and over loopback:
-`slow_link_ratio`, steps/s on the link over those on loopback, with rounds beside the steps (goal 0.9); `slow_round_s`,
+`slow_link_ratio`, steps/s on the link over those on loopback, with rounds during the steps (goal 0.9); `slow_round_s`,
 `slow_join_s`.
-`kv`: `kv_keep_gain`, seconds from the end of a round until `--sequences` of 4,000 tokens have all sampled again, `sync.kv`
-recompute over keep (goal 5), of a model of 1.6 MB, since prefills of more take minutes here.
+`kv`: `kv_keep_gain`, time from the end of a round until `--sequences` of 4,000 tokens have all sampled again, `sync.kv` recompute
+over keep (goal 5), with a model of 1.6 MB, since prefills of a larger one take minutes here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PARTS = ("encoding", "late", "versions", "sampled", "lora", "adapters", "pause",
 
 
 class Trained:
-    """A model with float32 masters, whose rounded weights are published."""
+    """A model with float32 master weights; rounded weights are published."""
 
     def __init__(self, folder: Path, tokens: int, lora: int = 0) -> None:
         self.folder, self._tokens = folder, tokens
@@ -81,7 +81,7 @@ class Trained:
         self.version = -1
 
     def step(self) -> float:
-        """Train, and round; the seconds that training took."""
+        """Train, and round the weights; return the seconds of training."""
         began = time.perf_counter()
         ids = torch.randint(0, self.master.config.vocab_size, (self._tokens // 512, 512))
         self.master(input_ids=ids, labels=ids).loss.backward()
@@ -95,7 +95,7 @@ class Trained:
         return took_s
 
     def send(self) -> float:
-        """Publish the next version; the seconds that it took."""
+        """Publish the next version; return the seconds."""
         began = time.perf_counter()
         self.version += 1
         self.sender.label(self.version, FENCE)
@@ -106,12 +106,12 @@ class Trained:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """Return the bytes of the weights."""
         return sum(weight.numel() * 2 for weight in engine.distinct(self.published))
 
 
 def encoding(model: Trained, samples: dict[str, list[float]]) -> None:
-    """Real steps, each published."""
+    """Measure real steps, each published."""
     model.send()
     encoder = model.sender._encoder  # pyright: ignore[reportAttributeAccessIssue]
     spent: list[float] = []
@@ -138,7 +138,7 @@ def encoding(model: Trained, samples: dict[str, list[float]]) -> None:
 
 
 def late_join(model: Trained, samples: dict[str, list[float]]) -> None:
-    """An empty receiver beside plain reads of the same files: an anchor, and deltas of a fiftieth of the weights."""
+    """Compare an empty receiver with plain reads of the same files: an anchor, and deltas of a fiftieth of the weights."""
     folder = model.folder / "volume" / str(FENCE)
     for version in range(STEPS + 1):
         if version:
@@ -159,7 +159,7 @@ def late_join(model: Trained, samples: dict[str, list[float]]) -> None:
 
 
 def versions(folder: Path, samples: dict[str, list[float]]) -> None:
-    """Many versions of few weights: about a fiftieth of them move by a few units in the last place."""
+    """Check many versions of few weights, of which up to a fiftieth change by one unit in the last place."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(2)))
     config = engine.make_config(folder)
@@ -178,7 +178,7 @@ def versions(folder: Path, samples: dict[str, list[float]]) -> None:
         if sender.sweeps:
             sender.sweep([])
         if version % 7 in (3, 4) and version != VERSIONS - 1:
-            continue  # the receiver misses some, and catches up by several deltas
+            continue  # the receiver misses some, and catches up with several deltas
         held = dict(VersionReader(str(folder / "volume" / str(FENCE)), mirror).take(Deadline(60), version))
         compared += 1
         same += digest(held) == digest({name: weight.detach() for name, weight in model.named_parameters()})
@@ -188,7 +188,7 @@ def versions(folder: Path, samples: dict[str, list[float]]) -> None:
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
-    """By nothing that the transfer itself uses."""
+    """Return a digest by a function that the transfer itself does not use."""
     hashed = hashlib.blake2b(digest_size=16)
     for name, weight in sorted(weights.items()):
         hashed.update(name.encode())
@@ -197,7 +197,7 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 
 
 def lora(folder: Path, tokens: int, samples: dict[str, list[float]]) -> None:
-    """Adapters of rank 8 on every linear layer."""
+    """Measure adapters of rank 8 on every linear layer."""
     model = Trained(folder, tokens, RANK)
     full = sum(w.numel() * 2 for n, w in model.master.named_parameters() if ".lora_" not in n)
     model.send()
@@ -208,7 +208,7 @@ def lora(folder: Path, tokens: int, samples: dict[str, list[float]]) -> None:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Every part that was asked for."""
+    """Measure the chosen parts, and report."""
     samples: dict[str, list[float]] = {}
     torch.manual_seed(1)
     parts = set(options.parts)
@@ -240,7 +240,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
 def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a training step, a multiple of 512")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per training step, a multiple of 512")
     parser.add_argument("--sequences", type=int, default=64, help="sequences of the part `kv`, at most 64")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     return run(measure, parser.parse_args())
