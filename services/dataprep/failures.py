@@ -1,7 +1,8 @@
 """Pauses dataprep when one prompt after another fails, so that a broken reward or environment does not use up the prompts.
 
-Guarantees: a prompt that is generated and scored starts the count again, whatever becomes of its group; so does a new leader.
-The pause is requested once, and names the last failure. The prompts stay in the dead letters, from which they can be requeued.
+Guarantees: a prompt that is generated and scored resets the count, whatever becomes of its group; so does the pause. A new
+leader continues the count: it reads it from the dead letters, of which about 10,000 are kept. The pause is requested once, and
+names the last failure. The prompts stay in the dead letters, from which they can be requeued.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ from services.store import Store
 
 log = structlog.get_logger()
 
-LEAST = 16  # in a run with few slots: with one prompt in four that fails by itself, this takes four billion prompts
+LEAST = 16  # in a run with few slots: if one prompt in four fails by chance, so many in a row take four billion prompts
 
 
 class Failures:
     """Counts the prompts that failed since the last one that did not."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
-        """With as many in a row as the run has slots, none of the prompts in progress was generated."""
+        """Failures in a row that pause the run.
+
+        After as many as the run has slots, none of the prompts in progress was generated.
+        """
         self._store = store
         self._limit = max(LEAST, config.slots)
-        self._before: int | None = None  # how many had failed at the last success; None: as many as there are now
+        self._before: int | None = None  # failures at the time of the last success; None: the number now
+        self._known = False  # whether that is known; a new leader does not know it
+
+    def forget(self) -> None:
+        """Start to lead: another process may have led in between."""
+        self._known = False
 
     def succeeded(self) -> None:
         """Note that a group was generated and scored."""
@@ -32,7 +41,10 @@ class Failures:
 
     async def pause(self) -> bool:
         """Pause dataprep if too many failed in a row, and return whether it was."""
+        letters = 0 if self._known else len(await self._store.dead_letters.in_a_row(since_pause=True))
         failed = await self._store.run.failed()
+        if not self._known:
+            self._before, self._known = failed - letters, True
         self._before = failed if self._before is None else min(self._before, failed)  # they can be requeued
         in_a_row = failed - self._before
         if in_a_row < self._limit:
@@ -41,5 +53,5 @@ class Failures:
         reason = one_line(newest[0].reason) if newest else ""
         log.error("pausing, because one prompt after another fails", failed=in_a_row, reason=reason)
         self._before = None
-        await self._store.run.pause_failing(f"{in_a_row} in a row, the last one with: {reason}")
+        await self._store.run.pause_failing(f"{in_a_row} in a row, the last one with: {reason}", newest[0].id if newest else "")
         return True

@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
@@ -21,6 +23,7 @@ from services.dataprep.evaluation.rounds import EvaluationRounds
 from services.dataprep.failures import Failures
 from services.dataprep.metrics import DataprepMetrics
 from services.dataprep.planning import step
+from services.dataprep.planning.early import EarlyParts
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.issuing import Issuer
@@ -29,7 +32,7 @@ from services.dataprep.replay import weights as replay
 from services.dataprep.replay.memory import MemoryGuard
 from services.dataprep.replay.settling import settle
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
-from services.runtime.loops import Broken, Fatal, Loop
+from services.runtime.loops import Broken, Fatal, Loop, end_tasks
 from services.runtime.service import Service
 from services.store.records import RunState, SweptTable
 
@@ -43,6 +46,8 @@ FULL_PHASE = "waiting for memory"
 LEASE_SHARE = 3  # renewals per lease of the leadership
 SETTLE_BATCH = 256  # headers per call; takes some milliseconds of the server's time
 AHEAD = 2  # steps prepared beyond the last committed: one in training, one waiting; drawing later gives fresher groups
+SLOW_DRAFT_S, DRAFT_S = 10.0, 1800.0
+"""How long a curriculum may take to begin an epoch before this is logged, and before its pod counts as stuck."""
 
 
 class DataprepLoop:
@@ -52,12 +57,14 @@ class DataprepLoop:
         self.service, self.metrics, self.evaluation = service, metrics, evaluation
         self.store, self.notifications, self.config = service.store, service.notifications, service.config
         self.rules = admission.rules_of(self.config)
+        self.early = EarlyParts(self.store, self.config, self.rules)
         self.issuer = Issuer(self.store, source, self.config, service.tracing)
         self.memory = MemoryGuard(self.config, self.store)
         self.failures = Failures(self.store, self.config)
         self.generated = generated_statistics.GeneratedStats(self.config.source_names)
         self._waiting: tuple[str, float] = ("", 0.0)  # why no step can be made, and since when
         self._waits = metrics.wait_clock()
+        self._renewed, self._renew_s = 0.0, self.config.fleet.ttl_s / LEASE_SHARE
         metrics.lag_bound.set(self.config.admission.max_staleness)
 
     def why_unready(self) -> str:
@@ -80,7 +87,7 @@ class DataprepLoop:
                 fence = await self.store.run.lead(candidate, lease_s)
                 if fence is None:
                     self.service.say(phase="standby", paused=self.service.view.pause_mode or "")
-                    await self.notifications.wait("control", timeout=lease_s / LEASE_SHARE)
+                    await self.notifications.wait("control", timeout=self._renew_s)
                     continue
                 await self._lead(loop, fence)
         except DataError as error:
@@ -95,22 +102,21 @@ class DataprepLoop:
         self.metrics.leads.set(1)
         log.info("leading", fence=fence)
         self.issuer.forget()
+        self.failures.forget()
         self._waiting = ("", 0.0)
-        renewed = time.monotonic()
+        self._renewed = time.monotonic()
         incarnation: int | None = None
         try:
             while not self.service.stopping.is_set():
                 loop.progress()
-                if time.monotonic() - renewed > self.config.fleet.ttl_s / LEASE_SHARE:
-                    if await self.store.run.lead(self.service.status.member, self.config.fleet.ttl_s) != fence:
-                        return
-                    renewed = time.monotonic()
+                if time.monotonic() - self._renewed > self._renew_s and not await self._renew(fence):
+                    return
                 state = await self.store.run.state()
                 if state is None:
                     raise Broken(f"run {self.config.run.name!r} vanished from Redis")  # a restarted process creates it again
                 incarnation = state.incarnation if incarnation is None else incarnation
                 try:
-                    busy = await self._act(fence, state)
+                    busy = await self._hold(loop, fence, self._act(fence, state))
                 except Busy:  # a snapshot is being taken; everything done before it stands
                     await self.notifications.wait("control", timeout=SNAPSHOT_S)
                     continue
@@ -126,6 +132,40 @@ class DataprepLoop:
             self.metrics.leads.set(0)
             self._waits.enter("")
 
+    async def _renew(self, fence: int) -> bool:
+        """Renew the lease of the leadership; return False if it is lost."""
+        asked = time.monotonic()
+        if await self.store.run.lead(self.service.status.member, self.config.fleet.ttl_s) != fence:
+            return False
+        self._renewed = asked
+        return True
+
+    async def _hold(self, loop: Loop, fence: int, acting: Coroutine[Any, Any, bool]) -> bool:
+        """Wait for a turn. While a slow curriculum begins an epoch, renew the lease, up to `DRAFT_S`, and stop when told to.
+
+        Raises `Fenced` if the leadership is lost.
+        """
+        turn, told = asyncio.create_task(acting), False
+        try:
+            while not (await asyncio.wait({turn}, timeout=min(self._renew_s, IDLE_S)))[0]:
+                if not 0 < self.issuer.drafting_s < DRAFT_S:
+                    continue  # a turn that hangs: the lease expires, and the pod's liveness ends
+                if self.issuer.drafting_s > SLOW_DRAFT_S and not told:
+                    told = True
+                    log.warning("the curriculum takes long to begin an epoch", seconds=round(self.issuer.drafting_s, 1))
+                loop.progress()
+                if self.service.stopping.is_set():
+                    return False
+                leads = True
+                if time.monotonic() - self._renewed > self._renew_s:
+                    with contextlib.suppress(StoreError):  # the turn's next call reports it
+                        leads = await self._renew(fence)
+                if not leads:
+                    raise Fenced(f"leader_fence {fence} was superseded")
+            return turn.result()
+        finally:
+            await end_tasks([turn])
+
     async def _act(self, fence: int, state: RunState) -> bool:
         """Do one turn of everything the leader does, and return whether anything was done. An ending run only gets its evaluation
         round closed."""
@@ -134,6 +174,8 @@ class DataprepLoop:
         trains = not paused and not state.ended
         if not trains:
             self._waits.enter("")
+        if paused or "generator" in state.pause_modes:
+            self._waiting = (self._waiting[0], time.monotonic())  # no ticket can end: that is no reason to overtake it
         busy = trains and await self._turn(fence, state)
         return await self.evaluation.tend(fence, state) or busy
 
@@ -148,7 +190,7 @@ class DataprepLoop:
         again = await self.issuer.issue_again(fence) if swept.reissue else 0
         if again < swept.reissue:
             return True  # reissued prompts come before new ones
-        prepared = await self._prepare(fence, state, swept, oldest_fresh)
+        prepared = await self._prepare(fence, state, swept, oldest_fresh) or await self._offer_early(fence, state, swept)
         return bool(prepared or await self._issue(fence, state, swept) or settled or again)
 
     async def _settle(self, fence: int, next_step: int, base: int) -> int:
@@ -200,7 +242,8 @@ class DataprepLoop:
     async def _draw(self, fence: int, number: int, swept: SweptTable, decision: admission.Prepare, oldest_fresh: int) -> None:
         started = time.monotonic()
         groups = await self.store.replay.groups(decision.groups)
-        plan, ranks = step.make_step(number, groups, swept, self.generated, self.config)
+        early = await self.early.of_step(number, groups)
+        plan, ranks = step.make_step(number, groups, swept, self.generated, self.config, early)
         variates = [replay.exponential(self.config.run.seed, group.group, group.uses + 1) for group in groups]
         await self.store.steps.prepare(fence, plan, ranks, oldest_fresh, variates, decision.gaps_until)
         self.generated.next_step([group.header for group in groups])
@@ -216,6 +259,11 @@ class DataprepLoop:
         if decision.overtook:
             self.metrics.overtook.inc()
             log.warning("step made without waiting for an older ticket")
+
+    async def _offer_early(self, fence: int, state: RunState, swept: SweptTable) -> bool:
+        offered = await self.early.offer(fence, state, swept)
+        self.metrics.early.inc(offered)
+        return bool(offered)
 
     async def _rebase(self, fence: int, next_step: int) -> int:
         """Keep recency weights within the precision of the clocks, and return the base that they are relative to."""

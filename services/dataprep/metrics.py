@@ -28,6 +28,9 @@ class DataprepMetrics(Metrics):
         "grpo_dataprep_settled_groups_total", "groups", "Settled groups, by outcome.", "action", ACTIONS
     )
     stale: Counter = counter("grpo_dataprep_stale_groups_total", "groups", "Groups dropped from the replay table as stale.")
+    early: Counter = counter(
+        "grpo_dataprep_early_groups_total", "groups", "Groups offered to the trainer before their step was prepared."
+    )
     prepared: Counter = counter("grpo_dataprep_prepared_steps_total", "steps", "Steps prepared by this process.")
     passed_over: Counter = counter(
         "grpo_dataprep_passed_over_steps_total", "steps", "Steps skipped because every group of their prompts was filtered."

@@ -70,7 +70,7 @@ class Keys:
 
     @property
     def replay_idle(self) -> str:
-        """Sorted set: groups of weight 0, by their ring time on a clock of their own."""
+        """Sorted set: groups of weight 0, by their ring time on a separate clock."""
         return f"{self.prefix}:replay:idle"
 
     @property
@@ -222,6 +222,11 @@ class Keys:
     def step(self, step: int) -> str:
         """Hash: the plan of a step."""
         return f"{self.prefix}:step:{step}"
+
+    @property
+    def early(self) -> str:
+        """Hash: the early parts of the step after the last prepared one."""
+        return f"{self.prefix}:early"
 
     def trained(self, epoch: int) -> str:
         """Bitmap: dataset rows of the epoch that were trained; proves that none was trained twice."""

@@ -55,7 +55,7 @@ class Settlement(msgspec.Struct, frozen=True):
 
 
 class PassRate(msgspec.Struct, frozen=True):
-    """How well a row is answered, from one of its settled groups.
+    """How well a row is answered, measured by one of its settled groups.
 
     That is the first issued group that reached `filters.exclude_pass_rate`, or otherwise the last issued one, so the result does
     not depend on the order of settling.
@@ -149,7 +149,7 @@ and hands their tickets back. Dataprep and trainer pause between two turns or st
 
 
 FAILING = "grpo: prompts keep failing: "
-"""How the reason of a pause begins that dataprep requests itself, because one prompt after another fails."""
+"""Prefix of the reason of a pause that dataprep itself requests because one prompt after another fails."""
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,13 @@ class RunState:
     trainer_fence: int = 0
     """Fence of the trainer that attached last."""
     published_by: int = 0
-    """Fence of the trainer whose weights are published; 0: none are, or not since a restore."""
+    """Fence of the trainer whose weights are published; 0: no weights are, or none since a restore."""
     restoring: int = -1
     """Step to which the run is being restored now; -1: none."""
     restore: int = -1
     """Step to which a restore was requested; -1: none."""
+    restore_why: str = ""
+    """Requester of that restore, and reason."""
     resumed: str = ""
     """How and why its trainer resumed when it last started."""
     checkpoint: str = ""
@@ -193,6 +195,10 @@ class RunState:
     """Pause mode of each paused role."""
     paused_since: dict[str, float] = field(default_factory=dict[str, float])
     """When the pause of each role was requested, Unix seconds by the requester's clock."""
+    last_resume: str = ""
+    """Requester who resumed paused roles last, and reason."""
+    last_resume_at: float = 0.0
+    """When that was requested, Unix seconds by the requester's clock."""
     payload_shards: int = 0
     """Number of shards of its payloads; 0: they are stored with the index."""
 
@@ -224,6 +230,7 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
             f"run {run!r} has protocol version {raw['protocol']}, but this program speaks "
             f"{PROTOCOL_VERSION}: use the matching release"
         )
+    resumed_at, _, resumed_by = raw.get("last_resume", "").partition(" ")
     pauses = {key.removeprefix("paused:"): _read_pause(value) for key, value in raw.items() if key.startswith("paused:")}
     return RunState(
         **{name: int(raw[name]) for name in _NUMBERS},
@@ -231,6 +238,7 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         published_by=int(raw.get("published_by", "0")),
         restoring=int(raw.get("restoring", "-1")),
         restore=int(raw.get("restore", "-1")),
+        restore_why=_read_restore_why(raw),
         payload_shards=int(raw.get("payload_shards", "0")),
         resumed=raw.get("resumed", ""),
         checkpoint=raw.get("checkpoint", ""),
@@ -239,6 +247,8 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         paused={role: why for role, (_, _, why) in pauses.items()},
         pause_modes={role: mode for role, (mode, _, _) in pauses.items()},
         paused_since={role: since for role, (_, since, _) in pauses.items() if since},
+        last_resume=resumed_by,
+        last_resume_at=float(resumed_at or 0),
         stopping=raw.get("stopping", ""),
         finished=raw.get("finished", ""),
         scale=_read_scale(raw),
@@ -248,10 +258,19 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
 
 
 def _read_pause(text: str) -> tuple[PauseMode, float, str]:
-    """Return mode, time and requester with reason of a pause, stored as `mode@time requester: reason`. 0: no time is stored."""
+    """Return mode, time, and requester with reason of a pause, stored as `mode@time requester: reason`. 0: no time is stored."""
     how, _, why = text.partition(" ")
     mode, _, since = how.partition("@")
     return cast("PauseMode", mode), float(since or 0), why
+
+
+def _read_restore_why(raw: dict[str, str]) -> str:
+    """Return requester and reason of the requested restore.
+
+    They are stored with its step: another step is an earlier request's.
+    """
+    step, _, why = raw.get("restore_why", "").partition(" ")
+    return why if step == raw.get("restore") else ""
 
 
 def _read_scale(raw: dict[str, str]) -> Scale:

@@ -245,7 +245,6 @@ def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], 
         "evaluated_version": evaluated, "prepared_step": max(plans, default=head.step), "published_version": head.step + 1,
         "committed_step": head.step, "checkpointed_step": head.step, "retired_step": head.step,
     }  # fmt: skip
-    if "letter_before" in head.run:  # a run without dead letters has none
-        fields["letter_before"] = head.run["letter_before"]
+    fields |= {name: head.run[name] for name in ("letter_before", "letter_paused") if name in head.run}  # if prompts have failed
     ledger["reissued"] = ledger.get("reissued", 0) + len(reissue)
     return Restoration(fields, ledger, table, gaps, reissue, plans, whole)

@@ -70,10 +70,14 @@ class TrainLoop:
         self._throughput = Throughput(time.monotonic(), self.config.trainer.ranks, worker.policy.peak_tflops)
         self._incarnation = 0
         self._waited_s = 0.0  # for a plan, since the last record
+        self._early_s = 0.0  # spent on early parts of the next step
+        self._left_early = -1  # a step with an early part that could not be trained on
+        self._unrecorded: Callable[[], None] | None = None  # records the step that was trained last
         self._synced_s = 0.0  # spent on weight sync since the step began
         self._delivered: SyncReport | None = None  # the last round that ended
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
+        self.saving.before = self._record_step
         service.activity.devices = self.config.trainer.ranks
         self._doing, self._sync_clock = metrics.phase_clock(), metrics.sync_clock()
         self.rounds = SyncRounds(
@@ -153,13 +157,29 @@ class TrainLoop:
             self._say(phase="paused" if paused else "waiting for data", paused=paused)
             if not paused and not self.delivery.pending:
                 self.rounds.catch_up(self.step + 1)
+            if not paused and self._train_early(self.step + 1):
+                continue
             began = time.monotonic()
             self.call(self.notifications.wait("steps", "control", "fleet", DELIVERED, timeout=POLL_S))
             if not paused:
                 self._waited_s += time.monotonic() - began
 
+    def _train_early(self, step: int) -> bool:
+        """Train on the next early part of a step, if it has any. Returns whether it did."""
+        if not self.config.trains_early or self._left_early == step:
+            return False
+        if len(self.call(self.store.steps.early_parts(step))) <= self.worker.early_parts(step):
+            return False
+        started = time.monotonic()
+        self._say(phase="training", paused="")
+        if not (trained := self.commands.lead("train_early", step)):
+            self._left_early = step
+        self._early_s += time.monotonic() - started
+        return bool(trained)
+
     def _train_next(self) -> None:
         started, self._synced_s = time.monotonic(), 0.0
+        early_s, self._early_s = self._early_s, 0.0
         step = self.step + 1
         self._say(phase="training", paused="")
         plan, trained = self._train_whole(step)
@@ -169,13 +189,19 @@ class TrainLoop:
         for context in plan.traces:
             self._tracing.record("train", context, started, step=step)
         self._reweigh(trained.priorities)
-        metrics = trained.metrics | {"time/train_s": time.monotonic() - started}
+        metrics = trained.metrics | {"time/train_s": early_s + time.monotonic() - started}
+        self._unrecorded = lambda: self._record(plan, metrics | self._sync_metrics(), early_s + time.monotonic() - started)
         try:
             self._sync()
         finally:  # if told to stop meanwhile, it saves the step and exits, and nobody would record it later
-            self._record(plan, metrics | self._sync_metrics(), time.monotonic() - started)
-        if self.saving.due(step):
-            self.saving.save(step, must=False)
+            self._record_step()
+        self.saving.save_if_due(step)
+
+    def _record_step(self) -> None:
+        """Record the step that was trained last, unless that is done."""
+        if self._unrecorded is not None:
+            self._unrecorded()
+            self._unrecorded = None
 
     def _train_whole(self, step: int) -> tuple[StepPlan, Trained]:
         """Train a step on all ranks. Groups that cannot be trained first become dead letters, and the step continues without
@@ -218,9 +244,9 @@ class TrainLoop:
         self.metrics.record_s.observe(time.monotonic() - began)
 
     def _sync(self) -> None:
-        """Send the weights once the fleet has those of the step before, unless no generator is left and the run is ending.
+        """Send the weights once the fleet has those of the previous step, unless no generator is left and the run is ending.
 
-        If it has not taken those, it gets these instead.
+        A fleet that has not taken those gets these instead.
         """
         with self._syncing():
             self._published(self.delivery.finish())
@@ -240,6 +266,7 @@ class TrainLoop:
         except Alone:
             self._delivered = None
         finally:
+            self._say(paused="")
             self._synced_s += time.monotonic() - began
 
     def _published(self, report: SyncReport | None) -> None:
@@ -248,7 +275,14 @@ class TrainLoop:
             self.recovery.published(report.version)
 
     def _ending(self) -> bool:
-        return bool(self.recovery.stay_in_step(self.step).stopping)
+        """Return whether the run is ending. Called as long as no generator takes the weights: meanwhile obey as between steps."""
+        state = self.recovery.stay_in_step(self.step)
+        self.saving.save_if_requested(state, self.step)
+        self.saving.save_if_due(self.step)
+        self.saving.save_if_redis_is_nearly_full(self.step)
+        paused = state.pause_modes.get(self.service.kind, "")
+        self._say(phase="paused" if paused else "syncing", paused=paused)
+        return bool(state.stopping)
 
     def _publish(self, report: SyncReport) -> None:
         """Publish, unless Redis has lost the commit of a step: the main thread repeats both, if it still can."""
@@ -294,7 +328,7 @@ class TrainLoop:
         self.call(self.store.run.finish(f"trained {self.step + 1} of {self.config.run.steps} steps", self.fence))
 
     def _await_evaluation(self) -> None:
-        """Wait until dataprep's leader ends the last evaluation round.
+        """Wait until dataprep's leader ends the last evaluation round; meanwhile send the weights to generators that joined late.
 
         The leader reports the round, or abandons it after `FINAL_S`, or at once when the run is stopped. A missing leader is
         waited for only briefly.
@@ -308,7 +342,9 @@ class TrainLoop:
                 return
             self._say(phase="waiting for evaluation")
             self._tick()
-            self.call(self.notifications.wait("evaluation", "control", timeout=POLL_S))
+            if not stopping:
+                self.rounds.catch_up(self.step + 1)
+            self.call(self.notifications.wait("evaluation", "control", "fleet", timeout=POLL_S))
 
     def _say(self, **changes: object) -> None:
         """Call `Service.say` on the service's own thread, because other threads must not set its events."""

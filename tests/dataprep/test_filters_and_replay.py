@@ -40,7 +40,7 @@ class Run:
             self.tickets.append(claim.ticket)
 
     async def train(self) -> list[StepPlan]:
-        """Train all steps, or as many as there are before the run stops."""
+        """Train all steps, or fewer if the run ends; return their plans."""
         fence, plans = await self.store.run.attach_trainer(), []
         await self.store.steps.publish(fence, 0)
         for step in range(self.steps):
@@ -143,14 +143,14 @@ async def test_replayed_groups_replace_new_prompts(tmp_path: Path, server: Redis
 
 
 async def test_importance_weights_reach_the_plan(tmp_path: Path, server: RedisServer) -> None:
-    def dull_if_even(ticket: Ticket) -> list[float]:  # sums of |A|: 0.2 and 2
+    def similar_if_even(ticket: Ticket) -> list[float]:  # sums of |A|: 0.2 and 2
         return [0.5, 0.4, 0.5, 0.4] if ticket.index % 2 == 0 else spread(ticket)
 
     overrides = (
         "replay.sampler=prioritized", "replay.max_uses=2", "admission.max_staleness=3", "replay.importance_beta=1.0",
         "advantage.kind=centered", "run.steps=6",
     )  # fmt: skip
-    async with running(tmp_path, server, dull_if_even, *overrides) as run:
+    async with running(tmp_path, server, similar_if_even, *overrides) as run:
         mixed = 0
         for plan in await run.train():
             rows = (await run.store.steps.rank_plan(plan.step, 0)).rows
@@ -208,7 +208,7 @@ async def test_a_lost_reply_of_issue_neither_repeats_nor_skips_prompts(tmp_path:
         issue, lost = service.store.tickets.issue, []
 
         async def twice(*args: Any, **named: Any) -> int:
-            """Call twice, as the client does when the connection breaks before the reply."""
+            """Make a call twice, as the client does when the connection breaks before the reply."""
             if len(lost) < 2:
                 lost.append(await issue(*args, **named))
             return await issue(*args, **named)

@@ -1,4 +1,4 @@
-"""An existing run of the same name: attached to if identical, otherwise rejected with the differing keys and the remedies."""
+"""A pod attaches to an existing run of the same name if it is identical, and otherwise names the differing keys and remedies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 
 def dataprep(folder: Path, config: RunConfig) -> subprocess.Popen[str]:
-    """Start a pod as a release with this configuration would."""
+    """Start the pod of a release with this configuration."""
     path = folder / "resolved.toml"
     path.write_text(to_toml(config))
     argv = [sys.executable, "-m", "services.dataprep", "--config", str(path), "--name", "dataprep-0"]
@@ -49,9 +49,9 @@ async def test_a_release_with_other_values_names_the_differing_keys(config: RunC
         await asyncio.to_thread(first.communicate, timeout=60)
     before = await store.run.state()
     again = dataprep(tmp_path, changed(changed(config, "loss", kl_beta=0.25), "sampling", max_tokens=12, temperature=0.5))
-    said, errors = await asyncio.to_thread(again.communicate, timeout=100)
+    output, errors = await asyncio.to_thread(again.communicate, timeout=100)
     assert again.returncode == 2, errors
-    (line,) = [line for line in (said + errors).splitlines() if not line.startswith('{"event"')]
+    (line,) = [line for line in (output + errors).splitlines() if not line.startswith('{"event"')]
     assert line == (
         f"error: run {store.keys.name!r} exists with another configuration: loss.kl_beta was 0.0 and is 0.25; "
         "sampling.max_tokens was 16 and is 12; sampling.temperature was 1.0 and is 0.5. "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from services.console.local.redis_server import RedisServer
 from services.dataprep.evaluation.rounds import EvaluationRounds
 from services.dataprep.loop import IDLE_S, DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics
+from services.dataprep.planning.early import EarlyParts
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.order import permutation
 from services.dataprep.prompts.seeds import ticket_seed
@@ -28,17 +31,17 @@ from services.protocol.errors import Fenced
 from services.protocol.messages import Header, StepPlan, Ticket
 from services.protocol.payloads import Payload
 from services.runtime.service import Service
-from services.store import Claim, HeaderEntry, Store
+from services.store import BufferedGroup, Claim, HeaderEntry, Store
 from services.store.snapshot_format import Snapshot
 from tests.support import flow
 from tests.support.harness import buried, save_tokenizer_folder, small_config, ticket, wait_until
 
-LENGTH = 6  # tokens of every completion
+LENGTH = 6  # number of tokens in every completion
 
 
 @asynccontextmanager
 async def dataprep(config: RunConfig, name: str = "dataprep-0") -> AsyncIterator[tuple[Service, DataprepLoop]]:
-    """A pod that has not started its loop."""
+    """Yield a pod that has not started its loop."""
     source = PromptSource(config)
     async with open_service("dataprep", config, name) as service:
         await service.store.run.create("config", source.digest, config.run.steps, config.slots, table_rules(config))
@@ -59,7 +62,7 @@ def configured(folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
 
 
 def answer(ticket: Ticket, claim: Claim, version: int) -> tuple[Header, bytes]:
-    """A generator's result at `version` for a ticket, with alternating rewards 1 and 0."""
+    """Return a generator's result for a ticket at `version`, with rewards that alternate between 1 and 0."""
     n = ticket.group_size
     tokens = np.zeros(n * LENGTH, np.int32)
     spans = np.array([(i, version, 0, LENGTH) for i in range(n)], np.int32)
@@ -75,13 +78,27 @@ def answer(ticket: Ticket, claim: Claim, version: int) -> tuple[Header, bytes]:
 
 
 async def generate(store: Store, version: int, count: int = 100) -> list[Ticket]:
-    """Claim and submit all available tickets."""
+    """Claim all available tickets and submit their groups."""
     _, claims = await store.tickets.claim("stand-in", version, await flow.trainer_fence(store), 60, count)
     for claim in claims:
-        assert claim.ticket is not None
-        header, payload = answer(claim.ticket, claim, version)
-        assert await store.tickets.submit("stand-in", claim, header, payload, 3600)
+        await finish(store, claim, version)
     return [claim.ticket for claim in claims if claim.ticket]
+
+
+async def finish(store: Store, claim: Claim, version: int) -> None:
+    """Submit the group of a claimed ticket."""
+    assert claim.ticket is not None
+    header, payload = answer(claim.ticket, claim, version)
+    assert await store.tickets.submit("stand-in", claim, header, payload, 3600)
+
+
+async def claim_all(store: Store) -> tuple[int, list[Claim]]:
+    """Publish the first weights as a trainer and claim the tickets issued then; return the trainer's fence and the claims."""
+    fence = await store.run.attach_trainer()
+    await store.steps.publish(fence, 0)
+    await wait_until(lambda: _has(store, "tickets", 16))
+    _, claims = await store.tickets.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
+    return fence, claims
 
 
 async def train(store: Store, steps: int) -> list[StepPlan]:
@@ -141,10 +158,7 @@ async def test_a_corrupt_header_is_dead_lettered_and_frees_its_slot(tmp_path: Pa
     async with dataprep(config) as (service, loop):
         store = service.store
         running = asyncio.create_task(service.run(loop.work))
-        fence = await store.run.attach_trainer()
-        await store.steps.publish(fence, 0)
-        await wait_until(lambda: _has(store, "tickets", 16))
-        _, (claim, *rest) = await store.tickets.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
+        _, (claim, *rest) = await claim_all(store)
         assert claim.ticket is not None
         header, payload = answer(claim.ticket, claim, 0)
         lies = Header(**{**{f: getattr(header, f) for f in header.__struct_fields__}, "rewards": [float("nan")] * 4})
@@ -175,7 +189,7 @@ async def test_a_standby_takes_over_and_the_old_leader_is_fenced_off(tmp_path: P
         standing_by = asyncio.create_task(second.run(standby.work))
         await wait_until(lambda: second.status.phase == "standby")
         old_fence = await first.store.run.lead(first.status.member, 3.0)
-        leading.cancel()  # as if killed with -9: no step-down reaches Redis
+        leading.cancel()  # like kill -9: no step-down reaches Redis
         await asyncio.gather(leading, return_exceptions=True)
         await wait_until(lambda: second.status.phase == "leading")
         plans = await train(second.store, 4)
@@ -188,6 +202,75 @@ async def test_a_standby_takes_over_and_the_old_leader_is_fenced_off(tmp_path: P
         second.stop()
         await standing_by
         await second.store.restores.delete_run()
+
+
+class Slow:
+    """A curriculum that takes longer than the lease of a leader, and notes how many calls run at once."""
+
+    running = most = 0
+    released = threading.Event()
+
+    @classmethod
+    def curriculum(cls, rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
+        cls.running += 1
+        cls.most = max(cls.most, cls.running)
+        cls.released.wait(30)
+        cls.running -= 1
+        return rows
+
+
+slow = Slow.curriculum
+
+
+@pytest.fixture
+def curriculum() -> Iterator[type[Slow]]:
+    """Return a curriculum that runs until it is released."""
+    Slow.running, Slow.most = 0, 0
+    Slow.released.clear()
+    yield Slow
+    Slow.released.set()
+
+
+SLOW = ("fleet.ttl_s=1.5", f"data.curriculum={__name__}:slow")
+
+
+async def test_a_leader_keeps_its_lease_during_a_slow_curriculum(
+    tmp_path: Path, server: RedisServer, curriculum: type[Slow]
+) -> None:
+    async with dataprep(configured(tmp_path, server, *SLOW)) as (service, loop):
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: curriculum.running)
+        lead = service.store.run.lead
+        for _ in range(60):
+            assert await lead("standby", 1.5) is None
+            await asyncio.sleep(0.05)
+        assert service.loops[0].silent_s < 1.5
+        curriculum.released.set()
+        await wait_until(lambda: _has(service.store, "ledger:issued", 16))
+        assert curriculum.most == 1
+        service.stop()
+        await running
+        await service.store.restores.delete_run()
+
+
+async def test_a_leader_that_loses_its_lease_or_stops_abandons_a_slow_curriculum(
+    tmp_path: Path, server: RedisServer, curriculum: type[Slow]
+) -> None:
+    async with dataprep(configured(tmp_path, server, *SLOW)) as (service, loop):
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: curriculum.running)
+        await service.store.run.step_down(service.status.member)
+        other = await service.store.run.lead("another", 0.5)
+        with capture_logs() as logs:
+            await wait_until(lambda: any(event["event"] == "leading" for event in logs))
+        assert other is not None
+        await asyncio.sleep(0.3)
+        assert (curriculum.running, curriculum.most) == (1, 1), "the abandoned call is still running"
+        service.stop()
+        async with asyncio.timeout(5):
+            await running
+        assert curriculum.running == 1
+        await service.store.restores.delete_run()
 
 
 async def test_only_a_leader_that_was_superseded_warns_and_not_one_whose_run_is_restored(
@@ -222,7 +305,7 @@ async def test_a_pause_stops_issuing_until_resumed(tmp_path: Path, server: Redis
         await service.view.refresh()
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: service.status.phase == "leading")
-        await asyncio.sleep(0.3)  # nothing should happen, so there is no condition to wait for
+        await asyncio.sleep(0.3)  # nothing happens, so there is no condition to wait for
         assert (await service.store.run.audit()).get("ledger:issued", 0) == 0
         assert loop.why_unready() == "", "it serves the API that resumes the run"
         await service.store.run.resume("dataprep")
@@ -230,6 +313,104 @@ async def test_a_pause_stops_issuing_until_resumed(tmp_path: Path, server: Redis
         service.stop()
         await running
         await service.store.restores.delete_run()
+
+
+async def test_groups_that_are_ready_are_offered_to_a_trainer_that_has_nothing_else(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part has at least two of the eight groups. None is offered while the trainer has a step or is paused."""
+    monkeypatch.setattr("services.dataprep.planning.early.PARTS", 4)
+    config = configured(tmp_path, server, "trainer.ranks=2", "trainer.deterministic=false")
+    assert (config.admission.prompts_per_step, config.admission.max_staleness) == (8, 1)
+    async with dataprep(config) as (service, loop):
+        store = service.store
+        running = asyncio.create_task(service.run(loop.work))
+        fence, claims = await claim_all(store)
+
+        async def end(*places: int) -> list[str]:
+            for place in places:
+                await finish(store, claims[place], 0)
+            await wait_until(lambda: _has(store, "headers", 0))
+            return [claims[place].ticket_id for place in places]
+
+        async def offers(step: int, count: int) -> list[list[str]]:
+            async def there() -> bool:
+                return len(await store.steps.early_parts(step)) == count
+
+            await wait_until(there)
+            return await store.steps.early_parts(step)
+
+        later = await end(8, 9)  # belong to the next step
+        one = await end(3)
+        await asyncio.sleep(2 * IDLE_S)
+        assert await store.steps.early_parts(0) == [], "one group is too few, and two may have to wait for the next step"
+        other = await end(1)
+        assert await offers(0, 1) == [[*other, *one]], "in the order of issue"
+        assert (await store.run.audit())["buffered"] == 4, "they stay in the table"
+        fence = await store.run.attach_trainer()
+        assert await offers(0, 1) == [[*other, *one]], "the next trainer has trained on none"
+        second = await end(2, 5)
+        assert await offers(0, 2) == [[*other, *one], second]
+        early = [[await store.steps.early_rows(0, part, rank) for rank in range(2)] for part in range(2)]
+        rest = await end(0, 4, 6, 7)
+        await wait_until(lambda: store.steps.plan(0))
+        plan = await store.steps.plan(0)
+        assert plan is not None
+        assert plan.early[:2] == [[*other, *one], second], "others may have become a third part"
+        assert sorted(plan.groups) == sorted([*other, *one, *second, *rest])
+        assert plan.groups == [claim.ticket_id for claim in claims[:8]]
+        for rank in range(2):
+            first = [row for part in early for row in part[rank].rows]  # type: ignore[union-attr]
+            rows = (await store.steps.rank_plan(0, rank)).rows
+            assert rows[: len(first)] == first
+            assert len(rows) > len(first)
+
+        await end(10)
+        await asyncio.sleep(2 * IDLE_S)
+        assert await store.steps.early_parts(1) == [], "the trainer has step 0 to train"
+        await store.run.pause("trainer", "a test")
+        await store.steps.commit(fence, 0)
+        await asyncio.sleep(2 * IDLE_S)
+        assert await store.steps.early_parts(1) == [], "it is paused"
+        await store.run.resume("trainer")
+        assert await offers(1, 1) == [[*later, claims[10].ticket_id]]
+        service.stop()
+        await running
+        await store.restores.delete_run()
+
+
+async def test_a_run_that_is_to_be_deterministic_has_no_early_parts(tmp_path: Path, server: RedisServer) -> None:
+    for override in (
+        "trainer.deterministic=true", "trainer.mini_batches=2", "replay.sampler=freshest", "replay.max_uses=2",
+        "replay.capacity=8",
+    ):  # fmt: skip
+        config = configured(tmp_path, server, "trainer.deterministic=false", override)
+        assert not config.trains_early, override
+    async with dataprep(config) as (service, loop):
+        early = EarlyParts(service.store, configured(tmp_path, server, "trainer.deterministic=true"), loop.rules)
+        state, fence = await service.store.run.state(), await service.store.run.lead("dataprep-0:boot", 60.0)
+        assert state is not None
+        assert fence is not None
+        swept = await service.store.replay.sweep_and_peek(fence, 0, 8)
+        ready = msgspec.structs.replace(swept, first=tuple((f"0-{row}", row) for row in range(7)))
+        assert await early.offer(fence, state, ready) == 0
+        assert await early.of_step(0, []) == []
+        await service.store.restores.delete_run()
+
+
+async def test_a_step_without_the_groups_of_its_early_parts_is_planned_whole(tmp_path: Path, server: RedisServer) -> None:
+    """Redis lost its last writes, and the sampler has drawn other groups."""
+    config = configured(tmp_path, server, "trainer.deterministic=false")
+    async with dataprep(config) as (service, loop):
+        store, fence = service.store, await service.store.run.lead("dataprep-0:boot", 60.0)
+        assert fence is not None
+        await store.steps.offer_early(fence, await store.run.attach_trainer(), 0, 0, ["0-1", "0-2"], [])
+        drawn = [BufferedGroup(f"0-{row}", 0, cast("Header", None)) for row in (1, 3)]
+        with capture_logs() as logs:
+            assert await loop.early.of_step(0, drawn) == []
+        assert [event["log_level"] for event in logs] == ["warning"]
+        assert await loop.early.of_step(0, [*drawn, msgspec.structs.replace(drawn[0], group="0-2")]) == [["0-1", "0-2"]]
+        await store.restores.delete_run()
 
 
 def test_seeds_depend_on_run_epoch_and_row() -> None:

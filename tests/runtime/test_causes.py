@@ -42,14 +42,14 @@ def test_tracebacks_of_warnings_are_not_causes() -> None:
 
 
 def test_pydantic_errors_are_reduced_to_the_problem() -> None:
-    said = (
+    text = (
         "vLLM rejects the configuration of the model or the generator: 1 validation error for VllmConfig\n"
         "  Value error, max_model_len (4096) is greater than 2048. [type=value_error, input_value=ArgsKwargs((), {})]\n"
         "    For further information visit https://errors.pydantic.dev/2.12/v/value_error"
     )
     expected = "vLLM rejects the configuration of the model or the generator: max_model_len (4096) is greater than 2048."
-    assert one_line(said) == expected
-    assert cause(f"error: {said}\n") == expected
+    assert one_line(text) == expected
+    assert cause(f"error: {text}\n") == expected
 
 
 def test_a_message_is_one_bounded_line() -> None:

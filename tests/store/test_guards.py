@@ -1,4 +1,4 @@
-"""Guards in the Redis Functions, each tested in the situation that it guards against."""
+"""The guards in the Redis Functions, each tested in the situation that it guards against."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.harness import ticket
 WHY = {"0-1": "its payload is gone"}
 
 
-async def come_again(store: Store, team: Team, row: int) -> None:
-    """Requeue the dead letter of a row and insert its group again."""
+async def requeue_and_insert(store: Store, team: Team, row: int) -> None:
+    """Requeue the dead letter of a row, and generate and insert its group again."""
     (letter,) = [letter for letter in await store.dead_letters.page() if letter.ticket == f"0-{row}"]
     (answer,) = await store.dead_letters.requeue([letter.id])
     assert answer.refusal == ""
@@ -31,7 +31,7 @@ async def come_again(store: Store, team: Team, row: int) -> None:
 
 
 async def is_live(store: Store, group: str) -> bool:
-    """Whether a group of the table has its header and its payload."""
+    """Return whether a group of the table has its header and its payload."""
     (found,) = await store.replay.groups([group])
     return await store.client.exists(store.keys.payload(found.header.payload)) == 1
 
@@ -48,7 +48,7 @@ async def test_retiring_a_step_keeps_a_discarded_group_that_returned(any_store: 
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
     assert await any_store.steps.discard_damaged(team.trainer, 0, 0, WHY, [flow.plan(0, ["0-0"])]) == 1
-    await come_again(any_store, team, 1)
+    await requeue_and_insert(any_store, team, 1)
     await train(any_store, team, 0)
     assert await is_live(any_store, "0-1")
 
@@ -60,7 +60,7 @@ async def test_the_next_step_keeps_a_stale_group_that_returned(any_store: Store)
     assert (await any_store.replay.sweep_and_peek(team.leader, 1, 1)).stale == 3
     assert await any_store.steps.discard_damaged(team.trainer, 0, 0, WHY, [flow.plan(0, [])]) == 1
     await train(any_store, team, 0)
-    await come_again(any_store, team, 1)
+    await requeue_and_insert(any_store, team, 1)
     assert await issue(any_store, team, 1) == 1
     (held,) = await claim(any_store, "g", version=1)
     assert await submit(any_store, "g", held, 1)
@@ -278,7 +278,7 @@ async def test_old_drops_are_forgotten_even_if_the_clock_goes_back(any_store: St
     team = await start(any_store, slots=20)
     drops, order = any_store.keys.drops, f"{any_store.keys.drops}:order"
     pipe: Any = any_store.client.pipeline(transaction=False)
-    for row in range(10_000):  # of a server whose clock was far ahead
+    for row in range(10_000):  # written by a server whose clock was far ahead
         pipe.hset(drops, f"9-{row}", "4000000000000 stale")
         pipe.zadd(order, {f"9-{row}": 4_000_000_000_000 + row})
     await pipe.execute()

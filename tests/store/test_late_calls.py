@@ -1,4 +1,4 @@
-"""Late, repeated and superseded calls: each is judged by the current state."""
+"""Late, repeated and superseded calls are each judged by the current state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.harness import ticket
 BOOT = "boot"
 
 
-async def succeeded(store: Store) -> flow.Team:
-    """Let another leader and another trainer take over."""
+async def take_over(store: Store) -> flow.Team:
+    """Let another leader and another trainer take over; return their fencing numbers."""
     await store.client.hset(store.keys.run, "leader_until_ms", "0")
     leader = await store.run.lead("leader-1:boot", 60.0)
     assert leader is not None
@@ -29,7 +29,7 @@ async def succeeded(store: Store) -> flow.Team:
 
 async def test_a_superseded_leader_cannot_skip_a_round(store: Store) -> None:
     team = await start(store)
-    new = await succeeded(store)
+    new = await take_over(store)
     with pytest.raises(Fenced):
         await store.evaluation.skip(team.leader, 3, 1)
     assert await store.evaluation.skip(new.leader, 3, 1)
@@ -76,7 +76,7 @@ async def test_a_large_round_opens_atomically(store: Store) -> None:
 
 async def test_a_superseded_trainer_cannot_take_a_snapshot(store: Store) -> None:
     team = await start(store)
-    new = await succeeded(store)
+    new = await take_over(store)
     await store.connection.call("snapshot_begin", new.trainer, 1, 60_000)
     for function, *arguments in (("snapshot_begin", 2, 60_000), ("snapshot_hold", 1, 60_000), ("snapshot_end", 1)):
         with pytest.raises(Fenced):
@@ -111,7 +111,7 @@ async def test_a_restore_ends_the_round_and_starts_a_new_incarnation(store: Stor
     team = await start(store)
     await open_round(store, team)
     assert await round_keys(store)
-    await store.client.hset(store.keys.run, "incarnation", "7")  # as after the first run of an empty server
+    await store.client.hset(store.keys.run, "incarnation", "7")  # like the first run on an empty server
     before = time.time()
     await store.connection.call("restore_begin", team.trainer, 0)
     assert await round_keys(store) == []

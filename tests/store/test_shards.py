@@ -1,4 +1,4 @@
-"""Payload shards: spread over all masters of a Cluster, as safe as the index, and deleted when nothing refers to them."""
+"""Payload shards spread over all masters of a cluster, are as safe as the index, and drop payloads without references."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHARDS = 6
 
 @pytest.fixture(scope="module", params=SERVERS)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """A cluster of each kind of server."""
+    """Yield a cluster of each kind of server."""
     skip_without(request.param)
     with redis_cluster(tmp_path_factory.mktemp(request.param), request.param, RUN) as cluster:
         yield cluster
@@ -57,7 +57,7 @@ async def connected(cluster: RedisCluster, run: str = RUN, kind: str = "") -> As
 
 @asynccontextmanager
 async def run_of(cluster: RedisCluster) -> AsyncIterator[Store]:
-    """A store of a separate run with shards; deletes it from every node."""
+    """Yield the store of a separate run with shards; delete the run afterwards and check that no node keeps any of it."""
     async with connected(cluster, f"t-{uuid.uuid4().hex[:12]}") as store:
         await store.run.create("config", "dataset", 100, 12, payload_shards=SHARDS)
         yield store
@@ -66,13 +66,13 @@ async def run_of(cluster: RedisCluster) -> AsyncIterator[Store]:
 
 
 def keys_of(cluster: RedisCluster, node: RedisServer, run: str, what: str = "") -> list[str]:
-    """Keys of a run's index and shards that match a suffix."""
+    """Return a node's keys of a run, of its index and shards, that contain `what`."""
     found = (key.decode() for key in cluster.call(node, "KEYS", "*"))
     return [key for key in found if key.startswith((f"grpo:{{{run}}}:{what}", f"grpo:{{{run}/")) and what in key]
 
 
 async def held(store: Store) -> list[str]:
-    """Payloads in the shards, by name; checks that each shard's list matches its keys."""
+    """Return the names of the payloads in the shards; check that each shard's list matches its keys."""
     listed = []
     for shard in store.payloads.shards:
         names = [name.decode() for name in cast("list[bytes]", await shard.client.zrange(shard.keys.payloads, 0, -1))]
@@ -82,19 +82,19 @@ async def held(store: Store) -> list[str]:
 
 
 async def named(store: Store) -> list[str]:
-    """Payloads that the index refers to."""
+    """Return the names of the payloads that the index refers to."""
     prefix = store.keys.payload("")
     pattern = prefix.replace("{", "[{]").replace("}", "[}]")
     return sorted([key.decode().removeprefix(prefix) async for key in store.client.scan_iter(f"{pattern}*", count=1000)])
 
 
 async def lay(store: Store, claim: Claim) -> None:
-    """Store a payload as a generator that dies before it submits."""
+    """Store a payload without its header, like a generator that dies before it submits."""
     await store.payloads.lay({claim.payload: codec.seal(flow.payload_bytes(claim))})
 
 
 async def start(store: Store) -> Team:
-    """Start a run as dataprep and trainer do."""
+    """Start a run as dataprep and the trainer do."""
     leader = await store.run.lead("leader-0:boot", 60.0)
     assert leader is not None
     team = Team(leader, await store.run.attach_trainer())
@@ -114,7 +114,7 @@ def test_shards_are_evenly_spread_over_the_slots(count: int) -> None:
 
 
 async def test_payloads_spread_over_all_masters_under_each_users_rights(cluster: RedisCluster) -> None:
-    """Each service uses its own Redis user; only dataprep is configured with the number of shards."""
+    """Each service uses its own Redis user, and only dataprep's configuration has the number of shards."""
     async with (
         connected(cluster, kind="dataprep") as dataprep,
         connected(cluster, kind="generator") as generator,
@@ -152,12 +152,12 @@ async def test_payloads_spread_over_all_masters_under_each_users_rights(cluster:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_random_walk_leaves_exactly_the_referenced_payloads(cluster: RedisCluster, seed: int) -> None:
-    """The random walk of test_conservation.py; generators die between payload and header, and sweeps come at any time,
-    some by callers that sleep before they delete."""
+    """Run the random walk of test_conservation.py; generators also die between payload and header, and sweeps happen at any time,
+    some by callers that pause before they delete."""
     async with run_of(cluster) as store:
         walk, dice = Walk(store, seed), random.Random(seed)
         await walk.begin()
-        late: list[list[str]] = []  # found by a sweep and not yet deleted
+        late: list[list[str]] = []  # lists of payloads that a sweep has found and not yet deleted
         for i in range(200):
             await walk.step()
             if dice.random() < 0.1 and (one := walk.anybody()) and one[1].ticket is not None:
@@ -174,7 +174,7 @@ async def test_a_random_walk_leaves_exactly_the_referenced_payloads(cluster: Red
         report = assess("walk", await store.run.audit())
         assert report.ok, report.messages
         assert report.outcomes["trained"] > 0
-        for name in await named(store):  # of rejected submissions; they expire
+        for name in await named(store):  # left by rejected submissions; they expire
             assert await store.client.ttl(store.keys.payload(name)) > 0
             await store.client.delete(store.keys.payload(name))
         await store.payloads.sweep()
@@ -182,7 +182,7 @@ async def test_a_random_walk_leaves_exactly_the_referenced_payloads(cluster: Red
 
 
 async def test_a_payload_that_may_still_be_submitted_is_not_swept(cluster: RedisCluster) -> None:
-    """A generator dies, or is merely slow, between payload and header."""
+    """A generator dies, or is just slow, between storing the payload and submitting the header."""
     async with run_of(cluster) as store:
         team = await start(store)
         await flow.issue(store, team, 2)
@@ -206,7 +206,7 @@ async def test_a_payload_that_may_still_be_submitted_is_not_swept(cluster: Redis
 async def test_a_slow_sweep_spares_what_is_submitted_or_restored(
     cluster: RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It pauses after it sees a payload not yet in the index, and before it deletes one no longer in it."""
+    """It pauses after it sees a payload that the index lacks, and before it deletes one that the index has dropped."""
     async with run_of(cluster) as store, connected(cluster, store.keys.name) as sweeper:
         await sweeper.run.state()
         team = await start(store)
@@ -253,7 +253,7 @@ async def test_a_slow_sweep_spares_what_is_submitted_or_restored(
 async def test_a_restore_of_shards_survives_an_interrupted_attempt(
     cluster: RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups, prepared steps and the trainer's rows refer to existing payloads with the original tokens."""
+    """Afterwards, groups, prepared steps and the trainer's rows refer to existing payloads with the original tokens."""
     async with run_of(cluster) as store:
         team = await start(store)
         groups = await flow.buffer(store, team, 4)
@@ -289,13 +289,13 @@ async def test_a_restore_of_shards_survives_an_interrupted_attempt(
 
 
 def owner_of(ranges: list[list[Any]], shard: Connection) -> int:
-    """Port of the master that owns a shard."""
+    """Return the port of the master that owns a shard."""
     slot = key_slot(shard.keys.prefix.encode())
     return next(master[1] for first, last, master, *_ in ranges if first <= slot <= last)
 
 
 def offset_of(cluster: RedisCluster, node: RedisServer) -> int:
-    """Replication offset of a node."""
+    """Return the replication offset of a node."""
     lines = cluster.call(node, "INFO", "replication").decode().splitlines()
     return int(next(line.partition(":")[2] for line in lines if line.startswith(("slave_repl_offset", "master_repl_offset"))))
 
@@ -312,10 +312,10 @@ async def test_a_payload_lost_by_its_shard_is_reported_as_damaged(cluster: Redis
         shard = store.payloads.shards[shard_of(names[1], SHARDS)]
         await shard.client.delete(shard.keys.payload(names[1]))
         await shard.client.zrem(shard.keys.payloads, names[1])
-        with pytest.raises(Damaged) as told:
+        with pytest.raises(Damaged) as caught:
             await store.steps.payloads(names)
-        assert list(told.value.reasons) == [names[1]]
-        assert "or a server that lost its last writes" in told.value.reasons[names[1]]
+        assert list(caught.value.reasons) == [names[1]]
+        assert "or a server that lost its last writes" in caught.value.reasons[names[1]]
         await store.replay.sweep_and_peek(team.leader, 1, 8)
         assert await store.payloads.sweep() == 2
 
@@ -358,9 +358,9 @@ async def test_calls_without_payloads_work_while_a_shard_is_down(cluster: RedisC
 
 
 def test_the_fullest_server_is_chosen_by_share_or_by_bytes() -> None:
-    said = [{"used_memory": "50", "maxmemory": "100"}, {"used_memory": "60", "maxmemory": "600"}]
-    assert fullest(said, 0) == (50, 100)
-    assert fullest(said, 1000) == (60, 1000)
+    memory = [{"used_memory": "50", "maxmemory": "100"}, {"used_memory": "60", "maxmemory": "600"}]
+    assert fullest(memory, 0) == (50, 100)
+    assert fullest(memory, 1000) == (60, 1000)
     assert fullest([{"used_memory": "50"}, {"used_memory": "60"}], 0) == (60, 0)
 
 
@@ -401,7 +401,7 @@ async def test_every_master_must_meet_the_requirements(cluster: RedisCluster) ->
 
 
 async def test_without_shards_the_commands_are_unchanged(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares the commands of a group's life byte for byte, except those of functions without a payload."""
+    """Compare the commands that carry a group's payload or header with the expected ones, byte for byte."""
     sent: list[tuple[Any, ...]] = []
     exchange = store.connection._exchange
 
@@ -418,7 +418,7 @@ async def test_without_shards_the_commands_are_unchanged(store: Store, monkeypat
     body = codec.encode(flow.header(claim))
     assert sent == [
         ("SET", store.keys.payload(claim.payload), sealed, "EX", flow.TTL_S, "NX"),
-        ("FCALL", function, 1, store.keys.prefix, "g", claim.entry, claim.fence, claim.ticket_id, body),
+        ("FCALL", function, 1, store.keys.prefix, b"g", claim.entry.encode(), claim.fence, claim.ticket_id.encode(), body),
     ]
     sent.clear()
     payload: Payload = (await store.steps.payloads([claim.payload]))[claim.payload]
@@ -430,8 +430,8 @@ async def test_without_shards_the_commands_are_unchanged(store: Store, monkeypat
 
 
 async def test_a_shard_follows_its_slot(tmp_path: Path) -> None:
-    """Under load, the master of some shards dies and its replica takes over, and a shard's slot moves to another master. What was
-    acknowledged before survives."""
+    """Under load, the master of some shards dies and its replica takes over, then a shard's slot moves to another master.
+    Everything acknowledged before survives."""
     with redis_cluster(tmp_path, find_server(), RUN, replicated=1) as cluster:
         async with connected(cluster) as store:
             await store.run.create("config", "dataset", 100, 10_000, payload_shards=3)
@@ -457,7 +457,7 @@ async def test_a_shard_follows_its_slot(tmp_path: Path) -> None:
             (lost,) = [shard for shard in store.payloads.shards if owner_of(there, shard) == cluster.other.port]
 
             def kill() -> None:
-                offset = offset_of(cluster, cluster.other)  # of what was acknowledged before
+                offset = offset_of(cluster, cluster.other)  # covers everything acknowledged so far
                 cluster.wait(lambda: offset_of(cluster, cluster.replica) >= offset)
                 cluster.other.kill()
                 cluster.take_over(cluster.replica)
@@ -489,4 +489,4 @@ async def test_the_sample_log_knows_the_size_of_payloads_in_shards(cluster: Redi
         assert await flow.submit(store, "g", one)
         await flow.settle(store, team, "filtered:zero")
         [waiting] = await store.samples.waiting(10)
-        assert waiting.size == len(waiting.header) + flow.header(one).payload_bytes
+        assert waiting.size == len(waiting.outcome) + len(waiting.header) + flow.header(one).payload_bytes

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from services.console.local.redis_server import RedisServer
 from services.store import Store
+from services.trainer.checkpoints.recovery import Recovery
+from services.trainer.checkpoints.saving import Saving
 from services.trainer.loop import TrainLoop
 from services.trainer.step.policy import Trained
 from services.trainer.throughput import Throughput
+from services.weights.delivery import Delivery
 from services.weights.leader import Stopped, SyncReport
+from tests.support.harness import wait_until
+from tests.support.rounds_world import World, open_world
 from tests.trainer.checkpoints.test_recovery import lose, trained
 
 
@@ -34,7 +43,7 @@ class Interrupted(TrainLoop):
         self.saving: Any = SimpleNamespace(failed=0)
         self._throughput = Throughput(0.0)
         self._plans, self._incarnation, self._failed = {}, 0, 0
-        self._waited_s, self._synced_s = 0.25, 0.0
+        self._waited_s, self._synced_s, self._early_s = 0.25, 0.0, 2.0
         self._delivered: Any = None
 
     def _say(self, **changes: object) -> None:
@@ -51,7 +60,8 @@ def test_a_committed_step_is_recorded_even_if_stopped_in_its_sync() -> None:
     assert loop.step == 4
     (record,) = loop.recorded
     assert (record["step"], record["loss/train/sum"]) == (4, 0.5)
-    assert record["time/step_s"] >= record["time/train_s"]
+    assert record["time/step_s"] >= record["time/train_s"] >= 2.0, "early parts of the step count"
+    assert loop._early_s == 0.0
     assert (record["time/wait_s"], loop._waited_s) == (0.25, 0.0), "the next record begins at zero"
 
 
@@ -79,7 +89,7 @@ def test_a_step_is_trained_and_committed_before_the_sync_of_the_one_before_is_aw
     loop.delivery = SimpleNamespace(  # type: ignore[assignment]
         finish=lambda: order.append("finish") or report, begin=lambda version, ending: order.append(f"send {version}")
     )
-    loop.saving.due = lambda step: False
+    loop.saving.save_if_due = lambda step: None
     loop.worker = SimpleNamespace(sender=SimpleNamespace(sent={}))  # type: ignore[assignment]
     loop._sync = TrainLoop._sync.__get__(loop)  # type: ignore[method-assign]
     loop._train_next()
@@ -87,8 +97,76 @@ def test_a_step_is_trained_and_committed_before_the_sync_of_the_one_before_is_aw
     assert loop.recorded[0]["fleet/generators"] == 1.0
 
 
+class Syncing(TrainLoop):
+    """A loop that has trained step 1 of a world and sends its weights; ranks write every checkpoint."""
+
+    def __init__(self, world: World) -> None:
+        world.commit(1)
+        world.portal.call(world.store.steps.publish(world.fence, 1))
+        world.commit(2)
+        self.config, self.store, self.call, self.fence, self.step = world.config, world.store, world.portal.call, world.fence, 1
+        self.service: Any = SimpleNamespace(kind="trainer")
+        self.told: dict[str, object] = {}
+        self._synced_s = 0.0
+        worker: Any = SimpleNamespace(checkpoints=SimpleNamespace())
+        commands: Any = SimpleNamespace(lead=lambda name, step: "")
+        self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, lambda: None)
+        self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
+        self.delivery = Delivery(world.rounds, world.portal, world.rounds.notifications, self._publish, lambda: None)
+
+    def _say(self, **changes: object) -> None:
+        self.told |= changes
+
+    def wait_for(self, **told: object) -> None:
+        """Wait until the fleet has been told this."""
+        self.call(wait_until(lambda: self.told | told == self.told))
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until step 1 is in a checkpoint."""
+
+        async def saved() -> bool:
+            return (await self.store.run.state()).checkpointed_step == 1  # type: ignore[union-attr]
+
+        self.call(wait_until(saved))
+
+
+@contextmanager
+def syncing(folder: Path, server: RedisServer, every_steps: int) -> Iterator[tuple[World, Syncing]]:
+    """Yield a world without generators and a loop that waits for one; then add one."""
+    with open_world(folder, server, f"checkpoint.every_steps={every_steps}") as world, ThreadPoolExecutor(1) as thread:
+        loop = Syncing(world)
+        sync = thread.submit(loop._sync)
+        try:
+            yield world, loop
+        finally:
+            world.member("a")
+            sync.result(30)
+            loop._finish_sync()
+            loop.delivery.close()
+        assert world.versions() == {"a": 2}
+        assert loop.told["paused"] == "", "only between two steps can the trainer say whether it is paused"
+
+
+def test_requests_and_pauses_are_obeyed_without_a_generator(tmp_path: Path, server: RedisServer) -> None:
+    with syncing(tmp_path, server, every_steps=3) as (world, loop):
+        loop.wait_for(phase="syncing")
+        world.portal.call(world.store.run.request_checkpoint("a test"))
+        loop.wait_for_checkpoint()
+        world.portal.call(world.store.run.pause("trainer", "a test"))
+        loop.wait_for(phase="paused", paused="keep")
+        world.portal.call(world.store.run.resume("trainer"))
+        loop.wait_for(phase="syncing", paused="")
+        world.portal.call(world.store.run.pause("trainer", "a test"))
+        loop.wait_for(phase="paused", paused="keep")
+
+
+def test_a_due_checkpoint_is_written_without_a_generator(tmp_path: Path, server: RedisServer) -> None:
+    with syncing(tmp_path, server, every_steps=2) as (_, loop):
+        loop.wait_for_checkpoint()
+
+
 async def test_a_publication_waits_for_a_commit_that_redis_lost(store: Store, tmp_path: Path) -> None:
-    """A server restarts without its last second while generators apply the weights."""
+    """A server restarts without its last second of writes while generators apply the weights."""
     trainer, team = await trained(store, tmp_path, 2)
     await lose(store, committed_step=0, published_version=1)
     loop: Any = SimpleNamespace(call=trainer.recovery.call, store=store, fence=team.trainer)

@@ -134,9 +134,9 @@ async def test_ctrl_c_while_ranks_load_is_no_error(server: RedisServer, store: S
             os.kill(pod.pid, signal.SIGINT)
         await wait_until(lambda: not ranks.alive)
         assert ranks.codes == [0, 0]
-        said = "".join(pod.log.read_text() for pod in ranks.pods if pod.log)
-        assert "Traceback" not in said
-        assert "Task was destroyed" not in said
+        log = "".join(pod.log.read_text() for pod in ranks.pods if pod.log)
+        assert "Traceback" not in log
+        assert "Task was destroyed" not in log
     finally:
         ranks.kill()
 

@@ -1,10 +1,10 @@
 """Repeatedly kills writers and readers of a version store: `python -m tests.weights.store_storm --kills 500 --seed 1`.
 
-Writers and readers are processes, forked once torch is loaded, and killed by SIGKILL after a random time: while they encode,
+Writers and readers are processes, forked once torch is loaded, and killed with SIGKILL after a random time: while they encode,
 write a part, a manifest or the catalogue, sweep, fetch or apply. After every kill of a writer, an empty receiver fetches the
-version that was published last; whatever a reader has applied is compared with what that trainer's version is, which anybody can
-compute: the weights of a version are a function of the trainer's fence and the version. With `--bucket` the store is a bucket of
-a real S3 server, which is killed and started again beside a writer and a reader; both must outlive it.
+version that was published last. Whatever a reader has applied is compared with the version of that trainer, which anyone can
+compute: its weights are a function of the trainer's fence and the version. With `--bucket` the store is a bucket of a real S3
+server, which is killed and restarted while a writer and a reader run; both must survive it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.support.servers.s3_server import S3Server
 
 LENGTH, TENSORS = 200_000, 3
 LIMIT_S = 60.0
-"""Seconds within which a writer must publish or a reader apply; otherwise something hangs."""
+"""Seconds within which a writer must publish or a reader apply; longer counts as a hang."""
 SEEN_S = 0.05, 0.1
 """Mean seconds from the first sign of life of a reader, and of a writer, to its kill."""
 AWAY_S = 0.5
@@ -63,7 +63,7 @@ def step(fence: int, version: int, model: torch.nn.ParameterDict) -> None:
 
 
 def checksum(weights: dict[str, torch.Tensor]) -> str:
-    """A checksum independent of the transfer's code."""
+    """Return a checksum that does not depend on the transfer's code."""
     return hashlib.blake2b(b"".join(weights[name].view(torch.int16).numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 
@@ -88,8 +88,8 @@ class Forked:
             tell(error=f"{type(error).__name__}: {error}")
         os._exit(1)
 
-    def told(self, limit_s: float) -> list[dict[str, Any]]:
-        """Return its output so far; wait up to `limit_s` for any."""
+    def output(self, limit_s: float) -> list[dict[str, Any]]:
+        """Return its output so far; wait up to `limit_s` for some."""
         found: list[dict[str, Any]] = []
         while select.select([self._lines], [], [], 0.0 if found else limit_s)[0]:
             data = os.read(self._lines, 1 << 16)
@@ -103,7 +103,7 @@ class Forked:
         """Kill it, and return the rest of its output."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        found = self.told(1.0)
+        found = self.output(1.0)
         os.close(self._lines)
         return found
 
@@ -193,23 +193,23 @@ class Storm:
                 self._await(reader, "applied", "a reader applied nothing")
                 time.sleep(self.random.expovariate(1 / SEEN_S[0]))
                 self._strike(writer, reader)
-                self._heed(reader.kill())
+                self._check(reader.kill())
                 self.tally.readers += 1
-                self._heed(writer.told(0.0))
+                self._check(writer.output(0.0))
             time.sleep(self.random.expovariate(1 / SEEN_S[1]))
-            self._heed(writer.kill())
+            self._check(writer.kill())
             self.tally.writers += 1
             self._fetch()
         return self.tally
 
     def _strike(self, writer: Forked, reader: Forked) -> None:
-        """Kill the bucket's server in half of the cases. Both processes continue once it is back."""
+        """Kill the bucket's server half of the time. Both processes continue once it is back."""
         if self._bucket is None or self.random.random() < 0.5:
             return
         self._bucket.kill(self.random.expovariate(1 / AWAY_S))
         self.tally.servers += 1
         for one in (writer, reader):
-            self._heed(one.told(0.0))  # earlier output
+            self._check(one.output(0.0))  # earlier output
         self._await(writer, "published", "a writer published nothing after its store was back")
         self._await(reader, "applied", "a reader applied nothing after its store was back")
 
@@ -217,16 +217,16 @@ class Storm:
         """Wait until a process reports that fact."""
         until = time.monotonic() + LIMIT_S
         while time.monotonic() < until:
-            said = one.told(until - time.monotonic())
-            self._heed(said)
-            if any(fact in line for line in said):
+            lines = one.output(until - time.monotonic())
+            self._check(lines)
+            if any(fact in line for line in lines):
                 return
-            if not said or any("error" in line for line in said):
+            if not lines or any("error" in line for line in lines):
                 break
         self.tally.wrong.append(otherwise)
 
-    def _heed(self, said: list[dict[str, Any]]) -> None:
-        for line in said:
+    def _check(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
             if "error" in line:
                 self.tally.wrong.append(line["error"])
             elif "failed" in line:

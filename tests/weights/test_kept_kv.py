@@ -1,4 +1,4 @@
-"""`sync.kv = "keep"`: completions continue with their KV, which no other request uses."""
+"""`sync.kv = "keep"`: completions continue with their KV cache, which no other request uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.generator.engines.vllm import VllmEngine
 from services.protocol.messages import Span
 from services.rollouts.generated import SamplingParameters
 from tests.support.models.tiny_vllm import make_config, make_model, perturb, reference_logprobs
-from tests.weights.test_weight_transfer import Pair, made, until
+from tests.weights.test_weight_transfer import Pair, generated, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +44,7 @@ async def keeping(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pai
 
 
 def mixed_logprobs(old: Any, new: Any, prompt: list[int], tokens: np.ndarray, cut: int) -> np.ndarray:
-    """Return the logprobs of tokens[cut:] by `new`, with KV by `old` for all but the last token before the cut."""
+    """Return the logprobs of tokens[cut:] under `new`, with KV from `old` for all but the last token before the cut."""
     import torch
 
     whole = torch.tensor([prompt + tokens.tolist()])
@@ -64,7 +64,7 @@ async def test_completions_continue_with_their_kv(keeping: Pair) -> None:
         asyncio.create_task(keeping.engine.generate(f"kept-{i}", [*PROMPT, 3 + i], 50 + i, SamplingParameters(150)))
         for i in range(RUNNING)
     ]
-    await until(lambda: all(task.done() or made(keeping.engine, f"kept-{i}") >= 20 for i, task in enumerate(running)))
+    await until(lambda: all(task.done() or generated(keeping.engine, f"kept-{i}") >= 20 for i, task in enumerate(running)))
     perturb(keeping.model, 7)
     await keeping.update()
     lived = 0
@@ -94,13 +94,13 @@ async def test_later_requests_never_see_kv_of_older_weights(keeping: Pair) -> No
 
 
 async def test_waiting_requests_do_not_use_their_groups_kv(keeping: Pair) -> None:
-    """They were sent before the update, with a prompt whose KV of older weights is in use."""
+    """They were sent before the update, with a prompt whose KV from older weights is in use."""
     prompt = [11 + i % 300 for i in range(150)]
     await keeping.make_group()
     tasks = [
         asyncio.create_task(keeping.engine.generate(f"group-{i}", prompt, i, SamplingParameters(100))) for i in range(2 * RUNNING)
     ]
-    await until(lambda: all(task.done() or made(keeping.engine, f"group-{i}") for i, task in enumerate(tasks[:RUNNING])))
+    await until(lambda: all(task.done() or generated(keeping.engine, f"group-{i}") for i, task in enumerate(tasks[:RUNNING])))
     perturb(keeping.model, 400)
     await keeping.update()
     completions = await asyncio.gather(*tasks)

@@ -65,7 +65,7 @@ class Pair:
 
     @contextmanager
     def deltas(self) -> Iterator[None]:
-        """Send what changed inside."""
+        """Send the changes made inside this block."""
         from services.trainer.weight_sender import make_weight_sender
 
         before, sync = self.sender, self.config.sync.model_copy(update={"encoding": "delta"})
@@ -175,7 +175,7 @@ async def test_completions_continue_through_an_update(pair: Pair) -> None:
         asyncio.create_task(pair.engine.generate(f"live-{i}", [*PROMPT, 3 + i], 50 + i, SamplingParameters(150)))
         for i in range(12)
     ]
-    await until(lambda: all(task.done() or made(pair.engine, f"live-{i}") >= 20 for i, task in enumerate(running)))
+    await until(lambda: all(task.done() or generated(pair.engine, f"live-{i}") >= 20 for i, task in enumerate(running)))
     perturb(pair.model, 7)
     await pair.update()
     completions = await asyncio.gather(*running)
@@ -194,8 +194,8 @@ async def test_completions_continue_through_an_update(pair: Pair) -> None:
     assert lived > 6
 
 
-def made(engine: VllmEngine, request_id: str) -> int:
-    """Tokens so far of a running completion."""
+def generated(engine: VllmEngine, request_id: str) -> int:
+    """Return the tokens so far of a running completion."""
     partial = engine.snapshot([request_id]).get(request_id)
     return 0 if partial is None else len(partial.tokens)
 
@@ -213,7 +213,7 @@ async def test_a_prefix_of_older_weights_is_continued_with_new_ones(pair: Pair) 
     await pair.update()
     version = pair.version
     running = asyncio.create_task(pair.engine.generate("drained", PROMPT, 9, SamplingParameters(120)))
-    await until(lambda: made(pair.engine, "drained") >= 15)
+    await until(lambda: generated(pair.engine, "drained") >= 15)
     await pair.engine.abort()
     prefix = await running
     perturb(pair.model, 11)

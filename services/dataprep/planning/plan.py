@@ -9,6 +9,7 @@ into one stretch of equal cost per rank, so that a group's payload is fetched by
 cut leaves uneven (balance.py). Each rank packs its stretch into rows, keeping segments with one context together where it can
 (packing.py), since a row holds a context once. With `same_rows`, rows are packed first and dealt to the ranks. With
 `scored_apart`, groups without a gradient get rows of their own, before the others: the trainer runs no backward pass for these.
+The rows of early parts, on which the trainer trains before the step is planned, come first, and each part is packed by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CROSSOVER_TOKENS = 24_576
 per token and layer), here for a width of 2,048. Only the balance between ranks depends on it."""
 
 WORTH_A_ROW = 0.1
-"""Share of a mini-batch's tokens that groups without a gradient must have to get rows of their own: a row costs a pass through
+"""Share of a mini-batch's tokens that groups without a gradient must have to get separate rows: a row costs a pass through
 the model, however short it is."""
 
 ALONE = 4
@@ -102,7 +103,7 @@ class Layout:
     same_rows: bool = False
     """Pack rows first and deal whole rows to the ranks, so that rows do not depend on the number of ranks."""
     scored_apart: bool = False
-    """Give groups whose advantages are all 0 rows of their own."""
+    """Give groups whose advantages are all 0 separate rows."""
 
 
 @dataclass(frozen=True)
@@ -121,24 +122,32 @@ class _Samples:
 
 
 def plan_step(
-    step: int, groups: Sequence[PlanGroup], layout: Layout, stats: Mapping[str, float] | None = None
+    step: int,
+    groups: Sequence[PlanGroup],
+    layout: Layout,
+    stats: Mapping[str, float] | None = None,
+    early: Sequence[Sequence[str]] = (),
 ) -> tuple[StepPlan, list[RankPlan]]:
-    """Return the plan of a step and one `RankPlan` per rank. Raises `PlanningError` if a segment is longer than a row."""
+    """Return the plan of a step and one `RankPlan` per rank. Raises `PlanningError` if a segment is longer than a row.
+
+    `early`: names of the groups of each early part. A step that has any is one mini-batch, and its last row is in no early part.
+    """
     if not groups:
         raise PlanningError(f"step {step} has no groups")
     _check_lengths(groups, layout.row_tokens)
     rows: list[list[list[Sample]]] = [[] for _ in range(layout.ranks)]
     mini_batch_rows, denominators = list[int](), list[float]()
     response_tokens = total_tokens = 0
-    for members in deal([group.tokens for group in groups], min(layout.mini_batches, len(groups))):
+    for mini_batch in _mini_batches(groups, layout, early):
         before, in_loss = len(rows[0]), 0
-        for part in _parts(groups, members) if layout.scored_apart else [members]:
-            samples = _columns(groups, part)
-            for rank, packed in enumerate(_pack_ranks(samples, layout)):
-                rows[rank].extend(_row(groups, samples, row) for row in packed)
+        for members in mini_batch:
+            samples = _add_rows(rows, groups, members, layout)
             in_loss += _in_loss(samples, layout)
             response_tokens += int(samples.trained_tokens.sum())
             total_tokens += int(samples.tokens.sum())
+        if sum(map(len, early)) == len(groups):
+            for of_rank in rows:
+                of_rank.append([])
         mini_batch_rows.append(len(rows[0]) - before)
         denominators.append(float(layout.denominator_tokens or max(1, in_loss)))
     plan = StepPlan(
@@ -154,8 +163,18 @@ def plan_step(
         stats=dict(stats or {}),
         row_tokens=layout.row_tokens,
         traces=[group.trace for group in groups if group.trace],
+        early=[list(part) for part in early],
     )
     return plan, [RankPlan(rank_rows) for rank_rows in rows]
+
+
+def plan_early(groups: Sequence[PlanGroup], layout: Layout) -> list[RankPlan]:
+    """Return the rows on each rank of an early part that consists of these groups. Raises `PlanningError` like `plan_step`."""
+    _check_lengths(groups, layout.row_tokens)
+    rows: list[list[list[Sample]]] = [[] for _ in range(layout.ranks)]
+    for members in _parts(groups, range(len(groups)), layout):
+        _add_rows(rows, groups, members, layout)
+    return [RankPlan(rank_rows) for rank_rows in rows]
 
 
 def cost(tokens: np.ndarray, shared: np.ndarray | int = 0) -> np.ndarray:
@@ -180,15 +199,35 @@ def _check_lengths(groups: Sequence[PlanGroup], row_tokens: int) -> None:
             )
 
 
-def _parts(groups: Sequence[PlanGroup], members: Sequence[int]) -> list[list[int]]:
-    """Return the groups of a mini-batch that are only scored, if they are worth rows of their own, and the others."""
+def _mini_batches(groups: Sequence[PlanGroup], layout: Layout, early: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """Return [mini-batch][part] -> groups that are packed together."""
+    if not early:
+        dealt = deal([group.tokens for group in groups], min(layout.mini_batches, len(groups)))
+        return [_parts(groups, members, layout) for members in dealt]
+    places = {group.group: place for place, group in enumerate(groups)}
+    parts = [[places.pop(name) for name in part] for part in early]
+    return [[some for part in (*parts, list(places.values())) for some in _parts(groups, part, layout)]]
+
+
+def _parts(groups: Sequence[PlanGroup], members: Sequence[int], layout: Layout) -> list[list[int]]:
+    """Return the groups of a mini-batch that are only scored, if they are worth separate rows, and the others."""
+    if not layout.scored_apart:
+        return [list(members)] if members else []
     parts: dict[bool, list[int]] = {False: [], True: []}
     for member in members:
         parts[groups[member].teaches].append(member)
     scored, every = (sum(groups[member].tokens for member in some) for some in (parts[False], members))
     if scored < WORTH_A_ROW * every:
-        return [list(members)]
+        return [list(members)] if members else []
     return [part for part in parts.values() if part]
+
+
+def _add_rows(rows: list[list[list[Sample]]], groups: Sequence[PlanGroup], members: Sequence[int], layout: Layout) -> _Samples:
+    """Pack these groups into separate rows, and add those to each rank's. Returns the samples."""
+    samples = _columns(groups, members)
+    for rank, packed in enumerate(_pack_ranks(samples, layout)):
+        rows[rank].extend(_row(groups, samples, row) for row in packed)
+    return samples
 
 
 def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
@@ -227,13 +266,14 @@ def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
     columns = (samples.shared.tolist(), samples.context_tokens.tolist(), samples.tokens.tolist())
     responses = [Response(*of) for of in zip(*columns, strict=True)]
     if layout.same_rows:
-        return _deal_rows(pack([responses], budget)[0], costs, layout.ranks)
+        return _deal_rows(list(filter(None, pack([responses], budget)[0])), costs, layout.ranks)
     shares = spread(costs, layout.ranks, samples.tokens >= ALONE * samples.context_tokens)
     packed: list[list[list[int]]] = []
     for share, share_rows in zip(shares, pack([[responses[i] for i in share] for share in shares], budget), strict=True):
         rank_rows = [[share[i] for i in row] for row in share_rows]
         packed.append(sorted(rank_rows, key=lambda row: -int(costs[row].sum())))
-    return packed
+    used = max(sum(map(bool, rank_rows)) for rank_rows in packed)  # packing may leave a row over
+    return [rank_rows[:used] for rank_rows in packed]
 
 
 def _shared(samples: _Samples) -> np.ndarray:

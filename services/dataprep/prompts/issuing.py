@@ -7,14 +7,19 @@ its last second of writes therefore neither skips a prompt nor repeats one.
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
 import structlog
 
 from services.config import RunConfig
-from services.dataprep.prompts.catalogue import PromptSource
+from services.dataprep.prompts.catalogue import Prompt, PromptSource
 from services.dataprep.prompts.curriculum import load_curriculum
-from services.dataprep.prompts.order import Exhausted, Pick, PromptOrder
+from services.dataprep.prompts.order import Draft, Exhausted, Pick, PromptOrder
 from services.dataprep.prompts.seeds import ticket_seed
 from services.protocol.messages import Ticket
+from services.runtime.threads import in_daemon_thread
 from services.runtime.tracing import TraceRecorder
 from services.store import Store
 from services.store.records import PassRate, SweptTable
@@ -35,6 +40,8 @@ class Issuer:
         )  # fmt: skip
         self._environments = config.sources_with_environment
         self._needs_rates = bool(config.filters.exclude_pass_rate or config.data.curriculum)
+        self._drafting = threading.Lock()
+        self._began: float | None = None  # when the draft of an epoch's first prompts began
         self._cursor = 0  # position of `order`
         self.exhausted = ""
 
@@ -55,13 +62,14 @@ class Issuer:
         names = await self.store.tickets.requeued(min(swept.requeued, count)) if swept.requeued and count > 0 else []
         again, rest = [_pick(name, self.source) for name in names], 0 if self.exhausted else count - len(names)
         rates: dict[int, PassRate] = {}
-        if rest > 0 and self._needs_rates and self.order.begins_epoch(rest):
+        begins = rest > 0 and self.order.begins_epoch(rest)
+        if begins and self._needs_rates:
             if 0 <= swept.oldest_outstanding < cursor + count - self.config.slots:
-                rest = 0  # the rows of the epoch depend on the reward of this unfinished ticket
+                rest, begins = 0, False  # the rows of the epoch depend on the reward of this unfinished ticket
             else:
                 rates = await self.store.replay.rates()
         try:
-            draft = self.order.draft(max(rest, 0), cursor, rates, again)
+            draft = await self._draft(begins, max(rest, 0), cursor, rates, again)
         except Exhausted as reason:
             log.warning("prompts exhausted", reason=str(reason))
             self.exhausted, draft = str(reason), self.order.draft(0, cursor, rates, again)
@@ -80,6 +88,26 @@ class Issuer:
             self._cursor = cursor + issued
         return issued
 
+    async def _draft(self, begins: bool, count: int, cursor: int, rates: Mapping[int, PassRate], again: Sequence[Pick]) -> Draft:
+        """Draft the next prompts: those of a new epoch beside the event loop, since a curriculum may take long, one at a time."""
+
+        def draft() -> Draft:
+            with self._drafting:  # a call that was cancelled may still be at it
+                return self.order.draft(count, cursor, rates, again)
+
+        if not begins:
+            return self.order.draft(count, cursor, rates, again)
+        self._began = time.monotonic()
+        try:
+            return await in_daemon_thread(draft)
+        finally:
+            self._began = None
+
+    @property
+    def drafting_s(self) -> float:
+        """Seconds for which the first prompts of an epoch have been drafted; 0: they are not."""
+        return time.monotonic() - self._began if self._began is not None else 0.0
+
     async def issue_again(self, fence: int) -> int:
         """Reissue the next tickets that a restore cut off, and return how many."""
         found = await self.store.tickets.reissue(ISSUE_BATCH)
@@ -92,8 +120,11 @@ class Issuer:
         return issued
 
     def ticket(self, pick: Pick, seq: int) -> Ticket:
-        """Make the ticket of a prompt, as number `seq` of the run. Its trace, if it gets one, begins here."""
-        prompt = self.source.prompt(pick.row)
+        """Make the ticket of a prompt, as number `seq` of the run. Its trace, if it gets one, begins here.
+
+        That of a row that does not exist, which only a foreign dead letter can name, is empty and fails where it is claimed.
+        """
+        prompt = self.source.prompt(pick.row) if pick.row < len(self.source) else Prompt([], "", "")
         return Ticket(
             id=f"{pick.epoch}-{pick.row}", seq=seq, epoch=pick.epoch, index=pick.row,
             seed=ticket_seed(self.config.run.seed, pick.epoch, pick.row), prompt=prompt.tokens,

@@ -12,7 +12,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -22,6 +22,9 @@ from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.files import SourceFile, find_files
 from services.protocol.entries import encode_entry
 from services.runtime.reasoning_tasks import import_factory
+
+if TYPE_CHECKING:
+    import pyarrow
 
 PARQUET_BATCH = 1024  # rows held at a time
 
@@ -42,7 +45,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Needs:
-    """What verifiers need of the rows of a source."""
+    """What verifiers need from the rows of a source."""
 
     answer: bool = True
     """Whether a row without an answer is a fault."""
@@ -148,12 +151,23 @@ def _parquet(given: SourceFile, source: FileSource, needs: Needs) -> Iterator[tu
             wanted = [name for name in dict.fromkeys(read) if name in names]
             number = 0
             for batch in file.iter_batches(PARQUET_BATCH, columns=wanted):
-                for record in batch.to_pylist():
+                for record in _records(batch, f"{given.shown}, rows {number} to {number + batch.num_rows - 1}"):
                     yield f"{given.shown}, row {number}", record if len(wanted) > 1 else dict.fromkeys(names) | record
                     number += 1
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise DataError(
-            f'path of source "{source.name}" = {given.shown!r} is not a parquet file ({error}): correct the path or the kind'
+            f'path of source "{source.name}" = {given.shown!r} is not a parquet file that can be read ({error}): correct the '
+            "path or the kind"
+        ) from None
+
+
+def _records(batch: pyarrow.RecordBatch, where: str) -> list[dict[str, Any]]:
+    """Return the rows of a batch as Python values. `where` is its place, for messages. Raises `DataError`."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError, KeyError) as error:  # not UTF-8, a field twice, a time out of range, an unknown time zone
+        raise DataError(
+            f"{where}: a value cannot be read ({error}): correct it, or name the fields to send in columns of the source"
         ) from None
 
 

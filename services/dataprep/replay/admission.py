@@ -16,6 +16,7 @@ published. With more uses, a replayed group takes a place that then needs no new
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,6 +120,16 @@ def decide(swept: SweptTable, progress: Progress, rules: Rules, waited_s: float)
     if waited_s < rules.overtake_deadline_s:
         return Wait("older_ticket")
     return step if isinstance(step, PassOver) else Prepare(step.groups, step.gaps_until, overtook=True)
+
+
+def certain(swept: SweptTable, outstanding: Sequence[int], rules: Rules) -> tuple[str, ...]:
+    """Return the groups that the next step will have whatever becomes of the tickets in progress, in the order of issue.
+
+    These are the groups with fewer than `prompts_per_step` older places. The sampler is `fifo`; `outstanding` are the issue
+    sequences of the oldest tickets that are not settled, at least `prompts_per_step` of them if there are as many.
+    """
+    places = sorted([*outstanding, *swept.gaps, *(seq for _, seq in swept.first)])[: rules.prompts_per_step]
+    return tuple(group for group, seq in sorted(swept.first, key=lambda one: one[1]) if seq <= places[-1])
 
 
 def _in_order(swept: SweptTable, rules: Rules) -> Prepare | PassOver | None:

@@ -1,4 +1,4 @@
-"""Decides what becomes of a finished group. Pure.
+"""Decides the outcome of a finished group. Pure.
 
 Guarantees: an invalid header goes to the dead letters with the reason; the filters run in the order of docs/semantics.md.
 """
@@ -18,6 +18,8 @@ from services.protocol.messages import Header
 from services.store import HeaderEntry, Settlement
 
 ROUNDING = 1e-8  # of sums of floats, relative
+NUMBERS = 10**9
+"""Epochs and rows are below this (store/functions/arguments.lua)."""
 _OWN = ("solved", "turns", "tool_s", "tool_calls", "malformed_calls")  # columns with a value for each rollout, or none
 
 
@@ -70,6 +72,8 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
             return f"the header has {len(column)} {name}, but {n} rewards"
     if header.ticket != f"{header.epoch}-{header.index}":
         return f"epoch {header.epoch} and row {header.index} do not belong to ticket {header.ticket}"
+    if not (0 <= header.epoch < NUMBERS and 0 <= header.index < NUMBERS):
+        return f"epoch {header.epoch} and row {header.index} are impossible"
     if all(header.source != source.name for source in config.data.sources):
         return f"no prompt source is called {header.source!r}"
     if fault := _score_fault(header, config):

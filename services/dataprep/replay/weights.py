@@ -30,8 +30,8 @@ def table_rules(config: RunConfig) -> TableRules:
 
 
 def uniform(seed: int, group: str, use: str) -> float:
-    """Return a number in (0, 1) of 53 bits, a function of the arguments alone."""
-    return ((drawn(64, seed, group, use) >> 11) + 0.5) / 2**53
+    """Return a number in (0, 1) of 52 bits, a function of the arguments alone."""
+    return ((drawn(64, seed, group, use) >> 12) + 0.5) / 2**52  # with a bit more, the sum may be rounded to 1
 
 
 def exponential(seed: int, group: str, draw: int) -> float:

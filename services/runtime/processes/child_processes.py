@@ -42,7 +42,7 @@ class ServicePlan:
     pods: tuple[ProcessPlan, ...]
     collective: bool = False  # the pods meet at MASTER_PORT, which changes with every start
     essential: bool = True  # the run cannot continue without it
-    stays: bool = False  # does not end with the run, only when asked to
+    stays: bool = False  # does not end with the run, only on request
     stop_s: float = STOP_S  # how long it may take to end after it was asked to
 
 
@@ -145,7 +145,7 @@ class ChildService:
     @property
     def alive(self) -> bool:
         """Return whether any pod runs."""
-        return any(code is None for code in self.codes)
+        return any(pod.pid and pod.code is None for pod in self.pods)
 
     def terminate(self) -> None:
         """Ask every pod to exit."""
@@ -154,7 +154,7 @@ class ChildService:
             pod.terminate()
 
     def retire(self) -> None:
-        """Ask it to exit for good."""
+        """Ask it to exit, and not to be restarted."""
         self.retired = True
         self.terminate()
 

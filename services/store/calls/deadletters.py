@@ -14,7 +14,7 @@ class DeadLetterStream(Facet):
     """Reads dead letters and requeues their tickets."""
 
     async def count(self) -> int:
-        """Return how many are kept."""
+        """Return the number of dead letters that are kept."""
         return int(await self._redis.ask(self._redis.commands.xlen(self._keys.deadletter)))
 
     async def page(self, count: int = 100, before: str = "") -> list[DeadLetter]:
@@ -28,20 +28,25 @@ class DeadLetterStream(Facet):
         entries = await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, id, id))
         return _read(*entries[0]) if entries else None
 
-    async def in_a_row(self) -> list[str]:
-        """Return the entries since the last group that was generated and scored, oldest first."""
-        (last,) = await self._redis.send(("HGET", self._keys.run, "letter_before"))
+    async def in_a_row(self, since_pause: bool = False) -> list[str]:
+        """Return the entries of tickets that failed since the last group that was generated and scored, oldest first.
+
+        `since_pause`: only those that failed since the run was last paused because of that (`pause_failing`).
+        """
+        marks = ("letter_before", "letter_paused") if since_pause else ("letter_before",)
+        (said,) = await self._redis.send(("HMGET", self._keys.run, *marks))
+        last = max((entry.decode() for entry in said if entry), key=_place, default="")
         found: list[str] = []
-        after = f"({last.decode()}" if last else "-"
+        after = f"({last}" if last else "-"
         while entries := await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, after, "+", REQUEUED_TOGETHER)):
-            found += [entry.decode() for entry, _ in entries]
-            after = f"({found[-1]}"
+            found += [letter.id for letter in (_read(entry, fields) for entry, fields in entries) if letter.failed]
+            after = f"({entries[-1][0].decode()}"
         return found
 
     async def requeue(self, ids: Sequence[str]) -> list[Requeued]:
         """Remove dead letters from the stream and have their tickets issued again. Safe to repeat.
 
-        A dead letter that was not counted as failed, or whose ticket is elsewhere by now, stays, with the reason.
+        A dead letter that was not counted as failed, or whose ticket is now elsewhere, stays; its result has the reason.
         """
         answers: list[Requeued] = []
         for first in range(0, len(ids), REQUEUED_TOGETHER):
@@ -50,6 +55,12 @@ class DeadLetterStream(Facet):
                 id, ticket, refusal = (part.decode(errors="replace") for part in reply[i : i + 3])
                 answers.append(Requeued(id, ticket, refusal, bool(reply[i + 3])))
         return answers
+
+
+def _place(entry: str) -> tuple[int, int]:
+    """Return the place of an entry in its stream."""
+    ms, _, number = entry.partition("-")
+    return int(ms), int(number)
 
 
 def _read(entry: bytes, fields: dict[bytes, bytes]) -> DeadLetter:

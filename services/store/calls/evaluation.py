@@ -117,13 +117,12 @@ class EvaluationCalls(Facet):
         return {ticket.decode() for ticket in await self._redis.call("eval_renew", member, int(lease_s * 1000), *_pairs(claims))}
 
     async def submit(self, member: str, claim: Claim, header: Header) -> bool:
-        """Submit a result, once. Returns False if the ticket was no longer held."""
+        """Submit a result, at most once. Returns False if the ticket was no longer held."""
         return bool(await self._redis.call("eval_submit", member, claim.entry, claim.fence, codec.encode(header)))
 
     async def fail(self, member: str, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back after a failure. Returns True if that was one too many, so that the round cannot be completed."""
-        said = reason.encode("utf-8", "replace")  # it may repeat a lone surrogate, which cannot be encoded
-        return int(await self._redis.call("eval_fail", member, claim.entry, claim.fence, max_attempts, said)) == 1
+        """Hand a ticket back after a failure. Returns True if it failed too often, so that the round cannot be completed."""
+        return int(await self._redis.call("eval_fail", member, claim.entry, claim.fence, max_attempts, reason)) == 1
 
     async def results(self) -> dict[str, bytes]:
         """Return the encoded headers of the open round by ticket."""

@@ -25,7 +25,7 @@ class ReplayTable(Facet):
     async def settle(self, fence: int, settlements: Sequence[Settlement]) -> int:
         """Settle headers, some in one call; a full table evicts first. Returns how many were not settled before."""
         calls: list[tuple[Any, ...]] = []
-        for first in range(0, len(settlements) or 1, SETTLED_TOGETHER):  # of none, too: it may raise `Fenced`
+        for first in range(0, len(settlements) or 1, SETTLED_TOGETHER):  # also without any: it may raise `Fenced`
             args: list[Any] = []
             for s in settlements[first : first + SETTLED_TOGETHER]:
                 kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), float(s.rate[2]))
@@ -56,6 +56,11 @@ class ReplayTable(Facet):
             weights={group: weight for group, _, weight in ahead},
         )
 
+    async def outstanding(self, count: int) -> list[int]:
+        """Return the issue sequences of the oldest `count` tickets that are not settled."""
+        found = await self._redis.send(("ZRANGE", self._keys.outstanding, 0, count - 1, "WITHSCORES"))
+        return [int(seq) for seq in found[0][1::2]]
+
     async def groups(self, names: Sequence[str]) -> list[BufferedGroup]:
         """Return groups of the table by name, in that order, omitting those that are missing."""
         if not names:
@@ -70,7 +75,7 @@ class ReplayTable(Facet):
     async def reweigh(self, fence: int, weights: Mapping[str, float]) -> int:
         """Give groups new weights, 0..1e9, from the trainer. Skips groups that have left the table.
 
-        Returns how many were there.
+        Returns how many were still there.
         """
         pairs = [(group, float(weight)) for group, weight in weights.items()]
         pieces = [pairs[i : i + REWEIGHED_TOGETHER] for i in range(0, len(pairs), REWEIGHED_TOGETHER)]
@@ -82,7 +87,7 @@ class ReplayTable(Facet):
     async def rescale(self, fence: int, base: int, new_base: int, factor: float) -> int:
         """Multiply all weights by `factor`, once, when weights by recency become relative to `new_base`. Returns how many.
 
-        One that another leader began is completed instead, so the new base may be another: read it again.
+        If another leader began to rescale, that is completed instead, so the new base may differ: read it again.
         """
         scaled, going = 0, 1
         while going:  # a call rescales a few hundred

@@ -20,7 +20,7 @@ class Runs(Facet):
         self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None, payload_shards: int = 0,
         defining: bytes = b"",
     ) -> bool:  # fmt: skip
-        """Create the run, or attach to the same one (returns False). `defining`: the keys of which `config` is the digest.
+        """Create the run, or attach to the same one (returns False). `defining`: the keys that `config` is the digest of.
 
         Raises `DifferentRun` if another run has the name, `StoreError` if its payloads cannot be stored in that many shards.
         """
@@ -55,25 +55,30 @@ class Runs(Facet):
         """Request that `generator`, `dataprep` or `trainer` pods pause until resumed. `why` also names the requester."""
         await self._desire(f"paused:{role}", f"{mode}@{time.time():.0f} {why}")
 
-    async def resume(self, role: str) -> None:
-        """Request that pods of the role resume."""
+    async def resume(self, role: str, why: str = "") -> None:
+        """Request that pods of the role resume. `why` also names the requester (`RunState.last_resume`)."""
+        await self._desire("last_resume", f"{time.time():.0f} {why}" if why else "")  # first: who sees it resumed sees why
         await self._desire(f"paused:{role}", "")
 
-    async def pause_failing(self, why: str) -> None:
-        """Request that dataprep pauses until resumed, because one prompt after another fails (`RunState.failing`)."""
+    async def pause_failing(self, why: str, letter: str) -> None:
+        """Request that dataprep pauses until resumed, because one prompt after another fails (`RunState.failing`); `letter` is
+        the dead letter of the last one.
+        """
         await self.pause("dataprep", FAILING + why)
+        await self._desire("letter_paused", letter)
 
     async def failed(self) -> int:
-        """Return how many tickets have failed for good and are not requeued, of the whole run."""
+        """Return how many tickets of the whole run have failed for good and are not requeued."""
         (count,) = await self._redis.send(("HGET", self._keys.ledger, "failed"))
         return int(count or 0)
 
-    async def request_restore(self, step: int | None) -> None:
+    async def request_restore(self, step: int | None, why: str = "") -> None:
         """Request that the run, ended or not, is restored to the checkpoint of `step`: its trainer restarts and does it.
 
-        None withdraws the request.
+        None withdraws the request. `why` also names the requester.
         """
-        await self._desire("restore", "" if step is None else str(step))  # first: from here on the run does not end
+        await self._desire("restore_why", "" if step is None else f"{step} {why}")
+        await self._desire("restore", "" if step is None else str(step))  # from here on the run does not end
         if step is not None:
             await self._desire("stopping", "")
             await self._desire("finished", "")
@@ -87,7 +92,7 @@ class Runs(Facet):
         await self._desire("scale:generator", f"{replicas} {why}")
 
     async def bound_generators(self, limit: int | None) -> None:
-        """Set how many generators fit where they are started; None: no bound."""
+        """Set how many generators fit on the machine that starts them; None: no bound."""
         await self._desire("most:generator", "" if limit is None else str(limit))
 
     async def followed_generators(self, replicas: int) -> None:

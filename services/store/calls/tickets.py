@@ -126,7 +126,7 @@ class Tickets(Facet):
         return reply[0].decode(), claims
 
     async def fences(self) -> set[str]:
-        """Return the fences of all claims there are, those of evaluations included."""
+        """Return the fences of all current claims, including those of evaluations."""
         replies = await self._redis.send(("HGETALL", self._keys.claims), ("HGETALL", self._keys.evaluation("claims")))
         return {holder.rpartition(b"|")[2].decode() for claims in replies for holder in claims[1::2]}
 
@@ -141,8 +141,7 @@ class Tickets(Facet):
 
     async def fail(self, consumer: str, claim: Claim, reason: str, max_attempts: int) -> bool:
         """Hand a ticket back after a failure, or after `max_attempts` failures make it a dead letter (returns True)."""
-        said = reason.encode("utf-8", "replace")  # it may repeat a lone surrogate, which cannot be encoded
-        args = (consumer, claim.entry, claim.fence, claim.ticket_id, claim.body, max_attempts, said)
+        args = (consumer, claim.entry, claim.fence, claim.ticket_id, claim.body, max_attempts, reason)
         return int(await self._redis.call("fail", *args)) == 1
 
     async def submit(self, consumer: str, claim: Claim, header: Header, payload: bytes, ttl_s: int) -> bool:
@@ -182,8 +181,8 @@ class Tickets(Facet):
         return await self._redis.ask(self._redis.commands.get(self._keys.partial(ticket)))
 
     async def commit_turn(self, consumer: str, claim: Claim, place: TurnPlace, record: bytes, ttl_s: int) -> bool:
-        """Append a record to the history of a rollout. Returns False if the ticket was no longer held or the rollout has
-        started again. Records that are appended at the same time share a request. Raises `OutOfOrder` if none is before it.
+        """Append a record to the history of a rollout. Returns False if the ticket was no longer held or the rollout has started
+        again. Records that are appended at the same time share a request. Raises `OutOfOrder` if the record before it is missing.
         """
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, *place, record)
         answer = await self._commits.ask(_Commit(ttl_s, args))

@@ -14,8 +14,8 @@ from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, Sto
 from services.protocol.keys import Keys
 from services.store.connection.client import Login, check_server, closed, explain, facts, limits, make_client, redis_errors
 from services.store.connection.commands import Commands, Subscription
-from services.store.connection.fast_connection import FastConnection, redis_error
-from services.store.connection.login import direct, shown
+from services.store.connection.fast_connection import FastConnection, limit, redis_error
+from services.store.connection.login import AGAIN_S, direct, shown
 from services.store.connection.replies import ErrorReply
 from services.store.functions import library
 
@@ -38,7 +38,7 @@ class Connection:
         login: Login | None = None,
         owner: SlotOwner | None = None,
     ) -> None:
-        """`client`: None has one made for `url` when it is first needed. `owner`: of the run's slot; None: the server is not a
+        """`client`: by default, created for `url` when first needed. `owner`: of the run's slot; None: the server is not a
         node of a Cluster.
         """
         self.keys, self.url, self.login, self.owner = keys, url, login or Login(), owner
@@ -59,7 +59,7 @@ class Connection:
         keys = Keys(run)
         store = cls(None, keys, url, login, await check_server(url, login, keys.prefix))
         async with AsyncExitStack() as undone:
-            undone.push_async_callback(store.close)  # also of an attempt that is cancelled: nobody else would
+            undone.push_async_callback(store.close)  # also if the attempt is cancelled: nobody else would close it
             [loaded] = await store._exchange([store._load])
             store._check_load(loaded)
             undone.pop_all()
@@ -109,7 +109,9 @@ class Connection:
         return (await self.send(self.function(function, *args)))[0]
 
     def function(self, name: str, *args: Any) -> tuple[Any, ...]:
-        return ("FCALL", f"{self._library}_{name}", 1, self.keys.prefix, *args)
+        """Return the command that calls a function. Text may repeat a lone surrogate, which has no encoding: `?` replaces it."""
+        encoded = (arg.encode("utf-8", "replace") if isinstance(arg, str) else arg for arg in args)
+        return ("FCALL", f"{self._library}_{name}", 1, self.keys.prefix, *encoded)
 
     async def send(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Send commands in one request. Returns their replies; raises the store's error for the first one that failed."""
@@ -143,7 +145,7 @@ class Connection:
     async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the replies to commands on one connection, with errors as values."""
         if self._plain is not None:
-            return await self.ask(_replies(self._plain, commands))
+            return await self.ask(_bounded(_replies(self._plain, commands)))
         assert self._fast is not None
         return await self.ask(self._fast.ask(commands))
 
@@ -175,6 +177,12 @@ class Connection:
                 return explain(self.url, redis_error(error))
             case _:
                 return explain(self.url, error) if isinstance(error, redis_errors()) else error
+
+
+async def _bounded(replies: Awaitable[T]) -> T:
+    """Await replies through redis-py, all attempts together for no longer than a `FastConnection` would."""
+    async with limit(limits().reply_s + AGAIN_S):
+        return await replies
 
 
 async def _replies(plain: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -1,8 +1,9 @@
 """A fast connection to Redis for the hot path: requests go straight to the socket without copying payloads, replies straight into
 hiredis' parser.
 
-Guarantees: every wait has a limit; a request whose connection broke is sent again, by the retry rule of its redis-py client, so
-every command must be safe to send twice; a connection on which a request failed or was cancelled is closed.
+Guarantees: every wait has a limit, and so have a request's attempts together; a request whose connection broke is sent again, by
+the retry rule of its redis-py client, so every command must be safe to send twice; a connection on which a request failed or was
+cancelled is closed.
 For plain TCP only: over TLS and unix sockets the store uses redis-py, which takes about twice the CPU time for a payload.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import socket
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import hiredis
 
-from services.store.connection.login import VANISHED, Owner
+from services.store.connection.login import AGAIN_S, VANISHED, Owner
 from services.store.connection.replies import LATER, ErrorReply
 
 if TYPE_CHECKING:
@@ -62,11 +64,12 @@ class FastConnection:
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send commands in one request. Returns their replies, with errors as values."""
-        pieces = _pieces(commands)
+        pieces, began = _pieces(commands), time.monotonic()
         try:
             return await self._once(pieces, len(commands))
-        except Exception as error:  # of any kind: the retry rule knows for which to try again
-            return await self._again(error, pieces, len(commands))
+        except Exception as error:  # of any kind: the retry rule decides which to retry
+            async with limit(self._settings["socket_timeout"] + AGAIN_S, began):
+                return await self._again(error, pieces, len(commands))
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -96,7 +99,7 @@ class FastConnection:
     async def _once(self, pieces: Sequence[bytes], count: int) -> list[Any]:
         line = self._idle.pop() if self._idle else await self._connect()
         try:
-            async with _limit(self._settings["socket_timeout"]):
+            async with limit(self._settings["socket_timeout"]):
                 replies = await line.ask(pieces, count)
         except BaseException:  # cancellation too: unknown data may still be in flight on it
             line.close()
@@ -114,7 +117,7 @@ class FastConnection:
             greeting.append(("AUTH", *filter(None, [settings.get("username")]), settings["password"]))
         if settings.get("db"):
             greeting.append(("SELECT", settings["db"]))
-        async with _limit(settings["socket_connect_timeout"]):
+        async with limit(settings["socket_connect_timeout"]):
             owner: Owner | None = settings.get("owner")
             host, port = await owner.find() if owner else (settings.get("host", "localhost"), settings.get("port", 6379))
             line = await _Line.open(host, port)
@@ -132,10 +135,14 @@ _connections: WeakKeyDictionary[aioredis.Redis, FastConnection] = WeakKeyDiction
 
 
 @asynccontextmanager
-async def _limit(seconds: float) -> AsyncGenerator[None]:
-    """Turn errors of the socket or of the protocol, and a wait past the limit, into errors that the retry rule knows."""
+async def limit(seconds: float, began: float | None = None) -> AsyncGenerator[None]:
+    """Turn errors of the socket or of the protocol, and a wait past the limit, into errors that the retry rule knows.
+
+    `began`: the monotonic time from which the limit counts; None: now.
+    """
+    spent = 0.0 if began is None else time.monotonic() - began
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds - spent):
             yield
     except (OSError, hiredis.ProtocolError) as error:  # a wait past the limit is an `OSError`
         from redis.exceptions import ConnectionError, TimeoutError

@@ -14,6 +14,8 @@ server that stalls is not affected, because its host acknowledges.
 """
 Address = tuple[str, int]
 BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 1.0  # between attempts, doubling
+AGAIN_S = 15.0
+"""How much longer than one reply a request may take with all its attempts: enough for an outage and a slow reply after it."""
 DEFAULT_PORT = 6379
 
 
@@ -32,7 +34,7 @@ class Owner(Protocol):
     """Knows the server that serves a run in a Cluster."""
 
     async def find(self) -> Address:
-        """Return its address at present. Raises `ConnectionError`."""
+        """Return its current address. Raises `ConnectionError`."""
         ...
 
 
@@ -46,8 +48,8 @@ class Limits:
 
 
 def direct(url: str, login: Login, limits: Limits) -> dict[str, Any] | None:
-    """Return the settings of a plain TCP connection, named as redis-py names them; None: the address is of another kind, or
-    only redis-py can say what is wrong with it. The address takes precedence over `login`.
+    """Return the settings of a plain TCP connection, with redis-py's names; None: the address is of another kind, or only
+    redis-py can tell what is wrong with it. The address takes precedence over `login`.
     """
     try:
         parts = urlsplit(url)

@@ -1,7 +1,7 @@
 -- Arguments of functions: their kinds, and the check that every function makes before anything else. What a function wrote before
 -- an error stays, so no argument may be found wrong after the first write.
 
--- Kinds of arguments: what an error calls them, and whether a text is one.
+-- Kinds of arguments: their name in errors, and whether a text is one.
 local TEXT = {is = 'a text', fits = function() return true end}
 local INTEGER = {is = 'a whole number', fits = function(text) return string.match(text, '^%-?%d+$') and #text <= 17 end}
 local NATURAL = {is = 'a whole number, 0 or more', fits = function(text) return string.match(text, '^%d+$') and #text <= 16 end}

@@ -1,5 +1,5 @@
 -- Control: a run's identity, leadership, desired state, the end, and the count of everything.
--- reads and writes: run, defining, tickets, headers, outstanding, replay:*, step:<s>, ledger
+-- reads and writes: run, defining, tickets, headers, outstanding, replay:*, step:<s>, early, ledger
 
 local SAMPLER = {is = 'a sampler', fits = function(text) return FIRST[text] end}
 local REMOVER = {is = 'a remover', fits = function(text) return REMOVERS[text] end}
@@ -35,8 +35,8 @@ register('create', {
   return 1
 end)
 
--- args: token, number of steps. A run that is resumed may be given another number; if it had finished and has steps left, it
--- continues, even if it was ended early. A repeated call, however late, changes nothing: the run may have another number by then.
+-- args: token, number of steps. A resumed run may be given another number; if it had finished and has steps left, it continues,
+-- even if it was ended early. A repeated call, however late, changes nothing: the run may have yet another number by then.
 -- Returns 1 if the number changed, 0 if not or if there is no run.
 register('set_steps', {'token', TEXT, 'steps', POSITIVE}, function(prefix, args)
   local key, steps, before = prefix .. ':run', args[2], answered(prefix, args[1])
@@ -74,10 +74,14 @@ register('step_down', {'candidate', TEXT}, function(prefix, args)
   return 1
 end)
 
--- args: token. A trainer starts: anything that an older one still sends is rejected from now on. Returns the fencing number, and
--- the same one if the call is repeated, however late: it must not reject the trainer that came next.
+-- args: token. A trainer starts: calls of older trainers are rejected from now on. Returns the fencing number, and the same one
+-- if the call is repeated, however late: a late repeat must not reject the trainer that came next. Early parts were offered to
+-- the older trainer: this one has trained on none, and its ranks or rows may differ.
 register('attach_trainer', {'token', TEXT}, function(prefix, args)
-  return answered(prefix, args[1]) or record_answer(prefix, args[1], next_fences(prefix, 'trainer_fence', 1)[1])
+  local given = answered(prefix, args[1])
+  if given then return given end
+  redis.call('UNLINK', prefix .. ':early')
+  return record_answer(prefix, args[1], next_fences(prefix, 'trainer_fence', 1)[1])
 end)
 
 -- args: token, field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `object:generator`, `stopping`,

@@ -28,7 +28,7 @@ end
 
 -- args: token, entries of the dead-letter stream. Each that was counted as failed and whose ticket is nowhere else leaves the stream and
 -- waits to be issued again. Returns {entry, ticket, refusal, 1 if an earlier call put it back, …}; with an empty refusal it was
--- put back. A repeated call changes nothing, and is answered the same even after the run is over.
+-- put back. A repeated call changes nothing, and gets the same reply even after the run is over.
 register('requeue', {'token', TEXT, EACH, 'entry', TEXT}, function(prefix, args)
   local refusal = busy(prefix)
   if refusal then return refusal end

@@ -11,7 +11,7 @@
 --   eval:expiries   hash  ticket -> leases that expired
 --   eval:volunteers zset  member that stays on the version -> when it was admitted, ms
 --   eval:results    hash  ticket -> header
--- A set of tickets that is known from the start needs no stream: a queue by time gives the order of claims, their leases and the
+-- Tickets that are all known from the start need no stream: a queue by time gives the order of claims, their leases and the
 -- remaining tickets, and leaves no consumers behind.
 
 local QUEUES = {'queue', 'queue:rollouts'} -- of generators and of environments
@@ -29,7 +29,7 @@ local function alive(prefix, member, since)
   return heard and tonumber(heard) >= since
 end
 
--- Set when a ticket that has no result may be claimed, in whichever queue it is.
+-- Set the time from which a ticket without a result may be claimed, in whichever queue it is.
 local function defer(prefix, ticket, until_ms)
   for _, queue in ipairs(QUEUES) do redis.call('ZADD', part(prefix, queue), 'XX', until_ms, ticket) end
 end
@@ -65,8 +65,8 @@ local function trainers_left(prefix, member, since)
   return left
 end
 
--- args: leader fence, version, then of each ticket its id, its body, and 1 if its rollouts run in an environment, else 0. Returns 1 if the round of `version` is open, now or by an earlier
--- call; 0 if another is, or the version was handled before.
+-- args: leader fence, version, then of each ticket its id, its body, and 1 if its rollouts run in an environment, otherwise 0.
+-- Returns 1 if the round of `version` is open, now or by an earlier call; 0 if another is, or the version was handled before.
 register_leader('eval_open', {'version', INTEGER, EACH, 'ticket', TEXT, 'body', TEXT, 'rollouts', NATURAL}, function(prefix, args)
   local version = redis.call('HGET', part(prefix, 'round'), 'version')
   if version then return version == args[2] and 1 or 0 end
@@ -108,7 +108,7 @@ register('eval_volunteer', {
   end
   if redis.call('ZSCORE', volunteers, member) then return 1 end
   local hopeless = redis.call('HEXISTS', part(prefix, 'round'), 'fault') == 1
-  local served = redis.call('ZCARD', part(prefix, 'queue:rollouts')) -- whoever holds these asks a volunteer
+  local served = redis.call('ZCARD', part(prefix, 'queue:rollouts')) -- their holders need a volunteer to sample
   if hopeless or redis.call('ZCOUNT', part(prefix, 'queue'), '-inf', now) + served == 0 then return 0 end
   if version ~= run[1] then -- after the last version there is nothing left to train
     local evaluating = 0
@@ -197,8 +197,8 @@ register('eval_submit', {'member', TEXT, 'ticket', TEXT, 'fence', NATURAL, 'head
   return 1
 end, true)
 
--- args: member, ticket, fence, max attempts, reason. Hands a ticket back after a failure. Returns 1 if it was one too many, after
--- which the round must be abandoned; 0 if handed back; -1 if it was no longer held.
+-- args: member, ticket, fence, max attempts, reason. Hands a ticket back after a failure. Returns 1 if it failed too often, so
+-- that the round must be abandoned; 0 if handed back; -1 if it was no longer held.
 register('eval_fail', {
   'member', TEXT, 'ticket', TEXT, 'fence', NATURAL, 'max attempts', NATURAL, 'reason', TEXT,
 }, function(prefix, args)

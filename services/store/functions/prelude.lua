@@ -6,15 +6,16 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- Return the run's own time, ms, for leases, freezes and heartbeats. It passes as the server's clock does, but never goes back: a
--- server whose clock is behind the time that the run has seen (a failover, a step of NTP) makes it stand still until `tick`.
+-- Return the run's own time, ms, for leases, freezes and heartbeats. It passes as the server's clock does, but never goes back:
+-- if the server's clock is behind the time that the run has seen (a failover, a step of NTP), it stands still until `tick`.
 local function run_ms(prefix)
   local seen = redis.call('HMGET', prefix .. ':run', 'clock_ms', 'clock_ahead_ms')
   return math.max(now_ms() + (tonumber(seen[2]) or 0), tonumber(seen[1]) or 0)
 end
 
--- Return the run's time, and store it; also how far it is ahead of the server's clock. If the server's clock went back, the run's time is from now on ahead of it, and passes
--- again. Called at least every few seconds of a run, by whoever leads or claims.
+-- Return the run's time, and store it; also how far it is ahead of the server's clock. If the server's clock went back, the run's
+-- time advances again, ahead of that clock from now on. Called at least every few seconds of a run, by the calls that lead or
+-- claim.
 local function tick(prefix)
   local run, clock = prefix .. ':run', now_ms()
   local seen = redis.call('HMGET', run, 'clock_ms', 'clock_ahead_ms', 'protocol')
@@ -24,7 +25,7 @@ local function tick(prefix)
   return clock + ahead, ahead
 end
 
--- Each topic has a channel, so that a process hears only of what it waits for. The topics are in services/protocol/keys.py.
+-- Each topic has a channel, so that a process receives only what it waits for. The topics are in services/protocol/keys.py.
 local function notify(prefix, topic)
   redis.call('PUBLISH', prefix .. ':notifications:' .. topic, topic)
 end
@@ -33,8 +34,8 @@ local function number(prefix, field)
   return tonumber(redis.call('HGET', prefix .. ':run', field))
 end
 
--- Return the next `n` fencing numbers of a kind, as text. None is ever given twice, not even by a server that lost its last
--- second in a crash: they start at the clock in µs, or after the last one if that is later.
+-- Return the next `n` fencing numbers of a kind, as text. No number is ever returned twice, not even by a server that lost its
+-- last second of writes in a crash: they start at the clock in µs, or after the last one if that is later.
 local function next_fences(prefix, field, n)
   local time, fences = redis.call('TIME'), {}
   local first = math.max((number(prefix, field) or 0) + 1, tonumber(time[1]) * 1000000 + tonumber(time[2]))
@@ -65,8 +66,8 @@ local function free_slots(prefix, n)
   end
 end
 
--- Return why the state of dataprep must not be changed now, or nil: it is being copied or loaded (snapshot.lua). A copy whose
--- process is gone blocks nobody for longer than its lease.
+-- Return why the state of dataprep must not be changed now, or nil: it is being copied or loaded (snapshot.lua). If the copying
+-- process is gone, this lasts no longer than its lease.
 local function busy(prefix)
   local run = prefix .. ':run'
   local held = redis.call('HMGET', run, 'frozen_until_ms', 'restoring')
@@ -191,21 +192,21 @@ local function bury(prefix, ticket, reason, body)
   count(prefix, 'failed', 1)
 end
 
--- Groups that end without being trained wait here for the sample log (services/tracker/samples), instead of being deleted with their
--- tokens. Only while a tracker renews its lease, and only as many as these: a tracker that is gone or slow costs a bounded part of
--- memory and holds nothing up. What is not kept although it is in the log's share is counted.
+-- Groups that end without being trained wait here for the sample log (services/tracker/samples), instead of being deleted with
+-- their tokens. Only while a tracker renews its lease, and only as many as these: a tracker that is gone or slow costs a bounded
+-- part of memory and delays nothing. Groups in the log's share that are not kept are counted.
 -- owns: samples       stream  ticket, outcome, payload, header, step that was being prepared, incarnation, size
 --       samples:state hash    lease, share, bytes that wait, last logged step, what was missed, by outcome,
 --                             and the first step of each incarnation that a restore began
 local SAMPLES_KEPT = 2048
 local SAMPLE_BYTES = 67108864
 
--- Return whether the sample log has a ticket: its hash is below `share`, of 2^32.
+-- Return whether a ticket is in the sample log's share: its hash is below `share`, of 2^32.
 local function is_sampled(share, ticket)
   return share and tonumber(string.sub(redis.sha1hex(ticket), 1, 8), 16) < tonumber(share)
 end
 
--- Return about how many bytes the tokens of a group have. If they are in a shard, its header says so.
+-- Return roughly the size of a group's tokens in bytes. If they are in a shard, the header has the size.
 local function payload_size(prefix, payload, header)
   if payload == '' then return 0 end
   local size = redis.call('STRLEN', prefix .. ':payload:' .. payload)
@@ -214,13 +215,14 @@ local function payload_size(prefix, payload, header)
   return read and type(fields) == 'table' and math.max(tonumber(fields[6]) or 0, 0) or 0
 end
 
--- Keep a group for the sample log. `payload`: name of its tokens, or '' if it has none. Returns true if the log now has charge of them;
--- otherwise the caller deletes them.
+-- Keep a group for the sample log, with the first REASON_BYTES of its outcome. `payload`: name of its tokens, or '' if it has
+-- none. Returns true if the log is now responsible for them; otherwise the caller deletes them.
 local function keep_sample(prefix, ticket, outcome, header, payload)
   local state = prefix .. ':samples:state'
+  outcome = string.sub(outcome, 1, REASON_BYTES)
   local held = redis.call('HMGET', state, 'share', 'until_ms', 'bytes')
   if not is_sampled(held[1], ticket) then return false end
-  local size = #header + payload_size(prefix, payload, header)
+  local size = #outcome + #header + payload_size(prefix, payload, header)
   local bytes = (tonumber(held[3]) or 0) + size
   if run_ms(prefix) >= tonumber(held[2]) or bytes > SAMPLE_BYTES or redis.call('XLEN', prefix .. ':samples') >= SAMPLES_KEPT then
     redis.call('HINCRBY', state, 'missed:' .. string.match(outcome, '^[^:]*'), 1)

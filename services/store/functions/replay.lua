@@ -11,7 +11,7 @@ local function solves(rate, bound)
 end
 
 -- Of a row's settled groups, keep the first issued that is solved, or if none is, the last issued. The result does not depend on
--- the order of settling. A resumed run may have another bound, so whether the held one is solved is not what was stored.
+-- the order of settling. A resumed run may have another bound, so whether the kept group is solved is computed again.
 local function keep_rate(prefix, row, seq, rate, bound)
   local held, solved = redis.call('HGET', prefix .. ':rates', row), solves(rate, bound)
   if held then
@@ -188,8 +188,8 @@ end)
 
 -- Weights by recency grow with every version. From time to time all are multiplied by one factor, some groups at a time; nothing is
 -- drawn or inserted meanwhile, because the leader does nothing else.
--- args: leader fence, current base, new base, factor. Goes on with what was begun before, with that factor. Returns {groups
--- rescaled by this call, 1 if the current base still holds, otherwise 0}.
+-- args: leader fence, current base, new base, factor. Continues a rescaling that was begun before, with its factor. Returns
+-- {groups rescaled by this call, 1 if the current base still holds, otherwise 0}.
 register_leader('rescale', {'base', INTEGER, 'new base', INTEGER, 'factor', VARIATE}, function(prefix, args)
   local t = open_table(prefix)
   local state = t.key .. 'state'

@@ -12,14 +12,14 @@
 --
 -- Poisson clocks: a group of weight w rings at now + Exp(1)/w. The first to ring is group i with probability w_i / sum of w, and
 -- by memorylessness no other clock changes when a group is drawn, enters, leaves or changes its weight. Groups of similar weights
--- share a sorted set with a time of its own: beside the rings of light groups, a double could not tell those of heavy ones apart.
--- Time passes in all of them alike.
+-- share a sorted set with its own time: next to the rings of light groups, a double could not tell those of heavy ones apart.
+-- Time passes equally in all sets.
 
 local SHIFT = 4294967296
 local LIGHTEST, HEAVIEST = 1e-9, 1e9 -- as in services/algorithm/sampling_weights.py; lighter is 0
 local CLOCKS, SPAN = 4, 16 -- sets of clocks, each for weights within a factor of 2^16; together for LIGHTEST to HEAVIEST
 local SCALED_TOGETHER = 100 -- groups rescaled by one call: some milliseconds of the server's time
-local LONGEST = 4294967296 -- mean rings of a group: up to there a double resolves ring times to 2^-20 of one
+local LONGEST = 4294967296 -- mean rings of a group: up to this time a double resolves ring times to 2^-20 of one
 local COUNTERS = {'now:1', 'now:2', 'now:3', 'now:4', 'idle_now', 'weight_sum', 'weight_rest', 'inserted', 'drawn', 'capacity', 'max_uses'}
 
 -- Read the table's state at the start of a function; `close_table` writes changes back.
@@ -173,8 +173,9 @@ local function change_weights(t, names, weights)
 end
 
 -- Multiply the weights of groups issued after `after`, at most SCALED_TOGETHER of them, so that the server stays responsive. Returns
--- how many, and the sequence of the last one.
+-- how many, and the sequence of the last one. A table without weights has none to multiply.
 local function scale_weights(t, factor, after)
+  if not t.weighted then return 0 end
   local found = redis.call('ZRANGE', t.key .. 'order', '(' .. after, '+inf', 'BYSCORE', 'LIMIT', 0, SCALED_TOGETHER, 'WITHSCORES')
   local names, weights = {}, {}
   for i = 1, #found, 2 do names[#names + 1] = found[i] end

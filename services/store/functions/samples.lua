@@ -1,10 +1,10 @@
--- Samples: what the tracker says of its sample log (services/tracker/samples).
+-- Samples: what the tracker reports of its sample log (services/tracker/samples).
 -- reads and writes: run, samples, samples:state, payload:<payload>
 
--- args: incarnation of the run, last step whose groups are logged (-1: none), share of tickets that are logged, of 2^32, lease ms, then
--- entries of `samples` that are logged. Renews the tracker's lease, and deletes those entries with their tokens; one that is gone
--- is skipped, and steps never go back within an incarnation, which makes a repeated call harmless. Returns the number of entries
--- that wait.
+-- args: incarnation of the run, last step whose groups are logged (-1: none), share of tickets that are logged, of 2^32, lease
+-- ms, then entries of `samples` that are logged. Renews the tracker's lease, and deletes those entries with their tokens; a
+-- deleted one is skipped, and steps never go back within an incarnation, which makes a repeated call harmless. Returns the number
+-- of entries that wait.
 register('log_samples', {
   'incarnation', NATURAL, 'logged', INTEGER, 'share', NATURAL, 'lease ms', NATURAL, EACH, 'entry', ENTRY,
 }, function(prefix, args)

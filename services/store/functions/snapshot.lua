@@ -3,8 +3,8 @@
 -- A copy is read by plain commands, in pieces that keep the server responsive. It is of one instant because the leader's
 -- functions are rejected meanwhile, and `snapshot_begin` reads at once what generators and people may still change.
 
--- args: trainer fence, token, lease ms. Pauses the leader until `snapshot_end`, or for the length of the lease. Tokens ascend; the call
--- of a snapshot that has ended, or before a later one, is rejected.
+-- args: trainer fence, token, lease ms. Pauses the leader until `snapshot_end`, or for the length of the lease. Tokens ascend; a
+-- call for a snapshot that has ended, or older than the last one, is rejected.
 -- Returns {run, ledger, outstanding, requeued, last dead letter, 1 if an evaluation round is open}; the first two are field,
 -- value, …
 register_trainer('snapshot_begin', {'token', NATURAL, 'lease ms', NATURAL}, function(prefix, args)
@@ -44,8 +44,9 @@ register_trainer('snapshot_end', {'token', NATURAL}, function(prefix, args)
 end)
 
 -- args: trainer fence, step. From here to `restore_end` nobody leads, nobody claims, and earlier claims are void; the next
--- trainer starts an interrupted restore again. Steps are deleted; those that the sample log has not read are counted. A trainer restores once: its fence names the restore, and a repeated call, however
--- late, changes nothing. The new incarnation is a time, so that it is also new to a server that was replaced by an empty one.
+-- trainer starts an interrupted restore again. Steps are deleted; those that the sample log has not read are counted as missed. A
+-- trainer restores once: its fence names the restore, and a repeated call, however late, changes nothing. The new incarnation is
+-- a time, so that it is also new to a server that was replaced by an empty one.
 register_trainer('restore_begin', {'step', INTEGER}, function(prefix, args)
   local run = prefix .. ':run'
   if redis.call('HGET', run, 'restored_by') == args[1] then return 1 end
@@ -77,7 +78,7 @@ local function not_restoring(prefix, step)
   if redis.call('HGET', prefix .. ':run', 'restoring') ~= step then return redis.error_reply('OUTOFORDER no restore to step ' .. step) end
 end
 
--- Commands that a restore writes with: whether the words after the key are as the command needs them.
+-- Commands that a restore writes with: each checks the words after the key.
 local function all_fit(words, from, every, kind)
   for i = from, #words, every do
     if not kind.fits(words[i]) then return false end
@@ -100,7 +101,7 @@ local WRITES = {
   ZADD = function(words) return #words >= 4 and #words % 2 == 0 and all_fit(words, 3, 2, NUMBER) end,
 }
 
--- Return the commands in args from `at` on; nil if one is incomplete, or none that a restore may send.
+-- Return the commands in args from `at` on; nil if one is incomplete, or is not one that a restore may send.
 local function read_commands(prefix, args, at)
   local commands = {}
   while at <= #args do
@@ -131,7 +132,7 @@ register_trainer('restore_write', {'step', INTEGER, 'piece', POSITIVE, EACH, 'wo
 end, true)
 
 -- args: trainer fence, step, then fields and values of the run's hash. Everything else is in place: the run resumes after `step`,
--- from where the sample log is to know this incarnation to begin. Returns 1, or 0 if this trainer ended its restore before.
+-- which the sample log must know as the beginning of this incarnation. Returns 1, or 0 if this trainer ended its restore before.
 register_trainer('restore_end', {'step', INTEGER, EACH, 'field', TEXT, 'value', TEXT}, function(prefix, args)
   local run = prefix .. ':run'
   local restore = redis.call('HMGET', run, 'restoring', 'restored_by')

@@ -79,8 +79,8 @@ local function survivors(prefix, entries, limit)
   return alive
 end
 
--- Restart the leases of all claims if the server's clock went back since the last claim: streams keep them by that clock, and they
--- would all last longer by as much as it went back.
+-- Restart the leases of all claims if the server's clock went back since the last claim: streams measure them by that clock, so
+-- they would all last longer by as much as it went back.
 local function renew_after_step(prefix)
   local _, ahead = tick(prefix)
   if ahead == (number(prefix, 'leases_ahead_ms') or 0) then return end
@@ -304,7 +304,7 @@ register('save_partial', {
 end, true)
 
 -- args: expiry s, then consumer, entry, fence, ticket, sample, how often its rollout has started again, place and record of each.
--- Appends to what has happened in rollouts: a turn before its tools run, or what the environment replied. Returns of each: 1, also
+-- Appends to the history of rollouts: a turn before its tools run, or the environment's reply. Returns of each: 1, also
 -- to a repeated call; 0 if the ticket was no longer held or the rollout has started again since; -1 if there is no record before it.
 register('commit_turn', {
   'expiry s', POSITIVE, EACH, 'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'sample', NATURAL,
@@ -321,7 +321,7 @@ register('commit_turn', {
         answer = -1
       else
         redis.call('HSETNX', key, sample .. ':' .. place, args[i + 7])
-        if place % 16 == 0 then redis.call('EXPIRE', key, args[1]) end -- every record would make this a third of the time
+        if place % 16 == 0 then redis.call('EXPIRE', key, args[1]) end -- for every record, this would be a third of the time
         answer = 1
       end
     end
@@ -330,9 +330,9 @@ register('commit_turn', {
   return answers
 end, true)
 
--- args: consumer, entry, fence, ticket, sample, how often its rollout has started again with this time, expiry s. Forgets what has
--- happened in a rollout, which starts again. Returns 1, also to a repeated call; 0 if the ticket was no longer held, or the rollout
--- has started again since.
+-- args: consumer, entry, fence, ticket, sample, how often its rollout has started again, including this time, expiry s. Deletes
+-- the history of a rollout, which starts again. Returns 1, also to a repeated call; 0 if the ticket was no longer held, or the
+-- rollout has started again since.
 register('restart_rollout', {
   'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'sample', NATURAL, 'restarts', POSITIVE, 'expiry s', POSITIVE,
 }, function(prefix, args)
@@ -345,4 +345,4 @@ register('restart_rollout', {
   redis.call('HSET', key, sample, args[6])
   redis.call('EXPIRE', key, args[7])
   return 1
-end, true)
+end)

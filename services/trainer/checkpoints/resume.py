@@ -61,7 +61,7 @@ def choose(state: RunState, step: int, plans: Iterable[StepPlan], config: RunCon
     unfit = [plan for plan in plans if not fits(plan, config)]
     shape = f"{config.data_parallel} ranks with rows of {config.trainer.row_tokens} tokens"
     if state.restore >= 0:
-        return Restore(f"step {step} was requested")
+        return Restore(f"step {step} was requested{f' by {state.restore_why}' * bool(state.restore_why)}")
     if state.restoring >= 0:
         return Restore(f"a restore to step {step} was interrupted")
     if step > state.committed_step:

@@ -38,16 +38,25 @@ class Saving:
     ) -> None:  # fmt: skip
         self._config, self._store, self._fence, self._commands, self._recovery = config, store, fence, commands, recovery
         self._call, self._say = call, say
+        self._saved_due = -1  # the last step saved because a checkpoint was due
         self._saved_early = -1  # the last step saved early; Redis may not have shrunk since
         self._handled = ""  # the last checkpoint request that was handled
         self.last = -1
         """Last step covered by a checkpoint."""
         self.failed = 0
         """Checkpoints that failed since then."""
+        self.before: Callable[[], None] = _nothing
+        """Called before a checkpoint is written: what its step still has to record, no later trainer would."""
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`, which is not the last one."""
         return (step + 1) % self._config.checkpoint.every_steps == 0 and step + 1 < self._config.run.steps
+
+    def save_if_due(self, step: int) -> None:
+        """Save if a checkpoint is due after `step`: once per step, like a request."""
+        if self.due(step) and step > self._saved_due:
+            self._saved_due = step
+            self.save(step, must=False)
 
     def save_if_redis_is_nearly_full(self, step: int) -> None:
         """Save early when Redis is nearly full, so that it can drop old steps. Save again only after memory use has fallen
@@ -78,6 +87,7 @@ class Saving:
         """
         if step == self.last or self._recovery.stay_in_step(step).committed_step > step:
             return  # stopped while retraining steps whose plans Redis has: the next trainer retrains them
+        self.before()
         self._say(phase="saving")
         started = time.monotonic()
         if problem := cast(str, self._commands.lead("save", step)):
@@ -92,3 +102,7 @@ class Saving:
         self._recovery.saved()
         self._call(self._store.steps.checkpointed(self._fence, step))
         self._call(self._store.steps.retire())
+
+
+def _nothing() -> None:
+    pass

@@ -32,7 +32,8 @@ from services.trainer.replay import weights
 from services.trainer.state.files import StateError
 from services.trainer.step import batches
 from services.trainer.step.batches import PackedRow, PlanMismatch
-from services.trainer.step.policy import NonFinite, Policy
+from services.trainer.step.gradient import NonFinite
+from services.trainer.step.policy import Policy
 
 RESULTS = "results.json"
 FAILURES = (
@@ -96,7 +97,7 @@ def _known(payloads: dict[str, Payload], plan: RankPlan) -> dict[str, Payload]:
 
 
 class _Seen:
-    """Logprobs and entropy of each row as the loss got them, in the order of training."""
+    """Logprobs and entropy of each row as the loss received them, in the order of training."""
 
     def __init__(self, policy: Policy) -> None:
         self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -111,7 +112,7 @@ class _Seen:
         self._outputs.clear()
 
     def tensors(self, rows: list[PackedRow]) -> dict[str, torch.Tensor]:
-        """Return what was seen of each row, as `row-<n>/<tensor>`."""
+        """Return what was recorded of each row, as `row-<n>/<tensor>`."""
         found = dict[str, torch.Tensor]()
         for number, (row, (logprobs, entropy)) in enumerate(zip(rows, self._outputs, strict=True)):
             found |= {

@@ -37,10 +37,10 @@ class StepMetrics:
         self._sums.append(torch.cat([torch.stack([sums[name] for name in SUMS]).double(), sums[COUNTS]]))
         self._maxima = torch.maximum(self._maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
-    def report(self, flops: float = 0.0) -> dict[str, float]:
+    def report(self, flops: float = 0.0, divisor: float = 1.0) -> dict[str, float]:
         """Return metrics over all ranks, equal on each of them. Collective. Without any token, means and extremes are 0.
 
-        `flops`: those of this rank's rows, 0 if unknown.
+        `flops`: those of this rank's rows, 0 if unknown. `divisor`: of the loss, if the rows' losses are not divided.
         """
         gathered = ranks.gather(([row.tolist() for row in self._sums], flops))
         of_rows = [row for rows, _ in gathered for row in rows]
@@ -52,7 +52,7 @@ class StepMetrics:
         largest = {name: value if tokens else 0.0 for name, value in maxima.items()}
         record = {
             "tokens/train/sum": tokens,
-            "loss/train/sum": sums["loss"],
+            "loss/train/sum": sums["loss"] / divisor,
             "policy_loss/train/mean": mean["policy_loss"],
             "ratio/train/mean": mean["ratio"],
             "ratio/train/var": max(mean["ratio_squared"] - mean["ratio"] ** 2, 0.0),

@@ -1,8 +1,9 @@
 """The policy in training: DeepSpeed engine and reference policy, with one method per training step.
 
 Guarantees: the gradient of a mini-batch is that of the written formula (docs/semantics.md) for any number of ranks, any packing
-and any split into micro-batches, up to rounding; with `trainer.deterministic`, zero_stage 0 and float32 (or adapters), the same
-rows give the same bits on any number of data-parallel ranks; `load` of what `save` wrote continues bit for bit.
+and any split into micro-batches, up to rounding; a step leaves the same bits whether or not some of its rows were trained on
+early; with `trainer.deterministic`, zero_stage 0 and float32 (or adapters), the same rows give the same bits on any number of
+data-parallel ranks; `load` of what `save` wrote continues bit for bit.
 
 Waits for: the other ranks, in every method except the constructor's checks. Each runs the same methods in the same order; a rank
 that dies fails the others' collectives at once (gloo) or after `trainer.step_timeout_s`.
@@ -10,15 +11,12 @@ that dies fails the others' collectives at once (gloo) or after `trainer.step_ti
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from services.config import ConfigError, RunConfig
@@ -39,7 +37,7 @@ from services.trainer.state.archive import Archive
 from services.trainer.state.files import StateError, read_state, write_state
 from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, plan_check, priorities
 from services.trainer.step.batches import PackedRow, PlanMismatch
-from services.trainer.step.fixed_point import FixedPointSum
+from services.trainer.step.gradient import GradientSum, TrainedRow, refuse, score_old
 from services.trainer.step.metrics import Clock, StepMetrics
 from services.trainer.step.utilization import peak_tflops
 
@@ -61,10 +59,6 @@ PROOFS = ".proofs"
 """Folder under run.dir with verification results of models (proofs.py), shared by all runs there."""
 
 
-class NonFinite(RuntimeError):
-    """The loss or its gradient is not finite; the weights of this process must not be used further."""
-
-
 @dataclass(frozen=True)
 class Trained:
     """Results of a training step, equal on every rank except `time/...`, which are this rank's seconds, and `gaps`."""
@@ -74,20 +68,26 @@ class Trained:
     gaps: Tensor | None = None  # codes of the logprob gaps of this rank's rows, [sum R] int8; None unless they are to be logged
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Results of a trained row."""
+@dataclass
+class _UnderWay:
+    """A step in training: this rank's rows so far, and what they gave."""
 
-    learning: Tensor  # [R] bool, which of its tokens remain to be learnt
-    gap: Tensor  # [R] float32, trainer - behaviour logprobs
+    step: int
+    metrics: StepMetrics
+    clock: Clock
+    rows: list[PackedRow] = field(default_factory=list[PackedRow])
+    learns: list[bool] = field(default_factory=list[bool])  # of each row
+    done: list[TrainedRow] = field(default_factory=list[TrainedRow])
+    counts: denominators.Counts = field(default_factory=dict[tuple[str, int], denominators.TokenCounts])  # of early rows
+    early_s: float = 0.0  # time that early rows took
 
 
 class Policy:
     """The model of a run on one rank.
 
-    Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `reference`, `zero_stage`, `world`, `device`,
-    `peak_tflops` (peak of the device, 0 if unknown), `data_rank` (the rank whose rows of a plan this rank trains; all ranks of a
-    sequence-parallel team have the same).
+    Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `gradient`, `reference`, `zero_stage`, `world`,
+    `device`, `peak_tflops` (peak of the device, 0 if unknown), `data_rank` (the rank whose rows of a plan this rank trains; all
+    ranks of a sequence-parallel team have the same).
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -112,65 +112,75 @@ class Policy:
         self._flops = flops.of_model(self.module)
         self.peak_tflops = peak_tflops(config.trainer.peak_tflops, config.model.dtype, self.device)
         self.engine = deepspeed_engine.start(config, scorer)
-        exact = config.trainer.deterministic and deepspeed_engine.keeps_gradients(config)
-        self._exact = FixedPointSum(weight for weight in scorer.parameters() if weight.requires_grad) if exact else None
         self.reference = ReferencePolicy(config, self._scorer, self.engine, world) if config.loss.kl_beta > 0 else None
+        self.gradient = GradientSum(config, self.engine, self.reference, world, self._leads)
+        self._under_way: _UnderWay | None = None
 
     @property
     def vocabulary(self) -> int:
         """Return the number of token ids."""
         return self.module.config.get_text_config().vocab_size
 
+    def early_rows(self, step: int) -> int:
+        """Return how many of this rank's rows of a step were trained on early."""
+        return len(self._under_way.rows) if self._under_way is not None and self._under_way.step == step else 0
+
+    def train_early(self, step: int, given: Sequence[PackedRow]) -> None:
+        """Train on an early part of a step, whose rows on this rank are `given`. Collective."""
+        started, under_way = time.perf_counter(), self._begun(step, 1)
+        (counts,), learns = self._survey(given, [list(range(len(given)))], ends=False)
+        self._add(under_way, given, [None] * len(given), counts, learns, 1.0, ends=False)
+        under_way.counts = denominators.join((under_way.counts, counts))
+        under_way.early_s += time.perf_counter() - started
+        self._under_way = under_way
+
     def train(self, given: Sequence[PackedRow], plan: StepPlan) -> Trained:
         """Run one training step, with one optimizer step per mini-batch of the plan. Collective.
 
-        `given` are this rank's rows, in the plan's order. Raises `PlanMismatch` before anything is trained, and `NonFinite`
-        during training.
+        `given` are this rank's rows, in the plan's order, without those that `train_early` had. Raises `PlanMismatch` before
+        anything is trained, and `NonFinite` during training.
         """
-        ranks.agree(plan_check.fault(plan, len(given), self.config), PlanMismatch)
-        started, clock = time.perf_counter(), Clock(self.device)
-        rows = [row.to(self.device) for row in given]
-        batches = _split(list(range(len(rows))), plan.mini_batch_rows)
-        kind = self.config.loss.denominator
-        token_counts, learns = self._survey(given, batches)
-        shares: list[Tensor] = []  # of each row
-        for of, batch in zip(token_counts, batches, strict=True):
-            shares += denominators.shares([given[i] for i in batch], of, kind)
-        old: list[Tensor | None] = [None] * len(rows)
+        early, kind = self.early_rows(plan.step), self.config.loss.denominator
+        ranks.agree(plan_check.fault(plan, len(given), early, self.config), PlanMismatch)
+        started, under_way, self._under_way = time.perf_counter(), self._begun(plan.step, len(plan.mini_batch_rows)), None
+        batches = _split(list(range(len(given))), [plan.mini_batch_rows[0] - early, *plan.mini_batch_rows[1:]])
+        token_counts, learns = self._survey(given, batches, ends=True)
+        old: list[Tensor | None] = [None] * len(given)
         if len(batches) > 1 and not self.config.loss.from_behaviour:
-            with clock.phase("old"):
-                self.engine.eval()
-                old = [_score_frozen(self.engine, row) for row in rows]
-        rate = self._set_learning_rate(plan.step)
-        acts = clips(self.config, len(batches)), not self.config.loss.from_behaviour
-        metrics, norms = StepMetrics(self.device, self.reference is not None, *acts), []
-        greatest = self.config.optimizer.max_grad_norm
-        done: list[_Row] = []
-        for batch, planned, counts in zip(batches, plan.denominators, token_counts, strict=True):
-            divisor = denominators.divisor(planned, counts, kind)
-            done += [
-                self._micro_batch(rows[i], old[i], shares[i], divisor, learns[i], i == batch[-1], metrics, clock) for i in batch
-            ]
-            with clock.phase("step"):
-                if self._exact is not None:
-                    self._exact.reduce(len(batch) * self.world.size)
-                norms.append(self._optimizer_step(plan.step))
-        report = metrics.report(self._flops_of(given, learns))
-        _refuse("the loss", report["loss/train/sum"], plan.step)
+            with under_way.clock.phase("old"):
+                old = score_old(self.engine, given, self.device)
+        rate, norms, divisors = self._set_learning_rate(plan.step), list[float](), list[float]()
+        every = [denominators.join((under_way.counts, token_counts[0])), *token_counts[1:]]
+        for batch, planned, counts, of_batch in zip(batches, plan.denominators, token_counts, every, strict=True):
+            one = slice(batch[0], batch[-1] + 1)
+            divisors.append(denominators.divisor(planned, of_batch, kind))
+            self._add(under_way, given[one], old[one], counts, learns[one], divisors[-1], ends=True)
+            with under_way.clock.phase("step"):
+                norms.append(self.gradient.update(plan.step, plan.mini_batch_rows[len(norms)], divisors[-1]))
+        record = under_way.metrics.report(
+            self._flops_of(under_way.rows, under_way.learns), divisors[0] if self.gradient.divides_last else 1.0
+        )
+        refuse("the loss", record["loss/train/sum"], plan.step)
         if self.reference is not None:
             self.reference.after(plan.step)
-        metrics = report | {
-            "excluded/train/tokens": float(sum(map(denominators.excluded, token_counts))),
+        greatest = self.config.optimizer.max_grad_norm
+        record |= {
+            "excluded/train/tokens": float(sum(map(denominators.excluded, every))),
             "gradient/train/norm": sum(norms) / len(norms),
             "gradient/train/clipped_norm": sum(min(norm, greatest) for norm in norms) / len(norms),
             "learning_rate/train/value": rate,
-            "time/train/total_s": time.perf_counter() - started,
-            **{f"time/train/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
+            "time/train/total_s": under_way.early_s + time.perf_counter() - started,
+            **{f"time/train/{phase}_s": seconds for phase, seconds in under_way.clock.seconds.items()},
         }
-        gaps = logprob_gaps.codes([row.gap for row in done]) if self.config.samples.keep and self._leads else None
+        return self._results(under_way, record)
+
+    def _results(self, trained: _UnderWay, metrics: dict[str, float]) -> Trained:
+        """Return the results of a step that was trained. Collective."""
+        done, keeps = trained.done, self.config.samples.keep and self._leads
+        gaps = logprob_gaps.codes([row.gap for row in done]) if keeps else None
         if self.config.replay.priority != "trainer":
             return Trained(metrics, {}, gaps)
-        mine = priorities.of_rows(given, [row.learning.cpu() for row in done]) if self._leads else {}
+        mine = priorities.of_rows(trained.rows, [row.learning.cpu() for row in done]) if self._leads else {}
         return Trained(metrics, priorities.join(ranks.gather(mine)), gaps)
 
     def save(self, folder: Path) -> None:
@@ -239,64 +249,42 @@ class Policy:
             self.device,
         )
 
-    def _survey(self, rows: Sequence[PackedRow], batches: list[list[int]]) -> tuple[list[denominators.Counts], list[bool]]:
+    def _begun(self, step: int, mini_batches: int) -> _UnderWay:
+        """Return the step whose early rows were trained on, or one that begins."""
+        if self._under_way is not None and self._under_way.step == step:
+            return self._under_way
+        acts = clips(self.config, mini_batches), not self.config.loss.from_behaviour
+        return _UnderWay(step, StepMetrics(self.device, self.reference is not None, *acts), Clock(self.device))
+
+    def _survey(
+        self, rows: Sequence[PackedRow], batches: list[list[int]], ends: bool
+    ) -> tuple[list[denominators.Counts], list[bool]]:
         """Return what the loss counts per response, for each mini-batch, over all ranks; and for each row, whether any rank's
-        row of that place has a gradient, or it is the last of a mini-batch, whose backward pass ends it. Collective.
+        row of that place has a gradient, or it is the last of a mini-batch that `ends`, whose backward pass ends it. Collective.
         """
         mine = [denominators.count_tokens(rows[i] for i in batch) if self._leads else {} for batch in batches]
         moving = [losses.has_gradient(row.advantages, row.weights, self.config.loss) for row in rows]
         counts, moves = zip(*ranks.gather((mine, moving)), strict=True)
-        last = {batch[-1] for batch in batches}
+        last = {batch[-1] for batch in batches} if ends else set[int]()
         learns = [any(of_ranks) or i in last for i, of_ranks in enumerate(zip(*moves, strict=True))]
         return [denominators.join(parts) for parts in zip(*counts, strict=True)], learns
 
-    def _micro_batch(
+    def _add(
         self,
-        row: PackedRow,
-        old: Tensor | None,
-        shares: Tensor,
+        to: _UnderWay,
+        rows: Sequence[PackedRow],
+        old: Sequence[Tensor | None],
+        counts: denominators.Counts,
+        learns: Sequence[bool],
         divisor: float,
-        learns: bool,
-        last: bool,
-        metrics: StepMetrics,
-        clock: Clock,
-    ) -> _Row:
-        """Run the forward pass of a row, and the backward pass if it `learns`."""
-        reference = None
-        if self.reference is not None:
-            with clock.phase("reference"):
-                reference = _score_frozen(self.reference.module, row)
-        with clock.phase("forward"), torch.set_grad_enabled(learns):
-            if self.engine.training != learns:
-                self.engine.train(learns)
-            self.engine.set_gradient_accumulation_boundary(last and self._exact is None)
-            logprobs, entropy = _score(self.engine, row)
-            tokens = losses.Tokens(
-                logprobs=logprobs,
-                old=logprobs.detach() if old is None else old,
-                behaviour=row.behaviour,
-                reference=reference,
-                advantages=row.advantages,
-                weights=row.weights,
-                shares=shares.to(self.device),
-                entropy=entropy if self.config.loss.entropy_coefficient > 0 else entropy.detach(),
-                samples=row.sample_of_token,
-            )
-            output = losses.compute(tokens, self.config.loss, divisor)
-        if self._leads:
-            metrics.add(output.sums, output.maxima)
-        if learns:
-            with clock.phase("backward"):
-                self._backward(output.loss)
-        start = tokens.logprobs.detach() if self.config.loss.from_behaviour else tokens.old
-        return _Row(output.learning, start - row.behaviour)
-
-    def _backward(self, loss: Tensor) -> None:
-        if self._exact is not None:
-            self.engine.backward(loss)
-            self._exact.add()
-        else:
-            self.engine.backward(loss * self.world.size)  # DeepSpeed averages over ranks; the formula sums
+        ends: bool,
+    ) -> None:
+        """Add the gradient of rows of one mini-batch, which `ends` with them. `counts`: of their responses. Collective."""
+        shares, last = denominators.shares(rows, counts, self.config.loss.denominator), len(rows) - 1 if ends else None
+        for i, row in enumerate(rows):
+            to.done.append(self.gradient.add(row, old[i], shares[i], divisor, learns[i], i == last, to.metrics, to.clock))
+        to.rows += rows
+        to.learns += learns
 
     def _flops_of(self, rows: Sequence[PackedRow], learns: Sequence[bool]) -> float:
         """Return the FLOPs that this rank's rows need, 0 if the model's are unknown or another rank counts them."""
@@ -305,41 +293,11 @@ class Policy:
         of_rows = zip(rows, learns, strict=True)
         return sum(self._flops.of_row(row.packing, len(row.targets), trained) for row, trained in of_rows if row.samples)
 
-    def _optimizer_step(self, step: int) -> float:
-        """Clip and update. Returns the gradient's norm before clipping."""
-        if deepspeed_engine.keeps_gradients(self.config):
-            self.engine.set_gradient_accumulation_boundary(True)
-            norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.config.optimizer.max_grad_norm))
-            _refuse("the gradient's norm", norm, step)
-            self.engine.step()
-            return norm
-        self.engine.step()
-        norm = float(self.engine.get_global_grad_norm())
-        _refuse("the gradient's norm", norm, step)
-        return norm
-
     def _set_learning_rate(self, step: int) -> float:
         rate = deepspeed_engine.learning_rate(self.config.optimizer, step, self.config.run.steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         return rate
-
-
-def _score(module: Any, row: PackedRow) -> tuple[Tensor, Tensor]:
-    return module(row.input_ids, row.positions, row.packing, row.predictors, row.targets)
-
-
-def _refuse(name: str, value: float, step: int) -> None:
-    if not math.isfinite(value):
-        raise NonFinite(
-            f"step {step}: {name} is {value}. The step is not committed; lower optimizer.learning_rate or look for "
-            "damaged weights or payloads, and resume from the last checkpoint"
-        )
-
-
-@torch.no_grad()
-def _score_frozen(module: Any, row: PackedRow) -> Tensor:
-    return _score(module, row)[0]
 
 
 def _split(items: list[int], sizes: Sequence[int]) -> list[list[int]]:

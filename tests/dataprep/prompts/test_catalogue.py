@@ -1,4 +1,4 @@
-"""Prompts from files and tasks, tokenised without torch, with every problem reported before a run starts."""
+"""Prompts from files and tasks are tokenised without torch, and every problem is reported before a run starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.config.load import validate
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import PromptOrder, SourceSpan
-from services.dataprep.prompts.rows import read_rows
+from services.dataprep.prompts.rows import Needs, read_rows
 from services.protocol.entries import decode_entry
 
 TEMPLATE = """{%- if messages[0].role == 'assistant' %}{{ raise_exception('an assistant cannot begin') }}{% endif %}
@@ -37,7 +37,7 @@ GSM8K = Path(__file__).parents[2] / "data" / "gsm8k" / "test.jsonl.gz"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small byte-level tokenizer and a chat template."""
+    """Return a folder with a small byte-level tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,7 +98,7 @@ def test_a_prompt_is_rendered_by_the_chat_template(model: Path, tmp_path: Path):
 
 
 def test_another_chat_template_can_be_set(model: Path, tmp_path: Path):
-    """By name, from the tokenizer's templates, or as a file, whose text is stored in the configuration."""
+    """It is the name of one of the tokenizer's templates, or a file, whose text is stored in the configuration."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((model / name).read_bytes())
     path = _write(tmp_path, {"prompt": "How many?", "answer": "4"})
@@ -270,7 +270,7 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
             {},
             r":1: field 'prompt' ends with a message of the assistant, a reply: remove it",
         ),
-        ([{"prompt": "", "answer": ""}], {"chat_template": False, "max_prompt_tokens": 1}, None),  # the BOS token alone
+        ([{"prompt": "", "answer": ""}], {"chat_template": False, "max_prompt_tokens": 1}, None),  # only the BOS token
         (
             [GOOD, {"prompt": "x" * 90, "answer": ""}, {"prompt": "x" * 99, "answer": ""}],
             {"max_prompt_tokens": 50},
@@ -405,4 +405,40 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     body[100:2000] = bytes(1900)
     path.write_bytes(body)
     with pytest.raises(DataError, match=r"damaged\.parquet' cannot be read"):
+        list(read_rows(FileSource(kind="parquet", path=str(path))))
+
+
+def _undecodable() -> pyarrow.Array:
+    """Return a text that is not UTF-8, as a damaged writer may store it."""
+    offsets = pyarrow.array([0, 2], pyarrow.int32()).buffers()[1]
+    return pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, pyarrow.py_buffer(b"\xff\xfe")])
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (_undecodable(), "can't decode byte 0xff"),
+        (pyarrow.array([1], pyarrow.timestamp("ns")), "not safely convertible to microseconds"),
+        (pyarrow.array([2**62], pyarrow.timestamp("us")), "date value out of range"),
+        (pyarrow.array([0], pyarrow.timestamp("us", "Nowhere/Land")), "Nowhere/Land"),
+        (pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([2])], ["x", "x"]), "duplicate field names"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(values: pyarrow.Array, reason: str, tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": ["say 1"], "answer": ["1"], "more": values})
+    pyarrow.parquet.write_table(table, path := tmp_path / "odd.parquet")
+    source = FileSource(kind="parquet", path=str(path))
+    with pytest.raises(DataError, match=rf"odd\.parquet, rows 0 to 0: a value cannot be read \(.*{reason}.*\): correct it"):
+        list(read_rows(source, Needs(columns=True)))
+    assert len(list(read_rows(source))) == 1
+
+
+def test_a_parquet_codec_that_is_not_built_in_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["say 1"], "answer": ["1"]}), path := tmp_path / "p.parquet")
+
+    def refuse(*given: object, **options: object) -> None:
+        raise pyarrow.ArrowNotImplementedError("Support for codec 'lzo' not built")
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", refuse)
+    with pytest.raises(DataError, match=r"p\.parquet' is not a parquet file that can be read \(Support for codec"):
         list(read_rows(FileSource(kind="parquet", path=str(path))))

@@ -1,4 +1,4 @@
-"""Downloading a model into a folder shared by all pods, from a local hub, with the program that the chart runs."""
+"""The program that the chart runs downloads a model from a (local) hub into a folder that all pods share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.preloading.starter import PLAIN
 from tests.support.servers.hub import Hub
 
 NAME = "owner/tiny"
-CHUNK = 10 << 20  # what the library writes at once
+CHUNK = 10 << 20  # size of the library's writes
 WEIGHTS = os.urandom(24_000_000)
 FILES = {"config.json": b'{"model_type": "qwen3"}', "model.safetensors": WEIGHTS, "nested/merges.txt": b"a b\n"}
 HALF = CHUNK + 1_000_000
@@ -30,12 +30,12 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty home folder for the library, without a token."""
+    """Give the library an empty home folder, without a token."""
     monkeypatch.setenv("HF_HOME", str(tmp_path_factory.mktemp("huggingface")))
 
 
 def program(url: str, folder: Path, *words: str) -> tuple[list[str], dict[str, str]]:
-    """Return command and environment of a download. It is not forked, as the library reads its environment on import."""
+    """Return the command and environment of a download. It is not forked, because the library reads its environment on import."""
     given = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     given |= {"HF_ENDPOINT": url, "HF_HOME": os.environ["HF_HOME"], PLAIN: "1"}
     return [sys.executable, "-m", "services.dataprep.prompts.preload", *(words or (NAME,)), str(folder)], given
@@ -57,8 +57,8 @@ def partials(folder: Path) -> list[Path]:
     return list(folder.parent.glob("*.partial"))
 
 
-def told(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the error of a download: its last line, after any progress output."""
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the error of a download, which is the last line, after any progress output."""
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]
 
@@ -85,7 +85,7 @@ def size(path: Path) -> int:
 
 
 def killed_halfway(hub: Hub, folder: Path) -> None:
-    """Kill a download that has the small files and part of the weights."""
+    """Start a download and kill it when it has the small files and part of the weights."""
 
     def halfway() -> bool:
         begun = max(map(size, folder.parent.rglob("*.incomplete")), default=0)
@@ -139,14 +139,14 @@ def test_a_connection_that_keeps_breaking_leaves_no_model(hub: Hub, tmp_path: Pa
     hub.cut_after = 0
     done = download(hub.url, folder)
     assert done.returncode == 1
-    assert told(done).startswith(f"error: {NAME} could not be downloaded whole: ")
-    assert told(done).endswith("run it again to resume")
+    assert error_of(done).startswith(f"error: {NAME} could not be downloaded whole: ")
+    assert error_of(done).endswith("run it again to resume")
     assert not folder.exists()
 
 
 def test_files_of_two_commits_are_not_mixed(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
-    other = tmp_path / f"tiny-2.{'a' * 12}.partial"  # of another model
+    other = tmp_path / f"tiny-2.{'a' * 12}.partial"  # left by the download of another model
     other.mkdir()
     killed_halfway(hub, folder)
     hub.commit, hub.files = "b" * 40, {"config.json": b"{}", "pytorch_model.bin": b"new"}
@@ -182,8 +182,8 @@ def test_an_unusable_folder_is_reported_on_one_line(hub: Hub, tmp_path: Path) ->
     for folder, why in ((tmp_path / "file", "is a file, not a folder"), (tmp_path / "file" / "tiny", "correct model.path")):
         done = download(hub.url, folder)
         assert done.returncode == 2
-        assert str(folder) in told(done)
-        assert why in told(done)
+        assert str(folder) in error_of(done)
+        assert why in error_of(done)
 
 
 def test_an_unreachable_hub_is_reported_on_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Admission: decisions by hand, then whole runs in a simulated world with delays, failures, filters and replay."""
+"""Admission: hand-made decisions, then whole runs in a simulated world with delays, failures, filters and replay."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from services.dataprep.replay.admission import (
     Progress,
     Rules,
     Wait,
+    certain,
     decide,
     is_stale,
     progress_of,
@@ -34,7 +35,7 @@ STEPS = 25
 
 
 def swept(*first: int, **more: Any) -> SweptTable:
-    """The result of a sweep: groups of these issue sequences, none drawn before."""
+    """Return the result of a sweep that finds groups with these issue sequences, none of which has been drawn."""
     found = {
         "stale": 0, "size": len(first), "outstanding": 0, "oldest_outstanding": -1, "inserted": len(first), "drawn": 0,
         "requeued": 0, "uses": {0: len(first)}, "gaps": (),
@@ -43,7 +44,7 @@ def swept(*first: int, **more: Any) -> SweptTable:
 
 
 def looks(**more: Any) -> SweptTable:
-    """The result of a sweep, given by counts only."""
+    """Return the result of a sweep from counts only."""
     return swept(**more)
 
 
@@ -115,7 +116,7 @@ def test_a_rate_limiter_waits_unless_the_run_would_be_stuck() -> None:
 
 
 def test_tickets_fill_the_slots_up_to_the_end_of_the_run() -> None:
-    # 10 slots. Version 3 is published and step 3 prepared, so 2 slots are held by it and 5 by live tickets.
+    # 10 slots. Version 3 is published and step 3 prepared, so the step holds 2 slots, and live tickets hold 5.
     assert tickets_to_issue(looks(outstanding=5), Progress(4, 3, 100, 3), RULES) == 3
     assert tickets_to_issue(looks(outstanding=3, uses={0: 5}), Progress(4, 3, 100, 0), RULES) == 0
     # Steps 4 and 5 are the last: 4 places, of which 3 are taken.
@@ -135,12 +136,12 @@ def test_with_one_use_only_slots_limit_tickets(k: int, staleness: int, live: int
 
 
 def test_several_uses_take_one_place_in_each_of_several_steps() -> None:
-    # Version 4 is published, so a ticket may train in steps up to 6. Two places, three uses: one ticket each, steps 4 to 6.
+    # Version 4 is published, so a ticket can be trained on up to step 6. Two places and three uses: a ticket each, steps 4 to 6.
     assert tickets_to_issue(looks(), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=3)) == 2
-    # With two uses, there are places for three tickets, but the third would train for the second time in step 7.
+    # With two uses, there are places for three tickets, but the second use of the third would be in step 7.
     assert tickets_to_issue(looks(), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=2)) == 2
-    # One place is taken until step 4, so a ticket with two uses starts at 5 there; the other place is free now, twice over
-    # would end at 7.
+    # One place is taken until step 4, so a ticket with two uses starts there in step 5. The other place is free now, but a
+    # second ticket in it would end in step 7.
     assert tickets_to_issue(looks(size=1, uses={1: 1}), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=2)) == 2
     # The run ends with step 4: the second use does not count.
     assert tickets_to_issue(looks(size=1, uses={1: 1}), Progress(4, 4, 5, 6), Rules(2, 2, max_uses=2)) == 1
@@ -151,7 +152,7 @@ def test_several_uses_take_one_place_in_each_of_several_steps() -> None:
 
 
 def test_an_unordered_sampler_may_use_a_group_in_any_step() -> None:
-    # Six places in steps 4 to 6 are three tickets' uses; a ticket with two and a group with one leave places for one more.
+    # The six places in steps 4 to 6 suffice for three tickets. One ticket with two uses and a group with one leave room for one.
     rules = Rules(2, 2, sampler="uniform", max_uses=2)
     assert tickets_to_issue(looks(), Progress(4, 4, 100, 6), rules) == 3
     assert tickets_to_issue(looks(size=1, uses={1: 1}, outstanding=1), Progress(4, 4, 100, 6), rules) == 1
@@ -161,7 +162,7 @@ seeds = st.integers(0, 2**32)
 
 
 def world(rules: Rules, seed: int, failed: float = 0.1, filtered: float = 0.2, **more: Any) -> World:
-    """A whole run, in which the fate of a ticket depends only on its position."""
+    """Simulate a whole run, in which the fate of a ticket depends only on its issue sequence, and check its bounds."""
 
     def fate(seq: int) -> str:
         chance = random.Random(f"{more.get('fates', seed)} {seq}").random()
@@ -279,6 +280,40 @@ def test_filtering_all_groups_neither_blocks_nor_makes_empty_steps(sampler: str,
 
 
 def test_a_slow_trainer_reaches_the_staleness_bound() -> None:
-    """The bound is not just theoretical: a slow trainer uses all of it."""
+    """The bound is tight: a slow trainer reaches it."""
     lags = {lag for seed in range(20) for _, _, lag in world(Rules(2, 3), seed, 0, 0, max_delay=1).trained}
     assert max(lags) == 3
+
+
+def test_a_group_is_certain_to_be_in_the_next_step_once_less_than_a_step_is_older() -> None:
+    rules = Rules(prompts_per_step=3, max_staleness=1)
+    assert certain(swept(4, 6, 7), [5], rules) == ("0-4", "0-6")
+    assert certain(swept(4, 6, 7), [1, 2, 5], rules) == ("0-4",)
+    assert certain(swept(4), [1, 2, 3], rules) == ()
+    assert certain(swept(4, 6, gaps=(1, 2)), [], rules) == ("0-4",), "filtered groups that keep their places"
+    assert certain(swept(6, 4), [9], rules) == ("0-4", "0-6")
+    assert certain(swept(), [], rules) == ()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 2), st.sampled_from([0, 1, 3]))
+@settings(max_examples=60, deadline=None)
+def test_certain_groups_are_in_the_next_step_whatever_becomes_of_the_others(
+    seed: int, per_step: int, staleness: int, replaced: int
+) -> None:
+    dice = random.Random(seed)
+    fates = {seq: dice.choices(["group", "filtered", "failed"], [6, 3, 1])[0] for seq in range(2000)}
+    rules = Rules(per_step, staleness, overtake_deadline_s=dice.choice([3.0, 1e9]), replaced=replaced)
+    world, found = World(rules, 12, dice, lambda seq: fates[seq]), dict[int, set[int]]()
+    look = world.swept
+
+    def swept_and_noted() -> SweptTable:
+        table = look()
+        groups = certain(table, sorted(world.generating)[:per_step], rules)
+        found.setdefault(world.prepared + 1, set()).update(map(int, groups))
+        return table
+
+    world.swept = swept_and_noted  # type: ignore[method-assign]
+    world.run()
+    assert any(found.values())
+    for step, groups in enumerate(world.made):
+        assert found.get(step, set()) <= set(groups)

@@ -1,4 +1,4 @@
-"""Variates, weights and importance weights, by distribution and against explicit formulas."""
+"""The distribution of variates; weights and importance weights against explicit formulas."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RECENT = Replay(sampler="prioritized", priority="recency", recency_half_life=3.0
 
 
 def distance(values: np.ndarray) -> float:
-    """Kolmogorov and Smirnov's D x sqrt(n) of values [n] against the uniform distribution on 0..1."""
+    """Return the Kolmogorov-Smirnov statistic D x sqrt(n) of values [n] against the uniform distribution on 0..1."""
     values, n = np.sort(values), len(values)
     ranks = np.arange(n)
     return max((values - ranks / n).max(), ((ranks + 1) / n - values).max()) * math.sqrt(n)
 
 
 def drawn(kind: str) -> np.ndarray:
-    """Exponential variates as in a run: for many groups, for many draws of one group, or for many seeds."""
+    """Return exponential variates as in a run: of many groups, of many draws of one group, or of many seeds."""
     names = {
         "groups": ((3, f"0-{i}", 0) for i in range(N)),
         "draws": ((3, "0-7", i) for i in range(N)),
@@ -43,7 +43,7 @@ def drawn(kind: str) -> np.ndarray:
 def test_variates_are_exponentially_distributed_and_independent(kind: str) -> None:
     values = drawn(kind)
     assert values.min() > 0
-    assert 0.36 < distance(1 - np.exp(-values)) < 1.95  # 0.001 on either side of Kolmogorov's distribution
+    assert 0.36 < distance(1 - np.exp(-values)) < 1.95  # probability 0.001 in either tail of Kolmogorov's distribution
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 3.3 / math.sqrt(N)
     assert len(set(values.tolist())) == N
 
@@ -53,6 +53,14 @@ def test_victims_are_uniform_and_independent_of_the_clocks() -> None:
     assert 0 < values.min() < values.max() < 1
     assert 0.36 < distance(values) < 1.95
     assert abs(np.corrcoef(values, drawn("groups"))[0, 1]) < 3.3 / math.sqrt(N)
+
+
+@pytest.mark.parametrize("bits", [0, 2**64 - 1])
+def test_extreme_random_bits_stay_within_the_interval(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variate of 0 would be rejected by the server, and log(0) would end the process."""
+    monkeypatch.setattr(replay, "drawn", lambda *_: bits)
+    assert 0.0 < replay.uniform(3, "0-1", "victim") < 1.0
+    assert 0.0 < replay.exponential(3, "0-1", 0) < 40.0
 
 
 def test_a_variate_is_a_function_of_seed_group_and_draw() -> None:
@@ -82,7 +90,7 @@ def test_importance_weights_match_their_definition(w: list[float], rest: float, 
 
 
 def test_importance_weights_match_hand_computed_values() -> None:
-    # With N = 4 and the sum 8: P = 1/2, 1/8, and a group of weight 0, which counts as the rarest of the others.
+    # If the weights sum to 8: P = 1/2, 1/8, and a group of weight 0, which counts as the lightest of the others.
     assert replay.importance([4.0, 1.0, 0.0], 1.0).tolist() == [0.25, 1.0, 1.0]
     assert replay.importance([4.0, 1.0, 0.0], 0.5).tolist() == [0.5, 1.0, 1.0]
     assert replay.importance([0.5, 0.125], 1.0).tolist() == [0.25, 1.0]
@@ -92,7 +100,7 @@ def test_importance_weights_match_hand_computed_values() -> None:
 
 
 def test_importance_weights_correct_unequal_probabilities() -> None:
-    """With beta 1 and single draws, every group counts equally on average."""
+    """With a beta of 1 and single draws, every group counts equally on average."""
     w, random = np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.random.default_rng(1)
     corrected = replay.importance(w.tolist(), 1.0)
     shares = np.bincount(random.choice(5, 100_000, p=w / 16), minlength=5) * corrected

@@ -1,6 +1,8 @@
-"""Control: a run's identity, leadership, desired state."""
+"""Control: a run's identity, leadership and desired state."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 
@@ -42,7 +44,7 @@ async def test_more_steps_resume_a_finished_run(any_store: Store) -> None:
 
 
 async def test_more_steps_resume_a_run_that_was_ended_early(any_store: Store) -> None:
-    """A stop that has been obeyed does not end the resumed run again; one that has not been still does."""
+    """A stop request that has taken effect does not stop the resumed run; a pending one still does."""
     await any_store.run.create("config", "data", 10, 4)
     fence = await any_store.run.attach_trainer()
     await any_store.run.stop("enough")
@@ -149,6 +151,39 @@ async def test_desired_state_is_kept_with_its_reason(any_store: Store) -> None:
     state = await any_store.run.state()
     assert state is not None
     assert state.paused == {}
+
+
+async def test_a_reason_with_a_lone_surrogate_is_kept(any_store: Store) -> None:
+    team = await start(any_store)
+    await any_store.run.pause("trainer", "caf\udce9")
+    await any_store.run.checkpoint_failed("/runs/caf\udce9 is full", team.trainer)
+    assert await any_store.evaluation.open(team.leader, 0, [ticket(0)])
+    assert await any_store.evaluation.abandon(team.leader, 0, "caf\udce9")
+    state = await any_store.run.state()
+    assert state is not None
+    assert (state.paused["trainer"], state.checkpoint_failed) == ("caf?", "/runs/caf? is full")
+    assert (await any_store.evaluation.state(60.0)).abandoned == "version 0: caf?"
+
+
+async def test_requester_and_reason_of_a_resume_and_a_restore_are_kept(any_store: Store) -> None:
+    await start(any_store)
+    await any_store.run.pause("trainer", "ada: lunch")
+    await any_store.run.resume("trainer", "bob: back")
+    await any_store.run.request_restore(3, "ada: a spike at 4")
+    state = await any_store.run.state()
+    assert state is not None
+    assert (state.paused, state.last_resume) == ({}, "bob: back")
+    assert abs(state.last_resume_at - time.time()) < 60
+    assert (state.restore, state.restore_why) == (3, "ada: a spike at 4")
+    await any_store.client.hset(any_store.keys.run, "restore", "2")  # type: ignore[misc]  # by another request, half-way
+    state = await any_store.run.state()
+    assert state is not None
+    assert (state.restore, state.restore_why) == (2, ""), "a reason belongs to its step"
+    await any_store.run.request_restore(None)
+    await any_store.run.resume("trainer")
+    state = await any_store.run.state()
+    assert state is not None
+    assert (state.restore, state.restore_why, state.last_resume, state.last_resume_at) == (-1, "", "", 0.0)
 
 
 async def test_metrics_are_read_in_order_from_any_point(any_store: Store) -> None:

@@ -1,15 +1,17 @@
-"""Dead letters and requeueing: a failed ticket can be issued again, once, and only if it is nowhere else."""
+"""Dead letters and requeueing: a failed ticket can be reissued once, and only if it is nowhere else."""
 
 from __future__ import annotations
 
 import time
 from itertools import count
+from pathlib import Path
 
 import pytest
 
 from services.console.commands.audit import audit
 from services.store import Store
 from services.store.inspection_records import Drop, Requeued
+from services.store.snapshot_format import Snapshot
 from tests.support import flow
 from tests.support.flow import buffer, claim, counts, header, issue, payload_bytes, prepare, settle, start, submit
 from tests.support.harness import ticket
@@ -24,7 +26,7 @@ async def bury(store: Store, team: flow.Team, reason: str = "verifier broke") ->
 
 
 async def write_letter(store: Store, **fields: str | bytes) -> str:
-    """Write a dead letter as any program might."""
+    """Write a dead letter with arbitrary fields, bypassing the functions; return its id."""
     return (await store.client.xadd(store.keys.deadletter, fields)).decode()  # type: ignore[arg-type]
 
 
@@ -56,7 +58,7 @@ async def test_a_requeued_ticket_is_issued_generated_and_counted_once(any_store:
     assert await counts(any_store) == {"ledger:issued": 1, "buffered": 1, "slots_used": 1, "ledger:syncs": 1}
 
 
-async def test_failures_in_a_row_are_those_since_the_last_scored_group(any_store: Store) -> None:
+async def test_failures_in_a_row_are_those_since_the_last_scored_group(any_store: Store, tmp_path: Path) -> None:
     team = await start(any_store)
     first = await bury(any_store, team)
     assert await any_store.dead_letters.in_a_row() == [first]
@@ -71,10 +73,18 @@ async def test_failures_in_a_row_are_those_since_the_last_scored_group(any_store
     assert await any_store.dead_letters.in_a_row() == [later[0], later[2]]
     assert await issue(any_store, team, 1) == 1
     (one,) = await claim(any_store, "g")
-    await any_store.run.pause_failing("2 in a row")
+    await any_store.run.pause_failing("2 in a row", later[2])
     assert await submit(any_store, "g", one)
     assert await settle(any_store, team) == 1
     assert await any_store.dead_letters.in_a_row() == [later[0], later[2]], "the run has paused for these"
+    assert await any_store.dead_letters.in_a_row(since_pause=True) == []
+    last = await bury(any_store, team)
+    assert await any_store.dead_letters.in_a_row(since_pause=True) == [last]
+    await any_store.snapshots.save(team.trainer, -1, tmp_path / "snapshot", True)
+    await any_store.client.hdel(any_store.keys.run, "letter_before", "letter_paused")  # type: ignore[misc]
+    await any_store.restores.restore(team.trainer, Snapshot(tmp_path / "snapshot"), True, lambda: None)
+    assert await any_store.dead_letters.in_a_row() == [later[0], later[2], last]
+    assert await any_store.dead_letters.in_a_row(since_pause=True) == [last], "a checkpoint has the marks"
 
 
 async def test_a_repeated_requeue_changes_nothing(any_store: Store) -> None:
@@ -98,7 +108,7 @@ async def test_a_repeated_requeue_changes_nothing(any_store: Store) -> None:
 
 
 async def test_the_history_of_requeued_letters_is_bounded(any_store: Store) -> None:
-    """10,000 are kept; those requeued first go first, however recent their letters are."""
+    """It keeps the last 10,000, ordered by when they were requeued, not by the age of their letters."""
     team = await start(any_store)
     letters = f"{any_store.keys.requeued}:letters"
     await any_store.client.hset(letters, mapping={f"{i}-9": f"9-{i}" for i in range(10_000)})  # type: ignore[misc]
@@ -114,7 +124,7 @@ async def test_requeueing_is_no_slower_with_many_waiting(any_store: Store) -> No
     await start(any_store)
 
     async def least_s() -> float:
-        """Minimum of several calls, as the machine may be shared."""
+        """Return the shortest of several attempts, because the machine may be shared."""
         spent_s = []
         for _ in range(8):
             ids = [await write_letter(any_store, ticket=f"0-{next(row)}", outcome="failed") for _ in range(100)]
@@ -130,7 +140,7 @@ async def test_requeueing_is_no_slower_with_many_waiting(any_store: Store) -> No
             pipe.zadd(any_store.keys.requeued, {f"1-{first + i}": first + i - 100_000 for i in range(1000)})
         await pipe.execute()
     crowded_s = await least_s()
-    assert crowded_s < 10 * alone_s  # a scan of those that wait would take hundreds of times as long
+    assert crowded_s < 10 * alone_s  # scanning the waiting tickets would take hundreds of times as long
     assert await any_store.tickets.requeued(2) == ["1-0", "1-1"]
     assert (await any_store.tickets.requeued(200_000))[-1] == f"0-{next(row) - 1}"
 
@@ -269,7 +279,7 @@ async def test_dropped_tickets_are_remembered_with_their_outcome(any_store: Stor
 
 
 async def test_the_history_of_drops_is_bounded(any_store: Store) -> None:
-    """10,000 are kept; the oldest go first."""
+    """It keeps the latest 10,000."""
     team = await start(any_store, slots=20_000)
     async with any_store.client.pipeline(transaction=False) as pipe:
         pipe.hset(any_store.keys.drops, mapping={f"9-{i}": f"{i} stale" for i in range(10_000)})

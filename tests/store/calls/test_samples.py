@@ -1,4 +1,4 @@
-"""Finished groups wait for the sample log, up to a limit, and only while its tracker is alive."""
+"""Finished groups are kept for the sample log, up to a limit and only while its tracker is alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def incarnation(store: Store) -> int:
 
 
 async def drop(store: Store, team: Team, count: int, action: str = "filtered:zero") -> list[str]:
-    """Drop `count` finished groups; return the names of their payloads."""
+    """Finish `count` groups that do not enter the table; return the names of their payloads."""
     await issue(store, team, count)
     claims = await claim(store, "g", count)
     for one in claims:
@@ -46,7 +46,7 @@ async def test_a_dropped_group_keeps_its_tokens_until_it_is_logged(any_store: St
     assert not await any_store.client.exists(any_store.keys.group(waiting.ticket))
     assert codec.decode(waiting.header, Header).ticket == waiting.ticket
     assert list(await any_store.samples.payloads([name, "0-9.9"])) == [name]
-    for _ in range(2):  # a repeated call finds nothing to do
+    for _ in range(2):  # the second call finds nothing to do
         assert await any_store.samples.log(waiting.incarnation, -1, 1.0, 60.0, [waiting.entry]) == 0
     assert await any_store.samples.payloads([name]) == {}
     assert await any_store.client.hget(any_store.keys.samples_state, "bytes") == b"0"
@@ -75,6 +75,18 @@ async def test_the_bytes_that_wait_are_limited(any_store: Store) -> None:
     await drop(any_store, team, 1)
     assert await any_store.samples.waiting(10) == []
     assert await any_store.samples.missed() == {"filtered": 1}
+
+
+async def test_the_reason_of_a_failure_is_bounded_and_counted(any_store: Store) -> None:
+    team = await attached(any_store)
+    await issue(any_store, team, 40)
+    for one in await claim(any_store, "g", 40):
+        assert await any_store.tickets.fail("g", one, "x" * 100_000, 1)
+    waiting = await any_store.samples.waiting(50)
+    assert [len(one.outcome) for one in waiting] == [4096] * 40
+    counted = int(await any_store.client.hget(any_store.keys.samples_state, "bytes") or 0)
+    assert counted == sum(len(one.outcome) + len(one.header) for one in waiting)
+    assert await any_store.client.memory_usage(any_store.keys.samples, samples=0) < 1 << 20
 
 
 async def test_redis_and_python_sample_the_same_tickets(any_store: Store) -> None:
@@ -159,7 +171,7 @@ async def test_a_restore_resets_what_counts_as_logged(any_store: Store, tmp_path
 
 
 async def test_steps_that_a_restore_deletes_unread_are_missed(any_store: Store, tmp_path: Path) -> None:
-    """Once, however often the restore is interrupted; not those that are logged or retired."""
+    """Each counts once, however often the restore is interrupted. Logged or retired steps do not count."""
     team = await attached(any_store)
     for step in range(2):
         await train(any_store, team, step)

@@ -1,4 +1,4 @@
-"""Steps: prepared in order, committed once, slots freed when the weights are published, plans kept for a checkpoint."""
+"""Steps are prepared in order and committed once. Publishing frees their slots; their plans are kept for a checkpoint."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_group_trains_max_uses_times_with_a_slot_for_the_first(any_store
 
 
 async def keys_of(store: Store, *kinds: str) -> list[str]:
-    """Names of the keys of some kinds, without the prefix."""
+    """Return the names of the keys of some kinds, without the prefix."""
     names = [key.decode().removeprefix(store.keys.prefix + ":") async for key in store.client.scan_iter()]
     return sorted(name for name in names if name.split(":")[0] in kinds)
 
@@ -186,7 +186,7 @@ async def test_all_lost_or_damaged_payloads_are_reported_at_once(any_store: Stor
     names = [group.header.payload for group in await flow.oldest_groups(any_store, 3)]
     key = any_store.keys.payload(names[1])
     data = bytearray(await any_store.client.get(key) or b"")
-    data[20] ^= 4  # in its tokens, which would still be valid tokens
+    data[20] ^= 4  # flips a bit of a token, which is still a valid token
     await any_store.client.set(key, bytes(data))
     await any_store.client.set(any_store.keys.payload(names[2]), codec.seal(b"no message"))
     with pytest.raises(Damaged) as raised:
@@ -207,3 +207,60 @@ async def test_payload_bytes_round_trip(any_store: Store) -> None:
     raw = await any_store.client.get(any_store.keys.payload(group.header.payload))
     assert raw is not None
     assert codec.seal(codec.encode(codec.decode(codec.unseal(raw), Payload))) == raw
+
+
+async def test_early_parts_are_offered_one_after_the_other_and_end_with_their_step(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 4)
+    before, steps = await any_store.run.audit(), any_store.steps
+    rows = [plan(0, ["0-0"], ["0-0.1"])[1], plan(0, ["0-1"], ["0-1.1", "0-2.1"])[1]]
+    assert await steps.early_parts(0) == []
+    with pytest.raises(OutOfOrder, match="early part 1 does not follow 0 others"):
+        await steps.offer_early(team.leader, team.trainer, 0, 1, ["0-0"], rows[0])
+    await steps.offer_early(team.leader, team.trainer, 0, 0, ["0-0"], rows[0])
+    await steps.offer_early(team.leader, team.trainer, 0, 0, ["0-0"], rows[0])
+    await steps.offer_early(team.leader, team.trainer, 0, 1, ["0-1", "0-2"], rows[1])
+    await steps.offer_early(team.leader, team.trainer, 0, 0, ["0-3"], rows[0])  # late, so without effect
+    assert await steps.early_parts(0) == [["0-0"], ["0-1", "0-2"]]
+    assert await steps.early_parts(1) == []
+    assert [await steps.early_rows(0, part, 0) for part in (0, 1)] == [rows[0][0], rows[1][0]]
+    assert [await steps.early_rows(*where) for where in ((0, 2, 0), (0, 0, 1), (1, 0, 0))] == [None] * 3
+    with pytest.raises(OutOfOrder, match="step 1 does not follow prepared step -1"):
+        await steps.offer_early(team.leader, team.trainer, 1, 0, ["0-3"], rows[0])
+    with pytest.raises(Fenced):
+        await steps.offer_early(team.leader - 1, team.trainer, 0, 2, ["0-3"], rows[0])
+    assert await any_store.run.audit() == before, "an offer moves no group"
+    await prepare(any_store, team, 0, ["0-0", "0-1", "0-2"])
+    assert await steps.early_parts(0) == []
+    assert await steps.early_rows(0, 0, 0) is None
+    await steps.offer_early(team.leader, team.trainer, 1, 0, ["0-3"], rows[0])
+    assert await steps.early_parts(1) == [["0-3"]]
+    assert await steps.early_rows(1, 1, 0) is None, "it is of an earlier step"
+
+
+async def test_early_parts_end_with_the_trainer_they_were_offered_to(any_store: Store) -> None:
+    """Its successor has not trained on any of them, and may have other ranks or rows."""
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    steps, rows = any_store.steps, plan(0, ["0-0"], ["0-0.1"])[1]
+    assert await steps.offer_early(team.leader, team.trainer, 0, 0, ["0-0"], rows)
+    assert await steps.offer_early(team.leader, team.trainer, 0, 1, ["0-1"], rows)
+    successor = await any_store.run.attach_trainer()
+    assert await steps.early_parts(0) == []
+    assert await steps.early_rows(0, 0, 0) is None
+    for part in (0, 2):
+        assert not await steps.offer_early(team.leader, team.trainer, 0, part, ["0-0"], rows), "late, or of an earlier state"
+    assert await steps.early_parts(0) == []
+    assert await steps.offer_early(team.leader, successor, 0, 0, ["0-0", "0-1"], rows)
+    assert await steps.early_parts(0) == [["0-0", "0-1"]]
+
+
+async def test_parts_of_another_step_make_place(any_store: Store) -> None:
+    """A server that lost its last writes may hold parts of a step that is now prepared from other groups."""
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    steps, rows = any_store.steps, plan(0, ["0-0"], ["0-0.1"])[1]
+    await steps.offer_early(team.leader, team.trainer, 0, 0, ["0-0"], rows)
+    await any_store.client.hset(any_store.keys.run, "prepared_step", 3)
+    await steps.offer_early(team.leader, team.trainer, 4, 0, ["0-1"], rows)
+    assert (await steps.early_parts(0), await steps.early_parts(4)) == ([], [["0-1"]])

@@ -1,4 +1,4 @@
-"""A run on a Redis Cluster: it can be reached through any node, and follows its slot between masters."""
+"""A run on a Redis Cluster can be reached through any node, and follows its slot between masters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Changed = TypeVar("Changed")
 
 @pytest.fixture(params=SERVERS)
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisCluster]:
-    """A cluster of each kind of server."""
+    """Yield a cluster of each kind of server."""
     skip_without(request.param)
     with redis_cluster(tmp_path, request.param, RUN) as cluster:
         yield cluster
@@ -42,7 +42,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisClu
 
 @asynccontextmanager
 async def store_at(cluster: RedisCluster, node: RedisServer, kind: str = "") -> AsyncIterator[Store]:
-    """A store connected through this node with the rights of a kind of service."""
+    """Yield a store that is connected through this node with the rights of a kind of service."""
     store = await Store.connect(cluster.url(node), RUN, cluster.login(kind))
     try:
         yield store
@@ -51,7 +51,7 @@ async def store_at(cluster: RedisCluster, node: RedisServer, kind: str = "") -> 
 
 
 class Work:
-    """Tickets issued by dataprep and submitted by generators, each with the rights of its own Redis user, until `stop`."""
+    """Load until `stop`: dataprep issues tickets and generators submit them, each as its own Redis user."""
 
     def __init__(self, leader: Store, generators: list[Store], team: flow.Team) -> None:
         self.submitted: list[str] = []
@@ -61,11 +61,11 @@ class Work:
         self._done = asyncio.create_task(self._work())
         self._listening = asyncio.create_task(self._listen())
 
-    async def amid(self, change: Callable[[], Changed]) -> Changed:
-        """Make a change under load: work continues, and listeners are still notified."""
-        await self._goes_on()
+    async def during(self, change: Callable[[], Changed]) -> Changed:
+        """Make a change under load; check that work continues afterwards and that listeners are still notified."""
+        await self._makes_progress()
         changed = await asyncio.to_thread(change)
-        await self._goes_on()
+        await self._makes_progress()
         return changed
 
     async def stop(self) -> None:
@@ -73,8 +73,8 @@ class Work:
         await self._done
         await end_tasks([self._listening])
 
-    async def _goes_on(self) -> None:
-        for _ in range(2):  # by then everything that was in flight has finished
+    async def _makes_progress(self) -> None:
+        for _ in range(2):  # after two rounds, everything that was in flight has finished
             done, heard = len(self.submitted) + 5, self.heard + 5
             await wait_until(lambda done=done, heard=heard: len(self.submitted) >= done and self.heard >= heard)
 
@@ -103,18 +103,18 @@ class Work:
                 for one in await flow.claim(store, name, 2, lease_s=0.5):
                     if await flow.submit(store, name, one):
                         self.submitted.append(one.ticket_id)
-            except StoreError as error:  # a generator may not load the functions; dataprep does so shortly
+            except StoreError as error:  # a generator may not load the functions; dataprep is about to
                 if "does not have the functions of this version yet" not in str(error):
                     raise
             await asyncio.sleep(0.005)
 
 
 async def test_a_run_follows_its_slot(cluster: RedisCluster) -> None:
-    """Under load, its master hands over to a replica, its slot moves to another master and back, and its master dies.
+    """Under load, the master fails over to a replica, the slot moves to another master and back, and the master dies.
 
-    Everything acknowledged before the kill survives, except the last moments: replication is asynchronous.
+    Everything acknowledged before the kill survives, except for the last moments, because replication is asynchronous.
     """
-    await see_that_the_owner_is_checked(cluster)
+    await check_that_the_owner_is_verified(cluster)
     async with AsyncExitStack() as stack:
         leader, trainer, one, two = [
             await stack.enter_async_context(store_at(cluster, cluster.third, kind))
@@ -127,18 +127,18 @@ async def test_a_run_follows_its_slot(cluster: RedisCluster) -> None:
         await trainer.steps.publish(team.trainer, 0)
         work = Work(leader, [one, two], team)
 
-        await work.amid(lambda: cluster.fail_over(cluster.replica))
-        moved = await work.amid(lambda: cluster.move_slot(cluster.replica, cluster.other, lambda: time.sleep(0.2)))
+        await work.during(lambda: cluster.fail_over(cluster.replica))
+        moved = await work.during(lambda: cluster.move_slot(cluster.replica, cluster.other, lambda: time.sleep(0.2)))
         assert moved > 20
         acknowledged = list(work.submitted)
-        await work.amid(lambda: cluster.move_slot(cluster.other, cluster.replica, lambda: None))
+        await work.during(lambda: cluster.move_slot(cluster.other, cluster.replica, lambda: None))
         assert set(acknowledged) <= {item.ticket for item in await leader.replay.read_headers(team.leader, 100_000)}
 
         def kill() -> None:
             cluster.replica.kill()
             cluster.take_over(cluster.owner)
 
-        await work.amid(kill)
+        await work.during(kill)
         await work.stop()
         assert (await audit(leader)).messages == ()
         items = await leader.replay.read_headers(team.leader, 100_000)
@@ -153,8 +153,8 @@ async def test_a_run_follows_its_slot(cluster: RedisCluster) -> None:
         assert cluster.call(cluster.owner, "CLUSTER", "COUNTKEYSINSLOT", cluster.slot) == 0
 
 
-async def see_that_the_owner_is_checked(cluster: RedisCluster) -> None:
-    """Whichever node is asked."""
+async def check_that_the_owner_is_verified(cluster: RedisCluster) -> None:
+    """Check that a connection through any node verifies the settings of the slot's owner."""
     cluster.call(cluster.owner, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     with pytest.raises(StoreError, match="has maxmemory-policy allkeys-lru"):
         await Store.connect(cluster.third.url, RUN, cluster.password)
@@ -162,7 +162,7 @@ async def see_that_the_owner_is_checked(cluster: RedisCluster) -> None:
 
 
 async def test_a_run_works_on_a_cluster_over_tls(tmp_path: Path) -> None:
-    """Uses the redis-py client for pipelines, transactions, functions and payload shards."""
+    """The redis-py client handles pipelines, transactions, functions and payload shards."""
     if shutil.which("redis-server") is None or shutil.which("openssl") is None:
         pytest.skip("needs redis-server with TLS, and openssl to make certificates")
     certificates = make_certificates(tmp_path)
@@ -186,7 +186,7 @@ async def test_a_run_works_on_a_cluster_over_tls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", SERVERS)
 async def test_an_unusable_cluster_is_rejected(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each missing requirement is reported on one line."""
+    """Each missing requirement is a one-line error."""
     node = RedisServer(tmp_path, program=program)
     node._options |= {"cluster-enabled": "yes", "cluster-port": str(free_port()), "unixsocket": str(tmp_path / "socket")}
     node.start()
@@ -206,15 +206,15 @@ async def test_an_unusable_cluster_is_rejected(program: str, tmp_path: Path, mon
             await Store.connect(node.url.replace("//", "//blind:secret@"), RUN)
         with redis.Redis(port=node.port, password=node.password) as admin:
             admin.config_set("min-replicas-to-write", 1)
-        monkeypatch.setattr(client, "RETRIES", 2)  # a replica may appear shortly
+        monkeypatch.setattr(client, "RETRIES", 2)  # the client retries because a replica may still appear
         with pytest.raises(StoreError, match=r"is not serving the run yet \(NOREPLICAS"):
             await Store.connect(node.url, RUN, node.password)
     finally:
         node.kill()
 
 
-class Telling:
-    """A connection whose node answers CLUSTER SLOTS with its entry in `known`."""
+class FakeConnection:
+    """A fake connection whose node replies to CLUSTER SLOTS with its entry in `known`."""
 
     known: ClassVar[dict[str, Any]] = {}
 
@@ -232,12 +232,12 @@ class Telling:
 
 
 async def test_nodes_without_a_hostname_or_slots_are_handled() -> None:
-    owner = SlotOwner(Telling, {"host": "given", "port": 1}, "run")  # type: ignore[arg-type]
-    Telling.known = {"given": [[0, 16383, [b"first", 2, b"id"], [b"?", 3, b"id"]]]}
+    owner = SlotOwner(FakeConnection, {"host": "given", "port": 1}, "run")  # type: ignore[arg-type]
+    FakeConnection.known = {"given": [[0, 16383, [b"first", 2, b"id"], [b"?", 3, b"id"]]]}
     assert await owner.find() == ("first", 2)
-    Telling.known = {"given": [], "first": [[0, 16383, [b"", 4, b"id"]]]}
+    FakeConnection.known = {"given": [], "first": [[0, 16383, [b"", 4, b"id"]]]}
     assert {await owner.find() for _ in range(8)} == {("first", 4)}
     assert await owner.of("a shard").find() == ("first", 4), "although the given node no longer knows the cluster"
-    Telling.known = {"given": [[0, 16383, [b"?", 3, b"id"]]], "first": []}
+    FakeConnection.known = {"given": [[0, 16383, [b"?", 3, b"id"]]], "first": []}
     with pytest.raises(redis.ConnectionError, match=r"set cluster-announce-hostname|knows no master"):
         await owner.find()

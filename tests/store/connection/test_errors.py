@@ -1,4 +1,4 @@
-"""An unreachable, misconfigured or full Redis is a one-line error within seconds; one that comes back is no error."""
+"""An unreachable, misconfigured or full Redis causes a one-line error within seconds; one that comes back causes none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store
-from services.store.connection import client
+from services.store.connection import base, client, fast_connection
 from services.store.connection.base import Connection
 from services.store.connection.login import Login, shown
 from tests.conftest import SERVERS, skip_without
@@ -32,7 +32,7 @@ RUN = "errors"
 
 
 async def refusal(url: str, password: str | None = None) -> str:
-    """The one-line error of a connection attempt, which must fail within the time limit."""
+    """Return the one-line error of a connection attempt, which must fail within the time limit."""
     started = time.monotonic()
     with pytest.raises(StoreError) as caught:
         await asyncio.wait_for(Store.connect(url, RUN, password), LIMIT_S)
@@ -42,10 +42,10 @@ async def refusal(url: str, password: str | None = None) -> str:
 
 
 @asynccontextmanager
-async def pretender(
+async def fake_server(
     answer: Callable[[bytes], bytes], encrypted: ssl.SSLContext | None = None, path: str = ""
 ) -> AsyncIterator[str]:
-    """Address of a server that answers each RESP command with `answer(command name)`, by TCP or at a socket file."""
+    """Yield the address of a fake server, on TCP or a socket file, that replies to each command with `answer(command name)`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -72,7 +72,7 @@ async def pretender(
 
 @pytest.mark.parametrize("way", ["tcp", "tls", "socket"])
 async def test_a_replica_is_awaited_until_it_is_the_master(way: str, tmp_path: Path) -> None:
-    """As after a failover of a single server, on every kind of connection."""
+    """The replica is promoted as in a failover without a cluster, and every kind of connection waits for it."""
     replies = [b"-READONLY You can't write against a read only replica.\r\n"] * 2 + [b":1\r\n"]
     context, login = None, Login()
     if way == "tls":
@@ -82,7 +82,7 @@ async def test_a_replica_is_awaited_until_it_is_the_master(way: str, tmp_path: P
         context, login = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Login(ca_file=str(made.authority))
         context.load_cert_chain(made.certificate, made.key)
     path = str(tmp_path / "redis.sock") if way == "socket" else ""
-    async with pretender(lambda command: replies.pop(0) if command == b"HSET" else b"+OK\r\n", context, path) as url:
+    async with fake_server(lambda command: replies.pop(0) if command == b"HSET" else b"+OK\r\n", context, path) as url:
         connection = Connection(None, Keys("run"), url, login)
         try:
             assert await connection.send(("HSET", "k", "f", "v")) == [1]
@@ -97,7 +97,7 @@ async def test_an_unreachable_server_is_reported() -> None:
 
 
 async def test_an_unknown_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object, **__: object) -> None:  # a real lookup may be slow
+    def unknown(*_: object, **__: object) -> None:  # replaces a real lookup, which may be slow
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
@@ -105,18 +105,38 @@ async def test_an_unknown_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_a_server_without_hello_is_reported_as_too_old() -> None:
-    async with pretender(lambda command: b"-ERR unknown command\r\n") as url:
+    async with fake_server(lambda command: b"-ERR unknown command\r\n") as url:
         assert await refusal(url) == f"Redis at {url} answers 'unknown command': run Redis 7.0 or newer, or Valkey"
 
 
 async def test_a_silent_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PROBE_TIMEOUT_S", 0.2)
-    async with pretender(lambda command: b"") as url:
+    async with fake_server(lambda command: b"") as url:
         assert "cannot be reached" in await refusal(url)
 
 
+@pytest.mark.parametrize("way", ["tcp", "password", "only the password", "socket"])
+async def test_a_server_that_hangs_is_an_error_in_time(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All attempts together are limited, however many of them the rule would allow."""
+    for name, seconds in (("CONNECT_TIMEOUT_S", 0.5), ("REPLY_TIMEOUT_S", 1.0)):
+        monkeypatch.setattr(client, name, seconds)
+    for module in (base, fast_connection):
+        monkeypatch.setattr(module, "AGAIN_S", 0.5)
+    accepted = [b"+OK\r\n"] if way == "only the password" else []
+    path = str(tmp_path / "redis.sock") if way == "socket" else ""
+    async with fake_server(lambda command: accepted.pop() if accepted else b"", path=path) as url:
+        connection = Connection(None, Keys("run"), url, Login("secret" if "password" in way else ""))
+        started = time.monotonic()
+        try:
+            with pytest.raises(StoreError, match=r"cannot be reached \(no answer for 1\.5 s\)"):
+                await asyncio.wait_for(connection.send(("PING",)), LIMIT_S)
+        finally:
+            await connection.close()
+        assert 1.0 < time.monotonic() - started < 4.0
+
+
 async def test_a_port_of_another_protocol_is_reported() -> None:
-    async with pretender(lambda command: b"HTTP/1.1 400 Bad Request\r\n\r\n") as url:
+    async with fake_server(lambda command: b"HTTP/1.1 400 Bad Request\r\n\r\n") as url:
         assert f"Redis at {url} cannot be" in await refusal(url)
 
 
@@ -134,7 +154,7 @@ async def test_a_server_without_functions_is_reported_as_too_old() -> None:
             return b"%1\r\n$16\r\nmaxmemory-policy\r\n$10\r\nnoeviction\r\n"
         return b"%1\r\n$5\r\nproto\r\n:3\r\n" if command == b"HELLO" else b"+OK\r\n"
 
-    async with pretender(answer) as url:
+    async with fake_server(answer) as url:
         assert await refusal(url) == (f"Redis at {url} is 6.2.14, which has no Functions: run Redis 7.0 or newer, or Valkey")
 
 
@@ -172,7 +192,7 @@ async def test_a_user_without_config_rights_can_work(any_server: RedisServer) ->
 
 
 async def test_a_full_server_reports_it_and_still_drains(any_store: Store, any_server: RedisServer) -> None:
-    """Calls that add data are rejected; calls that advance work and free memory succeed."""
+    """Calls that add data are rejected; calls that advance work and so free memory succeed."""
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 2)
     (group,) = await flow.oldest_groups(any_store, 1)
@@ -184,6 +204,7 @@ async def test_a_full_server_reports_it_and_still_drains(any_store: Store, any_s
             await flow.submit(any_store, "g", one)
         with pytest.raises(StoreError, match="is full"):
             await flow.issue(any_store, team, 1)
+        assert await any_store.tickets.restart_rollout("g", two, 0, 1, 60), "which deletes its turns"
         assert await any_store.tickets.release("g", two)
         await flow.prepare(any_store, team, 0, [group.group])
         assert await any_store.steps.commit(team.trainer, 0)
@@ -198,7 +219,7 @@ async def test_a_full_server_reports_it_and_still_drains(any_store: Store, any_s
 
 
 async def test_lost_functions_are_reloaded(any_store: Store) -> None:
-    """After FUNCTION FLUSH, or when an empty server replaces the old one."""
+    """They are lost after FUNCTION FLUSH, or when an empty server replaces the old one."""
     team = await flow.start(any_store)
     await flow.issue(any_store, team, 1)
     (one,) = await flow.claim(any_store, "g")
@@ -214,7 +235,7 @@ async def test_auditing_a_missing_run_is_an_error(any_store: Store) -> None:
 
 @pytest.fixture(params=SERVERS)
 def durable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
-    """A server to kill, which fsyncs every write."""
+    """Yield a server to kill, which fsyncs every write."""
     skip_without(request.param)
     server = RedisServer(tmp_path, program=request.param, appendfsync="always")
     server.start()
@@ -223,7 +244,7 @@ def durable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisSer
 
 
 async def test_work_survives_kills_of_the_server_without_loss(durable: RedisServer) -> None:
-    """After kill -9 in mid-call and a restart on the same folder, calls wait, retry and return."""
+    """The server is killed with kill -9 during calls and restarted on the same folder; the calls wait, retry and succeed."""
     store = await Store.connect(durable.url, RUN, durable.password)
     team = await flow.start(store, slots=1000, steps=1000)
     submitted: list[str] = []

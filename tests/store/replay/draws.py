@@ -1,7 +1,7 @@
-"""Many draws at once, for tests of probabilities.
+"""Make many draws at once, for tests of probabilities.
 
-100,000 draws of the real path would take minutes. So the library is loaded once more under a name of its own, with a function
-that calls the product's own draw in a loop. The variates are the product's too, from services/dataprep/replay/weights.py.
+100,000 draws on the real path would take minutes. So the library is loaded again under another name, with an extra function
+that calls the product's draw in a loop. The variates also come from the product, from services/dataprep/replay/weights.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Bench:
     used: int = 0
 
     async def draws(self, count: int, k: int = 1) -> np.ndarray:
-        """Sequences [count / k, k] of the groups drawn, in steps of k."""
+        """Return the indices [count / k, k] of the groups drawn, in steps of k."""
         drawn: list[bytes] = []
         while len(drawn) < count:
             n = min(count - len(drawn), TOGETHER // k * k)
@@ -67,14 +67,14 @@ class Bench:
 
 
 def loaded_as() -> tuple[str, str]:
-    """Name and code of the library with `draw_many`."""
+    """Return the name and code of the library with `draw_many`."""
     name, code = library()
     own = f"{name}_test"
     return own, code.replace(f"name={name}", f"name={own}").replace(f"'{name}'", f"'{own}'") + DRAW_MANY
 
 
-def p_of(counts: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; cells with few expected draws are merged."""
+def pearson(counts: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
+    """Return Pearson's statistic and its degrees of freedom; cells with few expected draws are merged."""
     small = expected < 10
     if small.any():
         counts = np.append(counts[~small], counts[small].sum())

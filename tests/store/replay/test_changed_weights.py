@@ -23,7 +23,7 @@ async def test_a_changed_weight_keeps_the_rest_of_the_variate(store: Store) -> N
 
 @pytest.mark.parametrize("heavy_first", [True, False])
 async def test_clocks_far_ahead_restart_before_a_heavy_group_joins(store: Store, heavy_first: bool) -> None:
-    """That far ahead, a heavy group's rings would be rounded; a light one's would not."""
+    """At such a time, rounding would affect the rings of a heavy group, but not those of a light one."""
     team = await begin(store, "prioritized")
     names = await fill(store, team, [Entry(1.0, 3.0), Entry(1.0, 4.0)])
     key = f"{store.keys.prefix}:replay:clock:3"
@@ -54,6 +54,15 @@ async def test_rescaling_clips_weights_to_the_maximum(store: Store) -> None:
     while await store.replay.rescale(team.leader, 0, 1, 4.0):
         pass
     assert (await read(store)).weight == {names[0]: 1e9, names[1]: 4.0}
+
+
+async def test_rescaling_a_table_without_weights_only_moves_the_base(store: Store) -> None:
+    team = await begin(store, "uniform")
+    await fill(store, team, [Entry(1.0, 3.0)])
+    before = (await read(store)).clock
+    assert await store.replay.rescale(team.leader, 0, 16, 2.0**-16) == 0
+    assert await store.replay.recency_base() == 16
+    assert (await read(store)).clock == before
 
 
 async def test_simultaneous_rings_are_drawn_by_name(store: Store) -> None:

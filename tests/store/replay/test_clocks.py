@@ -1,4 +1,4 @@
-"""Weights at their limits: recency over many versions, eighteen decades in one table, and invalid weights."""
+"""Weights at their limits: recency over many versions, 18 orders of magnitude in one table, and invalid weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.protocol.errors import StoreError
 from services.store import Settlement
 from services.store.snapshot_format import clock_key
 from tests.store.replay import tables
-from tests.store.replay.draws import Bench, p_of
+from tests.store.replay.draws import Bench, pearson
 from tests.store.replay.tables import Entry, fill
 
 
@@ -26,8 +26,8 @@ async def test_recency_halves_probability_per_half_life(bench: Bench) -> None:
     for _ in range(2):
         drawn = versions[(await bench.draws(40_000)).ravel()]
         counts = np.array([(drawn == version).sum() for version in (10, 13, 16, 19)])
-        statistic, _ = p_of(counts, len(drawn) * np.array([1, 2, 4, 8]) / 15)
-        assert statistic < 16.3, (counts, statistic)  # 0.001 of three degrees of freedom
+        statistic, _ = pearson(counts, len(drawn) * np.array([1, 2, 4, 8]) / 15)
+        assert statistic < 16.3, (counts, statistic)  # p = 0.001 with three degrees of freedom
         factor = replay.recency_weight(base - new_base, config)
         assert await bench.store.replay.rescale(bench.team.leader, base, new_base, factor) in (0, 100)
     before = await tables.read(bench.store)
@@ -47,14 +47,14 @@ async def test_weights_rescaled_to_zero_are_drawn_last(bench: Bench) -> None:
 
 
 async def test_clocks_stay_precise_for_heavy_groups_after_light_ones(bench: Bench) -> None:
-    """Time grows by 1e9 with every draw of a weight of 1e-9, and by 1e-9 with one of 1e9: a double cannot hold both."""
+    """Drawing a weight of 1e-9 advances time by about 1e9, and a weight of 1e9 by 1e-9: a double cannot hold both."""
     light, heavy = np.full(10, 1e-9), np.full(10, 1e9)
     await bench.insert(light)
     for _ in range(3):
         await bench.draws(1_000)
         await bench.reweigh(heavy)
         drawn = (await bench.draws(20_000)).ravel()
-        statistic, freedom = p_of(np.bincount(drawn, minlength=10), np.full(10, 2_000.0))
+        statistic, freedom = pearson(np.bincount(drawn, minlength=10), np.full(10, 2_000.0))
         assert tables.chi_square_p(statistic, freedom) > 1e-4, np.bincount(drawn, minlength=10)
         await bench.reweigh(light)
     await fill(bench.store, bench.team, [Entry(1e9, 1.0), Entry(1e9, 0.5), Entry(1e9, 2.0)])

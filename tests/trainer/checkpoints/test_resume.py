@@ -41,6 +41,7 @@ def plan(step: int, ranks: int = 2, row_tokens: int = 256) -> StepPlan:
         (state(4), 5, Restore("Redis has committed steps only up to 4; later ones were lost")),
         (state(-1), 5, Restore("Redis has committed steps only up to -1; later ones were lost")),
         (state(9, restore=5, checkpointed_step=9, retired_step=9), 5, Restore("step 5 was requested")),
+        (state(9, restore=5, restore_why="ada: spike", checkpointed_step=9), 5, Restore("step 5 was requested by ada: spike")),
         (state(-1, restoring=5), 5, Restore("a restore to step 5 was interrupted")),
         (state(0, checkpointed_step=0, retired_step=0), 0, Attach("Redis knows every step up to 0")),
         (state(3, restore=0, checkpointed_step=3), 0, Restore("step 0 was requested")),

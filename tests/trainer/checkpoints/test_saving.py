@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 class Noted:
-    """Records what is done; every call to Redis succeeds, and ranks write or report a `problem`."""
+    """Records what is done; every call to Redis succeeds, and ranks write a checkpoint or report a `problem`."""
 
     def __init__(self, folder: Path, problem: str = "") -> None:
         self.problem, self.did, self.memory, self.committed = problem, list[str](), (50 * MIB, 0), -1
@@ -65,9 +65,28 @@ def test_a_request_is_tried_once_and_met_by_any_save(tmp_path: Path) -> None:
     assert noted.did[2:] == ["save 4", "covered", "whole 4", "whole 4"]
 
 
+def test_a_due_checkpoint_is_tried_once(tmp_path: Path) -> None:
+    noted = Noted(tmp_path, "disk full")
+    for step in (2, 3, 3, 4):
+        noted.saving.save_if_due(step)
+    assert noted.did == ["save 3", "step 3, attempt 1: disk full"]
+    noted.saving.save_if_due(7)
+    assert noted.did[2] == "save 7"
+
+
+def test_what_a_step_has_to_record_comes_before_its_checkpoint(tmp_path: Path) -> None:
+    """A trainer that dies after the checkpoint is followed by one that does not train the step again."""
+    noted = Noted(tmp_path)
+    noted.saving.before = lambda: noted.did.append("recorded")
+    noted.saving.save(4)
+    noted.saving.save(4)
+    assert noted.did == ["recorded", "save 4", "covered", "whole 4"]
+
+
 def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
     noted = Noted(tmp_path)
     noted.saving.save_if_requested(SimpleNamespace(checkpoint="17 too early"), -1)  # type: ignore[arg-type]
+    noted.saving.save_if_due(-1)
     noted.saving.save(-1)
     assert noted.did == []
 

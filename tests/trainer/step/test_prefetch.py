@@ -28,13 +28,14 @@ from services.trainer.step.prefetch import Fetched, Prefetch
 from tests.support import flow
 from tests.support.models.rank_worker import SlowStore, launch
 from tests.support.models.tiny_model import VOCABULARY, make_payloads
+from tests.trainer.step import early_job
 
 DELAY_S = 0.3
 STEPS, GROUPS = 4, 3  # groups of a step, the first for rank 0, the others for rank 1
 
 
 def plan_of(step: int, groups: Sequence[str], payloads: Sequence[str]) -> tuple[StepPlan, list[RankPlan]]:
-    """A step of two ranks."""
+    """Return the plan of a step on two ranks."""
     samples = [[Sample(name, i, (-1) ** i * (1 + i / 2), 2) for i in range(flow.GROUP_SIZE)] for name in payloads]
     ranks = [RankPlan([samples[0], []]), RankPlan([samples[1], samples[2]])]
     tokens = 2.0 * flow.GROUP_SIZE * len(payloads)
@@ -42,7 +43,7 @@ def plan_of(step: int, groups: Sequence[str], payloads: Sequence[str]) -> tuple[
 
 
 async def make_run(server: RedisServer, name: str, steps: int = STEPS) -> None:
-    """A run with `steps` prepared steps."""
+    """Create a run with `steps` prepared steps."""
     store = await Store.connect(server.url, name, server.password)
     team = await flow.start(store, slots=STEPS * GROUPS)
     assert await flow.issue(store, team, STEPS * GROUPS) == STEPS * GROUPS
@@ -76,7 +77,7 @@ def run(server: RedisServer) -> Iterator[str]:
 
 
 class Rig:
-    """A prefetch of rank 1 on a store with delayed payloads."""
+    """A prefetch of rank 1 on a store that delays payloads."""
 
     def __init__(self, server: RedisServer, name: str) -> None:
         self.portal = Portal()
@@ -85,7 +86,7 @@ class Rig:
         self.prefetch = Prefetch(self.portal, self.store, 1, self.build)
 
     def at_once(self, step: int) -> list[PackedRow]:
-        """The rows of a step without prefetching."""
+        """Return the rows of a step, built without prefetching."""
         plan = self.portal.call(self.store.steps.rank_plan(step, 1))
         return self.build(plan, self.portal.call(self.store.at_once(sorted({s.payload for r in plan.rows for s in r}))))
 
@@ -96,7 +97,7 @@ class Rig:
         return self.store.keys.step(step)
 
     def fetched(self) -> Fetched | None:
-        """The prefetched step, if any."""
+        """Return the prefetched step, if there is one."""
         ahead = self.prefetch._ahead
         return ahead.fetched if ahead else None
 
@@ -122,7 +123,7 @@ def until(true: Callable[[], Any]) -> None:
 
 
 def same(rows: list[PackedRow], others: list[PackedRow]) -> bool:
-    """Whether rows are bitwise equal."""
+    """Return whether rows are bitwise equal."""
     if len(rows) != len(others):
         return False
     pairs = [(getattr(a, f.name), getattr(b, f.name)) for a, b in zip(rows, others, strict=True) for f in fields(PackedRow)]
@@ -238,6 +239,58 @@ def test_no_task_is_left_over(rig: Rig) -> None:
     assert rig.tasks() == []
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_that_were_trained_on_early_are_not_fetched_again(rig: Rig, ahead: bool) -> None:
+    whole, planned = rig.at_once(1), rig.portal.call(rig.store.steps.rank_plan(1, 1)).rows
+    first, second = ({sample.payload for sample in row} for row in planned)
+    rig.redis("DEL", *(rig.store.keys.payload(name) for name in first))
+    if ahead:
+        rig.prefetch.begin(1, planned[:1])
+        until(rig.fetched)
+    fetched, _ = rig.prefetch.take(1, planned[:1])
+    assert first.isdisjoint(second)
+    assert same(fetched.rows, whole[1:])
+    assert fetched.ours.rows == planned
+    with pytest.raises(PlanMismatch, match="plan of step 1 does not begin with the 1 rows that were trained on early"):
+        rig.prefetch.take(1, planned[1:])
+
+
+def test_an_early_part_is_fetched_if_it_is_there(rig: Rig) -> None:
+    planned, key = rig.portal.call(rig.store.steps.rank_plan(1, 1)), rig.store.keys.early
+    assert rig.prefetch.take_early(1, 0) is None
+    rig.redis("HSET", key, "step", 1, "groups", "0-4 0-5", "0:1", codec.encode(planned))
+    assert rig.prefetch.take_early(1, 1) is None
+    assert rig.prefetch.take_early(2, 0) is None
+    found = rig.prefetch.take_early(1, 0)
+    assert found is not None
+    assert found[0] == planned.rows
+    assert same(found[1], rig.at_once(1))
+    rig.redis("HSET", key, "0:1", b"\xc1")
+    with pytest.raises(codec.CorruptMessage):
+        rig.prefetch.take_early(1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_train_early_parts_only_together(server: RedisServer, tiny_model: Path, tmp_path: Path) -> None:
+    name = f"t-{uuid.uuid4().hex[:12]}"
+    asyncio.run(make_run(server, name))
+    given = {"model": tiny_model, "url": server.url, "password": server.password, "run": name}
+    try:
+        (results,) = launch(2, [("early", given)], tmp_path / "ranks")
+    finally:
+        asyncio.run(drop_run(server, name))
+    for found in results:
+        assert found["trained"] == [True, 1, False, 0, False, 0, False, 0, True, 1]
+        assert found["ratios"] == [0.5, 0.0, 0.0]
+        assert found["fetch_s"][0] >= early_job.SLOW_S, "the wait for early rows counts, too"
+        assert "plan of step 3 does not begin with the 1 rows that were trained on early" in found["problem"]
+        assert "restarting from the last checkpoint" in found["problem"], "every rank learns what rank 1 found"
+        assert all(torch.equal(value, found["whole"][name]) for name, value in found["weights"].items())
+        for gaps in found["gaps"]:
+            assert [len(of_rank) for of_rank in gaps] == [flow.GROUP_SIZE, 2 * flow.GROUP_SIZE], "of early rows, too"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_train_prefetched_steps_like_any_other(server: RedisServer, tiny_model: Path, tmp_path: Path) -> None:
@@ -282,7 +335,7 @@ def test_ranks_train_prefetched_steps_like_any_other(server: RedisServer, tiny_m
 
 
 async def _damage_payloads_of_rank_1(server: RedisServer, name: str) -> None:
-    """Delete one of step 2, and put invalid behaviour logprobs into one of step 3."""
+    """Delete a payload of step 2, and put invalid behaviour logprobs into one of step 3."""
     store = await Store.connect(server.url, name, server.password)
     lost, made_up = [(await store.steps.rank_plan(step, 1)).rows[0][0].payload for step in (2, 3)]
     await store.client.delete(store.keys.payload(lost))

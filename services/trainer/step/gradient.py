@@ -1,0 +1,148 @@
+"""The gradient of a mini-batch: summed row by row, divided once all rows are known, and stepped with.
+
+Guarantees: the sum depends on the rows and their order alone, not on when each is added; with `trainer.deterministic`,
+zero_stage 0 and float32 (or adapters), it depends neither on their order nor on the ranks that have them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.config import RunConfig
+from services.trainer import losses
+from services.trainer.model.reference import ReferencePolicy
+from services.trainer.ranks import World
+from services.trainer.step import deepspeed_engine
+from services.trainer.step.batches import PackedRow
+from services.trainer.step.fixed_point import FixedPointSum
+from services.trainer.step.metrics import Clock, StepMetrics
+
+
+class NonFinite(RuntimeError):
+    """The loss or its gradient is not finite; the weights of this process must not be used further."""
+
+
+@dataclass(frozen=True)
+class TrainedRow:
+    """Results of a row whose gradient was added."""
+
+    learning: Tensor  # [R] bool, which of its tokens remain to be learnt
+    gap: Tensor  # [R] float32, trainer - behaviour logprobs
+
+
+class GradientSum:
+    """Accumulates the gradient of a mini-batch in a DeepSpeed engine on one rank.
+
+    Attributes: `divides_last`, whether rows are added undivided because the divisor is known only with the last of them.
+    """
+
+    def __init__(self, config: RunConfig, engine: Any, reference: ReferencePolicy | None, world: World, leads: bool) -> None:
+        """`leads`: whether this rank contributes where values of ranks are summed."""
+        self._config, self._engine, self._reference, self._world, self._leads = config, engine, reference, world, leads
+        exact = config.trainer.deterministic and deepspeed_engine.keeps_gradients(config)
+        self._exact = FixedPointSum(weight for weight in engine.module.parameters() if weight.requires_grad) if exact else None
+        self.divides_last = config.trains_early
+
+    def add(
+        self,
+        row: PackedRow,
+        old: Tensor | None,
+        shares: Tensor,
+        divisor: float,
+        learns: bool,
+        last: bool,
+        metrics: StepMetrics,
+        clock: Clock,
+    ) -> TrainedRow:
+        """Run the forward pass of a row, and the backward pass if it `learns`. Collective. `last`: of its mini-batch."""
+        device = self._world.device
+        row, reference = row.to(device), None
+        if self._reference is not None:
+            with clock.phase("reference"):
+                reference = score_frozen(self._reference.module, row)
+        with clock.phase("forward"), torch.set_grad_enabled(learns):
+            if self._engine.training != learns:
+                self._engine.train(learns)
+            self._engine.set_gradient_accumulation_boundary(last and self._exact is None)
+            logprobs, entropy = _score(self._engine, row)
+            tokens = losses.Tokens(
+                logprobs=logprobs,
+                old=logprobs.detach() if old is None else old,
+                behaviour=row.behaviour,
+                reference=reference,
+                advantages=row.advantages,
+                weights=row.weights,
+                shares=shares.to(device),
+                entropy=entropy if self._config.loss.entropy_coefficient > 0 else entropy.detach(),
+                samples=row.sample_of_token,
+            )
+            output = losses.compute(tokens, self._config.loss, 1.0 if self.divides_last else divisor)
+        if self._leads:
+            metrics.add(output.sums, output.maxima)
+        if learns:
+            with clock.phase("backward"):
+                self._backward(output.loss)
+        start = tokens.logprobs.detach() if self._config.loss.from_behaviour else tokens.old
+        return TrainedRow(output.learning, start - row.behaviour)
+
+    def update(self, step: int, rows: int, divisor: float) -> float:
+        """Clip the gradient of this rank's `rows` rows and step. Returns its norm before clipping. Collective."""
+        if self._exact is not None:
+            self._exact.reduce(rows * self._world.size)
+        return self._step(step, divisor if self.divides_last else 1.0)
+
+    def _step(self, step: int, divisor: float) -> float:
+        greatest = self._config.optimizer.max_grad_norm
+        if deepspeed_engine.keeps_gradients(self._config):
+            self._engine.set_gradient_accumulation_boundary(True)
+            gradients = [weight.grad for weight in self._engine.module.parameters() if weight.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients)) / divisor
+            refuse("the gradient's norm", norm, step)
+            factor = min(1.0, greatest / (norm + 1e-6)) / divisor
+            for gradient in gradients:
+                gradient.mul_(factor)
+            self._engine.step()
+            return norm
+        with deepspeed_engine.divided_gradient(self._engine, divisor):
+            self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        refuse("the gradient's norm", norm, step)
+        return norm
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._exact is not None:
+            self._engine.backward(loss)
+            self._exact.add()
+        else:
+            self._engine.backward(loss * self._world.size)  # DeepSpeed averages over ranks; the formula sums
+
+
+def refuse(name: str, value: float, step: int) -> None:
+    """Raise `NonFinite` if a value of a step is not finite."""
+    if not math.isfinite(value):
+        raise NonFinite(
+            f"step {step}: {name} is {value}. The step is not committed; lower optimizer.learning_rate or look for "
+            "damaged weights or payloads, and resume from the last checkpoint"
+        )
+
+
+def score_old(engine: Any, rows: Sequence[PackedRow], device: torch.device) -> list[Tensor | None]:
+    """Return the policy's logprobs of the tokens of each row before the step, [R] float32. Collective."""
+    engine.eval()
+    return [score_frozen(engine, row.to(device)) for row in rows]
+
+
+@torch.no_grad()
+def score_frozen(module: Any, row: PackedRow) -> Tensor:
+    """Return a module's logprobs of a row's tokens, [R] float32, without a gradient. Collective."""
+    return _score(module, row)[0]
+
+
+def _score(module: Any, row: PackedRow) -> tuple[Tensor, Tensor]:
+    return module(row.input_ids, row.positions, row.packing, row.predictors, row.targets)
