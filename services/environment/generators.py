@@ -1,4 +1,4 @@
-"""The policy as environments reach it: completions of whichever generators there are, over HTTP.
+"""The policy as environments reach it: completions from the run's generators, over HTTP.
 
 Guarantees: a request ends with a completion, or with `GenerationFailed` if no generator would ever serve it; a generator that
 drains, restarts or dies costs a delay: the request continues elsewhere, from the tokens returned. Turns of one rollout stay with
@@ -33,8 +33,8 @@ from services.runtime.service import Service
 log = structlog.get_logger()
 
 GENERATE = "/v1/generate"
-FOLLOW_S = 0.5  # between looks at the fleet
-AVOID_S = 1.0  # for which a generator that refused is not asked again
+FOLLOW_S = 0.5  # between polls of the fleet
+AVOID_S = 1.0  # for which a generator that refused a request gets no further one
 WATCH_S = 2.0  # between checks that the generator asked is still in the fleet
 
 
@@ -55,12 +55,12 @@ class GeneratorFleet:
 
     @property
     def seats(self) -> int:
-        """Completions that the present generators run at a time."""
+        """Number of completions that the current generators run at a time."""
         return len(self._pods) * self._service.config.generator.max_num_seqs
 
     @property
     def evaluation_seats(self) -> int:
-        """Completions that the generators that evaluate run at a time."""
+        """Number of completions that the evaluating generators run at a time."""
         return len(self._evaluating) * self._service.config.generator.max_num_seqs
 
     @property
@@ -76,6 +76,7 @@ class GeneratorFleet:
                 generators = [each for each in members if each.kind == "generator"]
                 self._pods = {each.member: each for each in generators if each.phase == "ready"}
                 self._evaluating = {each.member: each for each in generators if each.phase == "evaluating"}
+                self._forget_gone(generators)
                 self._changed.set()
                 self._changed.clear()
             except StoreError as error:
@@ -83,13 +84,20 @@ class GeneratorFleet:
             loop.progress()
             await self._service.notifications.wait("fleet", timeout=FOLLOW_S)
 
+    def _forget_gone(self, generators: list[PodStatus]) -> None:
+        """Drop what is kept for generators that have left the fleet."""
+        there = {each.member for each in generators}
+        self._poster.keep_only({each.url for each in generators})
+        self._avoid = {member: until for member, until in self._avoid.items() if member in there}
+        self._asked = Counter({member: count for member, count in self._asked.items() if member in there or count})
+
     async def sample(
         self, request_id: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str = "",
         version: int | None = None,
     ) -> Generated:  # fmt: skip
-        """Complete `tokens` with at most `sampling.max_tokens` more; `rollout` names the one that it is a turn of.
+        """Complete `tokens` with at most `sampling.max_tokens` more; `rollout` names the rollout of this turn.
 
-        `version` is the policy version that is evaluated; None: for training. Raises `GenerationFailed`.
+        `version` is the policy version to evaluate; None: for training. Raises `GenerationFailed`.
         """
         request = GenerationRequest(request_id, np.asarray(tokens, np.int32), seed, sampling.max_tokens, version=version)
         while True:
@@ -122,7 +130,7 @@ class GeneratorFleet:
         self._poster.close()
 
     async def _choose(self, rollout: str, version: int | None) -> PodStatus:
-        """Return the generator that has the rollout's prefix, or otherwise the one with the least to do."""
+        """Return the generator that has the rollout's prefix, or otherwise the least busy one."""
         while True:
             now = time.monotonic()
             pods = self._pods if version is None else {m: pod for m, pod in self._evaluating.items() if pod.version == version}

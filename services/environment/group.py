@@ -1,7 +1,7 @@
 """Runs and scores the rollouts of one ticket, whether they are trained on or evaluate a version.
 
-Guarantees: a rollout that fails starts again by itself; the others of its group are kept. What fails for good leaves its group,
-and is never a reward.
+Guarantees: a rollout that fails starts again by itself; the others of its group are kept. A rollout that fails for good leaves
+its group; a failure is never a reward.
 Waits for: the rollouts' environments and the policy. Unblocked by: their replies, or their time limits.
 """
 
@@ -41,7 +41,7 @@ PAUSES_S = (0.0, 0.0, 5.0, 30.0)
 """Pauses before a rollout's attempts, by failures so far: its services may be unavailable for seconds, for example while a
 server restarts."""
 MAX_LOSSES = 16
-"""Times that a rollout may lose its process because of others, before it is left out."""
+"""How often a rollout may lose its process because of others before it is left out."""
 
 
 @dataclass
@@ -86,12 +86,12 @@ class GroupRunner:
 
     @property
     def waiting(self) -> str:
-        """Which service that scores is away, or ""."""
+        """The scoring service that is unavailable, or ""."""
         return self._verifiers.waiting
 
     @property
     def seats(self) -> int:
-        """Completions that the present generators run at a time."""
+        """Number of completions that the current generators run at a time."""
         return self._fleet.seats
 
     @property
@@ -101,7 +101,7 @@ class GroupRunner:
 
     @property
     def evaluation_seats(self) -> int:
-        """Completions that the generators that evaluate run at a time."""
+        """Number of completions that the evaluating generators run at a time."""
         return self._fleet.evaluation_seats
 
     def unfit(self, ticket: Ticket) -> str:
@@ -149,8 +149,8 @@ class GroupRunner:
         scores: dict[str, list[float]] = {}
         notes: list[str] = []
         if self._config.verified(ticket.source):
-            finish = ["length" if each.truncated else "stop" for each in done]
-            job = Job(ticket.source, [each.answer for each in done], ticket.answer, ticket.row, finish)
+            finish, tokens = [each.finish for each in done], [each.answer_tokens for each in done]
+            job = Job(ticket.source, [each.answer for each in done], ticket.answer, ticket.row, finish, tokens)
             found = await self._verifiers.score(job)
             scores, notes = dict(found.scores), found.notes
         own = [each.scores for each in done]
@@ -201,7 +201,7 @@ class GroupRunner:
                     group.finished[sample] = await self._drive(live, process, environment, row)
                 group.failed.pop(sample, None)
                 return
-            except (ProgramFailed, GenerationFailed, ValueError, TypeError) as error:  # the latter two: of what it replied
+            except (ProgramFailed, GenerationFailed, ValueError, TypeError) as error:  # the latter two: for what it replied
                 if isinstance(error, ProcessLost):  # its program is gone, its turns are not
                     records = list(live.records)
                 blameless = isinstance(error, ProcessLost) and not error.suspected
@@ -219,12 +219,12 @@ class GroupRunner:
         self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
         records: list[Record],
     ) -> LiveRollout | None:  # fmt: skip
-        """Return a rollout continued from its records; None: it cannot be, or they are not what a rollout records."""
+        """Return a rollout continued from its records; None if that is impossible, or the records are not a rollout's."""
         if not restorable(records):
             return None
         try:
             return self._live(group, environment, manner, turns, sample, restarts, records)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # whatever damaged records lead to
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # whatever damaged records cause
             log.warning(
                 "a rollout's turns cannot be read: it starts again", ticket=group.ticket.id, sample=sample, error=repr(error)
             )

@@ -31,7 +31,7 @@ TURNS_TTL_S = 7 * 24 * 3600
 """Seconds after which the turns of an abandoned ticket expire; the end of a ticket deletes them."""
 PAYLOAD_TTL_S = 3600
 COMMIT_AGAIN_S = 1.0
-FILL_TIMES = 2  # as many rollouts as the generators run at a time, this many times over: the others wait for their environment
+FILL_TIMES = 2  # rollouts, as a multiple of those that the generators run at a time: the others wait for their environment
 
 
 class CommittedTurns:
@@ -63,7 +63,8 @@ class EnvironmentLoop(TicketHolder[HeldGroup]):
     def __init__(self, service: Service, groups: GroupRunner, metrics: EnvironmentMetrics) -> None:
         super().__init__(service, metrics)
         self._groups, self._metrics = groups, metrics
-        self._scan, self._adopt = "0-0", True
+        self._scan = "0-0"
+        self._adopt = True  # until the first tickets, since an earlier process of this pod may have held some
         metrics.held.set_function(lambda: len(self.rollouts))
 
     def why_idle(self) -> str:
@@ -98,7 +99,7 @@ class EnvironmentLoop(TicketHolder[HeldGroup]):
             self.name, state.published_version, state.published_by, self.config.generator.lease_s, room, self._scan, self._adopt,
             MAX_EXPIRIES, rollouts=True,
         )  # fmt: skip
-        self._adopt = False
+        self._adopt = self._adopt and not claims  # a claim that is refused adopts nothing
         self._metrics.claimed.inc(len(claims))
         for claim in claims:
             await self.start(claim)
@@ -147,9 +148,10 @@ class EnvironmentLoop(TicketHolder[HeldGroup]):
         if tasks and not self.service.view.ended:
             await asyncio.wait(tasks, timeout=self.config.generator.drain_s)
         left = list(self.rollouts.values())
+        for rollout in left:
+            await self.cancel(rollout)
         try:
             for rollout in left:
-                await self.cancel(rollout)
                 await self.store.tickets.release(self.name, rollout.claim)
         except StoreError as error:  # without Redis the pod must still exit; its leases expire
             log.warning("some tickets were not handed back", error=str(error))

@@ -18,13 +18,12 @@ from services.environment.programs.frames import SandboxAccess
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramUnusable
 from services.http.credentials import api_tokens
+from services.http.entry import load_pod
 from services.protocol.sandboxes import URL_ENV, derived_token
 from services.runtime.loops import Fatal, Loop, after
-from services.runtime.service import Service
+from services.runtime.service import LOOP_LIMIT_S, Service
 from services.verifiers.base import VerifierFailure
 from services.verifiers.scoring import Scoring
-
-LOOP_LIMIT_S = 60.0
 
 
 def sandbox_access(config: RunConfig) -> SandboxAccess | None:
@@ -56,7 +55,7 @@ class EnvironmentPod:
     async def run(self) -> None:
         """Run the pod from start to end."""
         add, config = self.service.add_loop, self.service.config
-        add("generators", self.fleet.follow, LOOP_LIMIT_S)
+        add("generators", self.fleet.follow)
         add("door", self._serve, float("inf"))
         add("evaluation", after(self._loaded, self.evaluation.work))
         add("evaluation leases", self.evaluation.renew, LOOP_LIMIT_S + config.generator.lease_s)
@@ -73,9 +72,20 @@ class EnvironmentPod:
         await self.door.serve()
 
     async def _work(self, loop: Loop) -> None:
-        """Load, then run rollouts until stopped."""
-        self.service.say(phase="loading")
-        loop.limit_s = float("inf")  # loading has no time limit
+        """Load, then run rollouts until stopped.
+
+        After a failure of this loop, e.g. in a long outage of Redis, what is loaded is kept.
+        """
+        if not self._loaded.is_set():
+            if not await load_pod(self.service, loop, self._load):
+                return
+            self.service.say(phase="ready")
+            self._loaded.set()
+        loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
+        await self.rollouts.work(loop)
+        await self.evaluation.drain()
+
+    async def _load(self) -> None:
         try:
             await self.verifiers.start()
             await asyncio.gather(*(pool.start() for pool in self.pools.values()))
@@ -83,10 +93,3 @@ class EnvironmentPod:
             raise Fatal(f"verifiers cannot start: {error}") from None
         except ProgramUnusable as error:
             raise Fatal(str(error)) from None
-        if not await self.service.created():
-            return
-        loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
-        self.service.say(phase="ready")
-        self._loaded.set()
-        await self.rollouts.work(loop)
-        await self.evaluation.drain()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Collection
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ REPLY_BYTES = 64 << 20
 
 
 class NoReply(Exception):
-    """A generator cannot be reached, or went away before its reply was whole."""
+    """A generator cannot be reached, or disappeared before its reply was complete."""
 
 
 class Posted(NamedTuple):
@@ -35,10 +36,10 @@ class _Connection(NamedTuple):
 
 
 class Poster:
-    """Posts with a bearer token, as many requests at a time as it is asked."""
+    """Posts with a bearer token, any number of requests at a time."""
 
     def __init__(self, token: str, trusted: ssl.SSLContext, server_name: str = "") -> None:
-        """`trusted` and `server_name` verify who serves over TLS; without a name, it is the host's."""
+        """`trusted` and `server_name` verify the server over TLS; the name defaults to the host's."""
         self._token, self._trusted, self._server_name = token, trusted, server_name
         self._kept: dict[str, list[_Connection]] = {}  # by base URL
 
@@ -57,14 +58,18 @@ class Poster:
             try:
                 return await self._exchange(base, one, head, body)
             except NoReply:
-                break  # the server closed it just now: ask once more on a new one
+                break  # the server has just closed it: try once more on a new one
         return await self._exchange(base, await self._connect(base), head, body)
+
+    def keep_only(self, bases: Collection[str]) -> None:
+        """Close the unused connections to all other servers: nobody will notice that these have gone."""
+        for base in self._kept.keys() - bases:
+            for one in self._kept.pop(base):
+                one.writer.close()
 
     def close(self) -> None:
         """Close the connections that are not in use."""
-        for kept in self._kept.values():
-            while kept:
-                kept.pop().writer.close()
+        self.keep_only(())
 
     async def _connect(self, base: str) -> _Connection:
         place = urlsplit(base)
@@ -89,7 +94,7 @@ class Poster:
         except (OSError, EOFError, asyncio.LimitOverrunError, ValueError) as error:
             one.writer.close()
             raise NoReply(repr(error)) from None
-        except BaseException:  # cancellation: what still comes is no reply to the next request
+        except BaseException:  # cancellation: what still arrives is not a reply to the next request
             one.writer.close()
             raise
         if kept:
@@ -100,7 +105,10 @@ class Poster:
 
 
 def _read_head(head: bytes) -> tuple[int, int, bool]:
-    """Return status, length of the body, and whether the connection is kept. Raises ValueError for what no generator sends."""
+    """Return status, length of the body, and whether the connection is kept.
+
+    Raises ValueError for a head that no generator sends.
+    """
     first, *lines = head.decode("latin-1").split("\r\n")
     version, status = first.split(" ")[:2]
     fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}

@@ -1,8 +1,8 @@
 """One rollout: the policy's turns and the environment's replies, each committed before the next begins.
 
-Guarantees: a turn is committed before its tools run, and their replies before the policy reads them, so nothing is sampled
-twice and no tool call is made twice; after the loss of its pod a rollout resumes where it was if its environment can be
-restored, and otherwise starts again, under the same seed.
+Guarantees: a turn is committed before its tools run, and their replies before the policy reads them, so nothing is sampled twice
+and no tool call is made twice; after the loss of its pod a rollout resumes where it stopped if its environment can be restored,
+and otherwise starts again, with the same seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LeaseLost(TurnLost):
 
 @dataclass(frozen=True)
 class RolloutPlace:
-    """Which rollout it is."""
+    """Identifies a rollout."""
 
     ticket: Ticket
     environment: str
@@ -57,10 +57,12 @@ class RolloutPlace:
 
 @dataclass(frozen=True)
 class FinishedRollout:
-    """What became of a rollout."""
+    """The outcome of a rollout."""
 
     segments: list[Segment]
     answer: str  # what the policy said last
+    answer_tokens: list[int]  # the tokens of that reply
+    finish: str  # of that reply: stop | length
     scores: dict[str, float] | None  # `score` and its parts; None: the environment does not score
     truncated: bool
     turns: int
@@ -72,22 +74,22 @@ class FinishedRollout:
 
 @dataclass(frozen=True)
 class Manner:
-    """How a rollout asks the policy."""
+    """How a rollout calls the policy."""
 
     sampling: SamplingParameters
     context: int
-    """Most tokens of a conversation with the completion that ends it."""
+    """Maximum number of tokens of a conversation, including the completion that ends it."""
     version: int | None = None
-    """The policy version that is evaluated; None: the published one, whichever that is at the time."""
+    """The policy version to evaluate; None: the one that is published at the time."""
 
     @classmethod
     def training(cls, config: RunConfig) -> Manner:
-        """Return how a rollout asks that is trained on: its segments fit into rows."""
+        """Return how a training rollout calls the policy: its segments fit into rows."""
         return cls(SamplingParameters.training(config), min(config.model.max_tokens, config.trainer.row_tokens))
 
     @classmethod
     def evaluation(cls, config: RunConfig, version: int) -> Manner:
-        """Return how a rollout asks that evaluates `version`."""
+        """Return how a rollout that evaluates `version` calls the policy."""
         return cls(SamplingParameters.evaluation(config), config.model.max_tokens, version)
 
 
@@ -97,7 +99,7 @@ class TurnSampler(Protocol):
     async def sample(
         self, request_id: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str, version: int | None
     ) -> Generated:
-        """Return what follows `tokens` in a turn of a rollout. Raises `GenerationFailed`."""
+        """Return the completion of `tokens` in a turn of a rollout. Raises `GenerationFailed`."""
         ...
 
 
@@ -158,7 +160,7 @@ class LiveRollout:
         return await self._turn(call, overrides)
 
     async def complete_text(self, prompt: str | list[int], overrides: Overrides = RUN) -> TurnReply:
-        """Return what follows a text or token ids, committed. Raises like `complete`."""
+        """Return the continuation of a text or token ids, committed. Raises like `complete`."""
         with self._room():
             call = self.recorder.plan_text(prompt, self._context)
         return await self._turn(call, overrides)
@@ -224,14 +226,14 @@ class LiveRollout:
         self._tracing.record(name, place.ticket.trace, began, None, told, sample=place.sample, restarts=place.restarts)
 
     def finished(self, scores: dict[str, float] | None) -> FinishedRollout:
-        """Return what became of it."""
+        """Return the outcome."""
         read, sampled = self._read, sum(len(turn.tokens) for turn in self.recorder.turns)
         self._trace("rollout", self._began, gen_ai.agent(self.place.environment, self.place.name, read, sampled))
-        said = [json.loads(turn.reply) for turn in self.recorder.turns]
+        said, last = [json.loads(turn.reply) for turn in self.recorder.turns], self.recorder.turns[-1]
         return FinishedRollout(
-            self.recorder.segments(), said[-1].get("content") or "", scores, self.truncated, len(said), self.environment_s,
-            sum(turn.sampled_s for turn in self.recorder.turns), sum(len(each.get("tool_calls") or ()) for each in said),
-            sum("error" in each for each in said),
+            self.recorder.segments(), said[-1].get("content") or "", last.tokens.tolist(), last.finish, scores, self.truncated,
+            len(said), self.environment_s, sum(turn.sampled_s for turn in self.recorder.turns),
+            sum(len(each.get("tool_calls") or ()) for each in said), sum("error" in each for each in said),
         )  # fmt: skip
 
 

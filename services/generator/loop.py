@@ -25,7 +25,7 @@ from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.rollouts.in_flight import InFlight
 from services.generator.rollouts.worker import Rollout, RolloutWorker
 from services.generator.serving import Serving, read_request
-from services.protocol.errors import StoreError
+from services.protocol.errors import RedisFull, StoreError
 from services.protocol.generation import GenerationRequest
 from services.rollouts.generated import Generated, SamplingParameters, Segment
 from services.rollouts.holding import MAX_EXPIRIES
@@ -44,7 +44,7 @@ PAYLOAD_TTL_S = 3600
 """Seconds after which a payload expires if its header was never committed, and a ticket's tokens so far if no pod continues it.
 A header follows its payload in the same request, or within seconds; an hour outlasts a Redis that fails over in between.
 """
-PUBLISHED_S = 1.0  # a caller that is sent away asks this pod again after as long
+PUBLISHED_S = 1.0  # a rejected caller retries at this pod after this time
 SPARE_S = 0.5  # a ticket left unclaimed this long is not wanted by the pods below their share
 PROBE_S = 5.0  # between claims while a service that scores does not answer
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
@@ -75,7 +75,7 @@ class RolloutLoop(RolloutWorker):
         self._began = False
         self._claimed_at = 0.0
         self._scan = "0-0"
-        self._adopt = True
+        self._adopt = True  # until the first tickets, since an earlier process of this pod may have held some
         metrics.running.set_function(lambda: self.generating)
         metrics.scoring.set_function(lambda: len(self.rollouts) - self.generating)
         metrics.scoring_limit.set(Bounds.of(self.config).scoring)
@@ -131,6 +131,8 @@ class RolloutLoop(RolloutWorker):
             return ""
         if self.engine.version < 0:
             return "unsynced: no weights yet; waiting for the trainer's next sync round"
+        if not self.engine.whole:
+            return "unsynced: an update was applied only in part; waiting for a complete one"
         if self.engine.version != state.published_version:
             return f"out of date: has policy version {self.engine.version}, but {state.published_version} is published"
         return ""
@@ -183,7 +185,7 @@ class RolloutLoop(RolloutWorker):
             self.name, self.engine.version, self.service.status.trainer_fence, self.config.generator.lease_s, room, self._scan,
             self._adopt, MAX_EXPIRIES,
         )  # fmt: skip
-        self._adopt = False
+        self._adopt = self._adopt and not claims  # a claim that is refused adopts nothing
         if held + room > self.share or len(claims) < room:  # other pods go first, or no ticket is left
             self._spare_from = time.monotonic() + SPARE_S
         self.metrics.claimed.inc(len(claims))
@@ -325,12 +327,16 @@ class RolloutLoop(RolloutWorker):
 
     async def _hand_back(self, left: Sequence[Rollout]) -> int:
         """Stop working on tickets and save their tokens so far for other pods; return how many tokens were saved."""
-        tokens = 0
+        ended, tokens = list[tuple[Rollout, list[Generated]]](), 0
+        for rollout in left:
+            so_far = [] if rollout.submitting or self.service.view.ended else self._so_far(rollout)
+            await self.cancel(rollout)  # before they are saved: tokens sampled meanwhile would be sampled again
+            ended.append((rollout, so_far))
         try:
-            for rollout in left:
-                so_far = [] if rollout.submitting or self.service.view.ended else self._so_far(rollout)
-                await self.cancel(rollout)  # before they are saved: tokens sampled meanwhile would be sampled again
-                saved = await self._save_partial(rollout, so_far)
+            for rollout, so_far in ended:
+                saved = 0
+                with contextlib.suppress(RedisFull):  # a full Redis still accepts the release
+                    saved = await self._save_partial(rollout, so_far)
                 if await self.store.tickets.release(self.name, rollout.claim, saved):
                     self.metrics.handed_back["drain"].inc()
                     self.metrics.handed_back_tokens.inc(saved)

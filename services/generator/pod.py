@@ -14,16 +14,15 @@ from services.generator.loop import PARTIAL_EVERY_S, RolloutLoop
 from services.generator.metrics import GeneratorMetrics, VllmMetrics
 from services.generator.pausing import Pausing
 from services.generator.rollouts.evaluation import EvaluationWorker
-from services.http.entry import leaving_at_once
+from services.http.entry import load_pod
 from services.runtime.loops import Broken, Fatal, Loop, after
-from services.runtime.service import Service
+from services.runtime.service import LOOP_LIMIT_S, Service
 from services.verifiers.base import VerifierFailure
 from services.verifiers.scoring import Scoring
 from services.weights.member import WeightFollower
 from services.weights.receiver import EngineDead
 
-LOOP_LIMIT_S = 60.0
-ACTIVITY_S = 0.1  # between looks at what the pod is doing
+ACTIVITY_S = 0.1  # between polls of what the pod is doing
 STOPPED = ("pause", "paused", "transfer")
 """Phases of a weight-sync round in which the engine does not sample."""
 ROUND_S = 3.0  # after the drain: limit of the wait for a weight-sync round that includes this pod
@@ -61,7 +60,7 @@ class GeneratorPod:
         add, config = self.service.add_loop, self.service.config
         lease_limit_s = LOOP_LIMIT_S + config.generator.lease_s
         add("weights", after(self._loaded, self.weights.follow))
-        add("pause", after(self._loaded, self.pausing.follow), LOOP_LIMIT_S)
+        add("pause", after(self._loaded, self.pausing.follow))
         add("leases", after(self._loaded, self.rollouts.renew), lease_limit_s)
         add("partials", after(self._loaded, self.rollouts.save_partials), LOOP_LIMIT_S + PARTIAL_EVERY_S)
         add("evaluation", after(self._loaded, self.evaluation.work))
@@ -71,18 +70,16 @@ class GeneratorPod:
         add("gauges", after(self._loaded, self.rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
 
     async def _work(self, loop: Loop) -> None:
-        """Load, claim and complete tickets until stopped, then leave without delaying a sync round."""
-        self.service.say(phase="loading")
-        loop.limit_s = float("inf")  # loading has no time limit
-        with leaving_at_once():
-            if self.service.stopping.is_set():
+        """Load, claim and complete tickets until stopped, then leave without delaying a sync round.
+
+        After a failure of this loop, e.g. in a long outage of Redis, what is loaded is kept.
+        """
+        if not self._loaded.is_set():
+            if not await load_pod(self.service, loop, self._load):
                 return
-            await self._load()
-        if not await self.service.created():
-            return
+            self.service.say(phase="unsynced", world=self.engine.world)
+            self._loaded.set()
         loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
-        self.service.say(phase="unsynced", world=self.engine.world)
-        self._loaded.set()
         await self.rollouts.work(loop)
         await self.evaluation.drain()
         if not self.service.view.ended:

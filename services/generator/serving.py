@@ -24,7 +24,7 @@ from services.weights.receiver import EngineDead
 REQUEST_BYTES = 16 << 20
 """Maximum size of a request in bytes: a context of a million tokens, and as many tokens of a completion to continue."""
 ABORTED_S = 1.0  # for completions that the engine has stopped to reach their callers
-QUEUE_TIMES = 4  # as many completions may be in progress as the engine runs at a time, this many times over
+QUEUE_TIMES = 4  # completions that may be in progress, as a multiple of those that the engine runs at a time
 
 
 class NotServed(Exception):
@@ -110,7 +110,8 @@ class Serving:
         """
         while self._running:
             await self._engine.abort(list(self._running))
-            await asyncio.wait(list(self._running.values()), timeout=ABORTED_S)
+            if tasks := list(self._running.values()):  # most have left by now
+                await asyncio.wait(tasks, timeout=ABORTED_S)
             sampling = self._engine.snapshot(list(self._running))
             for request_id, task in self._running.items():
                 if request_id not in sampling:

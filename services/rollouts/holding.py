@@ -1,4 +1,4 @@
-"""Holds claimed tickets: works on each in a task of its own, renews its lease, submits it or reports why not.
+"""Holds claimed tickets: works on each in its own task, renews its lease, submits it or reports why not.
 
 Guarantees: a claimed ticket is submitted, handed back or failed with a reason, or its lease expires and another pod claims it.
 No failure of a ticket ends its holder's loop, except the end of the engine, which ends the process.
@@ -7,6 +7,7 @@ No failure of a ticket ends its holder's loop, except the end of the engine, whi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 from prometheus_client import Counter, Histogram
 
-from services.protocol.errors import StoreError
+from services.protocol.errors import RedisFull, StoreError
 from services.protocol.messages import Ticket
 from services.rollouts.generated import GenerationFailed, RolloutFailed
 from services.runtime.loops import Broken, Loop, end_tasks
@@ -29,7 +30,7 @@ log = structlog.get_logger()
 LEASE_SHARE = 3  # renewals per lease
 SUBMIT_AGAIN_S = 1.0
 MAX_EXPIRIES = 16
-"""Leases of one ticket that may expire, because the pod that held it died, before it is given up: a ticket that kills its
+"""Leases of one ticket that may expire, because the pod that held it died, before it is abandoned: a ticket that kills its
 generator costs at most this many restarts, and pods that are evicted one after the other do not use them up."""
 FAILURES = ("verifier", "generation", "store", "other")
 """Causes of a failed ticket, as metrics name them."""
@@ -146,7 +147,8 @@ class TicketHolder(Generic[Held]):
 
     async def _fail(self, rollout: Held, reason: str, max_attempts: int) -> None:
         try:
-            await self.keep_tokens(rollout)
+            with contextlib.suppress(RedisFull):  # a full Redis still accepts the report
+                await self.keep_tokens(rollout)
             given_up = await self.report(rollout.claim, reason, max_attempts)
         except StoreError as error:  # its lease expires, and it is claimed again
             log.warning("failure not reported", reason=reason, error=str(error))

@@ -1,4 +1,4 @@
-"""The built-in tool `python`: any code a model may write, in real processes, and what it leaves behind."""
+"""The built-in tool `python`: any code that a model may write, in real processes, and what the code leaves behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.verifiers.sandbox.scratch import remove
 from tests.environment.programs.test_mcp import say
 from tests.support.harness import wait_until
 
-NOBODY = 65_534  # a user without rights
+NOBODY = 65_534  # an unprivileged user
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def test_code_keeps_files_but_no_variables(tool: CodeTool, tmp_path: Path)
 
 @pytest.mark.parametrize("leave", ["sys.exit", "os._exit"])
 async def test_no_exit_status_of_the_code_is_taken_for_a_fault_of_the_machine(tool: CodeTool, leave: str) -> None:
-    """Otherwise a policy could end a rollout without its reward."""
+    """Otherwise a policy could end a rollout without a reward."""
     for status in (1, 2, 3, 77):
         assert await run(tool, f"import os, sys\nprint('before', flush=True)\n{leave}({status})") == "before"
     assert await run(tool, f"import os, sys\n{leave}(3)") == ""
@@ -93,9 +93,9 @@ REFUSED = {
 
 async def test_hostile_code_is_blocked(tool: CodeTool, tmp_path: Path) -> None:
     library = os.stat(os.__file__)
-    said = dict(zip(REFUSED, await asyncio.gather(*(run(tool, code) for code in REFUSED.values())), strict=True))
+    outputs = dict(zip(REFUSED, await asyncio.gather(*(run(tool, code) for code in REFUSED.values())), strict=True))
     allowed = {
-        what: text for what, text in said.items() if "PermissionError" not in text and "can't start new thread" not in text
+        what: text for what, text in outputs.items() if "PermissionError" not in text and "can't start new thread" not in text
     }
     assert allowed == {}
     assert os.stat(os.__file__).st_size == library.st_size
@@ -108,11 +108,11 @@ TIMER = (
     "timer = ctypes.c_void_p()\nassert library.timer_create(1, event, ctypes.byref(timer)) == 0\n"
     "library.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1000), None)\ntime.sleep(60)"
 )
-"""Code that a timer ends with a signal, since it may not send one."""
+"""Code that lets a timer end its process with a signal, because it may not send one."""
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "expected"),
     [
         ("while True: pass", "Error: the code ran longer than 1 s"),
         ("import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\ntime.sleep(60)", "ran longer than 1 s"),
@@ -126,10 +126,12 @@ TIMER = (
         (TIMER.format(signal=40), "Error: the code was killed by signal 40"),
     ],
 )
-async def test_code_beyond_its_limits_is_stopped(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_code_beyond_its_limits_is_stopped(
+    code: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    tool = CodeTool("0-0.2.0", 1.0 if "longer" in said else 100.0, 512)
-    assert said in await run(tool, code)
+    tool = CodeTool("0-0.2.0", 1.0 if "longer" in expected else 100.0, 512)
+    assert expected in await run(tool, code)
     tool._limit_s = 100.0
     assert await run(tool, "import os; len(os.listdir('.'))") == "0"
     await tool.close()
@@ -152,7 +154,7 @@ async def test_folders_of_any_depth_are_deleted_and_links_are_not_followed(tool:
 def test_a_folder_that_cannot_be_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     user = os.geteuid()
-    if user == 0:  # whom no mode keeps out
+    if user == 0:  # no file mode keeps root out
         os.chown(tmp_path, NOBODY, NOBODY)
         os.seteuid(NOBODY)
     try:
@@ -167,7 +169,7 @@ def test_a_folder_that_cannot_be_read_is_not_kept(tmp_path: Path, monkeypatch: p
 
 
 def named(text: str) -> list[int]:
-    """Return the processes with this argument."""
+    """Return the ids of the processes with this argument."""
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
@@ -206,8 +208,8 @@ async def test_a_resumed_rollout_keeps_the_tools_files() -> None:
     async with pool() as made, made.process() as process:
         started = (await process.do("a", "start", {})).value
         assert [tool["function"]["name"] for tool in started["tools"]] == ["python"]
-        said, snapshot = await say(process, "a", "python", code="open('f', 'w').write('kept')")
-        assert said == "4"
+        output, snapshot = await say(process, "a", "python", code="open('f', 'w').write('kept')")
+        assert output == "4"
         await process.do("b", "restore", snapshot)
         assert (await say(process, "b", "python", code="open('f').read()"))[0] == "'kept'"
         assert (await process.do("a", "turn", {"content": "done"})).value["messages"] is None
@@ -254,7 +256,7 @@ async def test_a_killed_pod_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.fixture
 def unconfined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner of a machine that cannot confine code."""
+    """Simulate a machine that cannot confine code."""
     refusing = tmp_path / "runner.py"
     refusing.write_text(Path(runner.__file__).read_text().replace("if not confine_alone(", "if confine_alone("))
     monkeypatch.setattr(runner, "__file__", str(refusing))

@@ -1,4 +1,4 @@
-"""Environment pods on a real Redis, with real worker processes and a generator over HTTP whose engine is scripted."""
+"""Environment pods on a real Redis, with real worker processes and, over HTTP, a generator with the scripted engine."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ import pytest
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.dataprep.evaluation.report import read_results
+from services.environment.loop import EnvironmentLoop
 from services.environment.pod import EnvironmentPod
 from services.generator.api import add_routes
 from services.generator.loop import RolloutLoop
 from services.http.entry import open_service
 from services.protocol import codec
+from services.protocol.errors import RedisUnreachable
 from services.protocol.messages import Header, Row, Ticket
 from services.protocol.payloads import Payload
 from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.loops import Fatal, Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Store
+from services.verifiers.scoring import Scoring
 from tests.environment.support.templates import FAMILIES, save_family
 from tests.generator.test_loop import generator
+from tests.support import flow
 from tests.support.harness import buried, ticket, wait_until
 from tests.support.scripted import ScriptedEngine
 
@@ -48,21 +52,21 @@ def overrides(folder: Path, kind: str, name: str, **keys: Any) -> list[str]:
 
 @asynccontextmanager
 async def fleet(folder: Path, server: RedisServer, *given: str) -> AsyncIterator[tuple[Service, ScriptedEngine]]:
-    """A generator that serves environments, in a run with published weights."""
+    """Yield a generator that serves environments, in a run with published weights: its service and engine."""
     async with serving(folder, server, *given) as (loop, engine):
         yield loop.service, engine
 
 
 @asynccontextmanager
 async def serving(folder: Path, server: RedisServer, *given: str) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine]]:
-    """The same with the generator's loop."""
+    """Yield the loop and engine of a generator that serves environments, in a run with published weights."""
     (folder / "model").mkdir()
     save_family(FAMILIES[0], folder / "model")
     async with generator(folder, server, *given) as (service, loop, engine):
         add_routes(service, loop)
         assert loop.evaluation is not None
         for each in (loop.serving, loop.evaluation.serving):
-            each._vocabulary = 1000  # that of the tokenizer above
+            each._vocabulary = 1000  # the vocabulary of the tokenizer above
         await service.view.refresh()
         await service.store.fleet.beat(service.status, 60)
         follow = asyncio.create_task(_beat(service))
@@ -81,7 +85,7 @@ async def _beat(service: Service) -> None:
 
 @asynccontextmanager
 async def environment(config: RunConfig, name: str = "environment-0") -> AsyncIterator[EnvironmentPod]:
-    """A running environment pod, killed at the end, so that nothing is released."""
+    """Yield a running environment pod, which is killed at the end, so it does not release its tickets."""
     async with open_service("environment", config, name) as service:
         pod = EnvironmentPod(service)
         running = asyncio.create_task(pod.run())
@@ -100,12 +104,12 @@ async def issue(store: Store, *rows: int) -> None:
 
 
 def _ticket(row: int) -> Ticket:
-    said = msgspec.json.encode(Row([{"role": "user", "content": f"say {row}"}], {"difficulty": row})).decode()
-    return ticket(row, row=said, group_size=N)
+    encoded = msgspec.json.encode(Row([{"role": "user", "content": f"say {row}"}], {"difficulty": row})).decode()
+    return ticket(row, row=encoded, group_size=N)
 
 
 async def groups(store: Store, count: int) -> list[tuple[Header, Payload]]:
-    """Wait for submitted groups and return them."""
+    """Wait for `count` submitted groups; return them."""
 
     async def there() -> bool:
         return await store.client.xlen(store.keys.headers) == count
@@ -148,6 +152,20 @@ async def test_rollouts_resume_when_their_pod_is_killed(tmp_path: Path, server: 
         assert await service.store.client.exists(service.store.keys.turns("0-0")) == 0
 
 
+async def test_a_pod_adopts_its_own_tickets_after_its_first_claim_was_refused(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*overrides(tmp_path, "python", "Echo"), f"sampling.group_size={N}", "generator.lease_s=600"]
+    async with fleet(tmp_path, server, *given) as (service, _):
+        await issue(service.store, 0)
+        held = await flow.claim(service.store, "environment-0", lease_s=600, rollouts=True)
+        assert len(held) == 1, "by the pod's earlier process"
+        flow.refuse_first_claim(monkeypatch)
+        async with environment(service.config) as pod:
+            await groups(service.store, 1)
+            assert not pod.rollouts._adopt
+
+
 async def test_environments_evaluate_the_version_a_generator_holds(tmp_path: Path, server: RedisServer) -> None:
     given = [
         *overrides(tmp_path, "python", "Echo", solved_at=1.0), "evaluation.every_steps=10", "evaluation.samples=2",
@@ -181,7 +199,7 @@ async def test_environments_evaluate_the_version_a_generator_holds(tmp_path: Pat
         await wait_until(lambda: worker.version is None)
         assert loop.service.status.phase == "ready"
         results = read_results(tickets, await store.evaluation.results(), {"held_out": loop.config.model.max_tokens})
-        for result in results:  # a truncated one has fewer turns
+        for result in results:  # a truncated rollout has fewer turns
             assert [reward == 1.0 for reward in result.rewards] == [not cut for cut in result.truncated]
             assert result.correct == result.rewards.count(1.0)
         assert {sampling.temperature for sampling in asked} == {0.5}
@@ -217,6 +235,78 @@ async def test_a_class_without_a_score_solves_nothing_by_its_own_threshold(tmp_p
         [(header, _)] = await groups(service.store, 1)
         assert header.scores == {"regex": [1.0] * N, "world": [0.0] * N}
         assert (header.rewards, header.solved) == ([1.0] * N, [False] * N)
+
+
+async def test_a_long_outage_of_redis_loads_nothing_twice(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second start would hand each verifier worker to two groups at a time."""
+    given = [*overrides(tmp_path, "python", "Silent"), f"sampling.group_size={N}", 'verifiers=[{kind="regex", pattern="."}]']
+    outage, starts, claim, start = [RedisUnreachable("no answer for 9 s")] * 2, [], EnvironmentLoop._claim, Scoring.start
+
+    async def failing(self: EnvironmentLoop) -> int:
+        if outage:
+            raise outage.pop()
+        return await claim(self)
+
+    async def starting(self: Scoring) -> None:
+        starts.append(self)
+        await start(self)
+
+    monkeypatch.setattr(EnvironmentLoop, "_claim", failing)
+    monkeypatch.setattr(Scoring, "start", starting)
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config) as pod:
+        await issue(service.store, 0)
+        await groups(service.store, 1)
+        assert not outage
+        assert starts.count(pod.verifiers) == 1
+
+
+async def test_a_drain_without_redis_ends_all_rollouts(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*overrides(tmp_path, "python", "Silent"), f"sampling.group_size={N}", "generator.engine_options.token_s=5"]
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config) as pod:
+        still: list[int] = []
+
+        async def unreachable(*_: object) -> None:
+            still.append(len(pod.rollouts.rollouts))
+            raise RedisUnreachable("no answer")
+
+        monkeypatch.setattr("services.store.calls.tickets.Tickets.release", unreachable)
+        await issue(service.store, 0, 1)
+        await wait_until(lambda: len(pod.rollouts.rollouts) == 2)
+        pod.service.stop()
+        await wait_until(lambda: bool(still))
+        assert still == [0]
+
+
+async def test_verifiers_see_the_tokens_of_the_last_reply(tmp_path: Path, server: RedisServer) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("def score(tokens): return [float(len(each)) for each in tokens]\n")
+    whole = f'{{kind="python", function="{own}:score", scope="group"}}'
+    given = [*overrides(tmp_path, "python", "Silent"), f"sampling.group_size={N}", "sampling.max_tokens=16"]
+    given += [f'verifiers=[{whole}, {{kind="length", soft_tokens=16}}]']
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
+        await issue(service.store, 0)
+        [(header, _)] = await groups(service.store, 1)
+        assert all(0 < length <= 16 for length in header.scores["python"])
+        assert header.scores["length"] == [pytest.approx(-length / 16) for length in header.scores["python"]]
+
+
+@pytest.mark.parametrize(("max_tokens", "finish"), [(64, "stop"), (1, "length")])
+async def test_verifiers_see_how_the_last_reply_of_a_truncated_rollout_ended(
+    tmp_path: Path, server: RedisServer, max_tokens: int, finish: str
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("def score(finish, wanted): return [float(each == wanted) for each in finish]\n")
+    verifier = f'{{kind="python", function="{own}:score", scope="group", options={{wanted="{finish}"}}}}'
+    given = [*overrides(tmp_path, "python", "Echo", max_turns=1), f"sampling.group_size={N}", f"verifiers=[{verifier}]"]
+    async with fleet(tmp_path, server, *given, f"sampling.max_tokens={max_tokens}") as (service, _):
+        async with environment(service.config):
+            await issue(service.store, 0)
+            [(header, _)] = await groups(service.store, 1)
+        assert (header.truncated, header.scores["python"]) == ([True] * N, [1.0] * N)
 
 
 async def test_an_agent_that_returns_no_reward_fails(tmp_path: Path, server: RedisServer) -> None:

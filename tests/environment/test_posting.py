@@ -1,4 +1,4 @@
-"""Requests to generators: persistent connections, complete replies or none, TLS as configured."""
+"""Requests to generators: connections persist, replies are complete or errors, and TLS is used as configured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.servers.certificates import make_certificates
 
 
 class Served:
-    """A server of scripted replies."""
+    """The state of a server with scripted replies."""
 
     def __init__(self) -> None:
         self.connections = self.closed = 0
@@ -28,7 +28,7 @@ class Served:
 
 @asynccontextmanager
 async def server(per_connection: int = 1000, **options: Any) -> AsyncIterator[Served]:
-    """Serve replies, or echo the request's body; close each connection after `per_connection` replies."""
+    """Serve the scripted replies, then echo request bodies. Close each connection after `per_connection` replies."""
     served = Served()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,8 +38,8 @@ async def server(per_connection: int = 1000, **options: Any) -> AsyncIterator[Se
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 body = await reader.readexactly(int(head.lower().split("content-length: ")[1].split("\r\n")[0]))
                 served.heads.append(head)
-                said = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-                writer.write(served.replies.pop(0) if served.replies else said)
+                echo = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+                writer.write(served.replies.pop(0) if served.replies else echo)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -121,7 +121,7 @@ async def test_error_statuses_are_returned_and_refused_connections_raise() -> No
 
 async def test_a_cancelled_call_closes_its_connection() -> None:
     async with server() as served, poster() as one:
-        served.replies = [b"HTTP/1.1 200 OK\r\n"]  # and nothing else
+        served.replies = [b"HTTP/1.1 200 OK\r\n"]  # without anything else
         asking = asyncio.create_task(one.post(served.url, "/", b""))
         await wait_until(lambda: served.heads)
         assert served.closed == 0
@@ -131,6 +131,16 @@ async def test_a_cancelled_call_closes_its_connection() -> None:
         await wait_until(lambda: served.closed == 1)
         assert (await one.post(served.url, "/", b"next")).body == b"next"
         assert served.connections == 2
+
+
+async def test_connections_to_servers_that_have_gone_are_closed() -> None:
+    async with server() as here, server() as gone, poster() as one:
+        for url in (here.url, gone.url):
+            await one.post(url, "/", b"x")
+        one.keep_only([here.url])
+        await wait_until(lambda: gone.closed == 1)
+        await one.post(here.url, "/", b"x")
+        assert (here.connections, here.closed) == (1, 0)
 
 
 async def test_the_tls_certificate_is_verified(tmp_path: Path) -> None:

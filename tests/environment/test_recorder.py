@@ -1,4 +1,4 @@
-"""Exact tokens: those marked as sampled are what the policy returned, after what it was given."""
+"""Recorded tokens are exact: those marked as sampled are the policy's output, and they follow the policy's input."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ ASKED = [{"role": "user", "content": "How many?"}]
 MORE = {"role": "user", "content": "And now?"}
 
 
-def said(family: Family, text: str, finish: str = "stop", version: int = 0) -> Generated:
-    """Return a sampled text."""
+def sampled(family: Family, text: str, finish: str = "stop", version: int = 0) -> Generated:
+    """Return a text as if the policy had sampled it."""
     ids = np.array(chat_of(family).encode(text), np.int32)
     return Generated(
         ids, np.full(len(ids), -1, np.float32), [Span(version, 0, len(ids))], "length" if finish == "length" else "stop"
@@ -59,8 +59,8 @@ def recorder_of(family: Family, prompt: list[dict[str, Any]]) -> Recorder:
 
 def test_a_first_call_with_the_groups_prompt_needs_no_context():
     recorder = recorder_of(CHATML, ASKED)
-    recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>"))
-    recorder.record(recorder.plan([*ASKED, MORE]), said(CHATML, "Five.<|im_end|>"))
+    recorder.record(recorder.plan(ASKED), sampled(CHATML, "Four.<|im_end|>"))
+    recorder.record(recorder.plan([*ASKED, MORE]), sampled(CHATML, "Five.<|im_end|>"))
     first, second = recorder.segments()
     assert len(first.context) == 0
     assert second.context.tolist() == chat_of(CHATML).encode(chat_of(CHATML).render([*ASKED, MORE]))
@@ -68,8 +68,8 @@ def test_a_first_call_with_the_groups_prompt_needs_no_context():
 
 def test_tokens_between_turns_belong_to_the_next_version():
     recorder = recorder_of(CHATML, ASKED)
-    reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>", version=3))
-    recorder.record(recorder.plan([*ASKED, reply, MORE]), said(CHATML, "Five.<|im_end|>", version=4))
+    reply = recorder.record(recorder.plan(ASKED), sampled(CHATML, "Four.<|im_end|>", version=3))
+    recorder.record(recorder.plan([*ASKED, reply, MORE]), sampled(CHATML, "Five.<|im_end|>", version=4))
     (segment,) = recorder.segments()
     ((start, end),) = segment.completion.tool_spans
     chat = chat_of(CHATML)
@@ -83,15 +83,15 @@ def test_tokens_between_turns_belong_to_the_next_version():
 
 def test_a_truncated_reply_is_closed_by_the_template():
     recorder = recorder_of(CHATML, ASKED)
-    reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Fo", "length"))
+    reply = recorder.record(recorder.plan(ASKED), sampled(CHATML, "Fo", "length"))
     call = recorder.plan([*ASKED, reply, MORE])
     assert chat_of(CHATML).decode(call.tokens[call.kept :]).startswith("<|im_end|>\n<|im_start|>user")
 
 
 def test_a_branch_keeps_the_tokens_before_it():
     recorder = recorder_of(CHATML, ASKED)
-    reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>"))
-    recorder.record(recorder.plan([*ASKED, reply, MORE]), said(CHATML, "Five.<|im_end|>"))
+    reply = recorder.record(recorder.plan(ASKED), sampled(CHATML, "Four.<|im_end|>"))
+    recorder.record(recorder.plan([*ASKED, reply, MORE]), sampled(CHATML, "Five.<|im_end|>"))
     branch = recorder.plan([*ASKED, reply, {"role": "user", "content": "Another?"}])
     assert branch.segment == 1
     assert branch.tokens[: branch.kept] == recorder.plan(ASKED).tokens + recorder.turns[0].tokens.tolist()
@@ -99,18 +99,18 @@ def test_a_branch_keeps_the_tokens_before_it():
 
 def test_two_calls_at_once_do_not_share_a_segment():
     recorder = recorder_of(CHATML, ASKED)
-    reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>"))
+    reply = recorder.record(recorder.plan(ASKED), sampled(CHATML, "Four.<|im_end|>"))
     calls = [recorder.plan([*ASKED, reply, {"role": "user", "content": text}]) for text in ("a", "b")]
     assert [call.segment for call in calls] == [0, 0]
     for call in calls:
-        recorder.record(call, said(CHATML, "So.<|im_end|>"))
+        recorder.record(call, sampled(CHATML, "So.<|im_end|>"))
     assert [turn.segment for turn in recorder.turns] == [0, 0, 1]
     assert recorder.segments()[1].context.tolist() == calls[1].tokens
 
 
 def test_reasoning_that_the_template_drops_opens_a_segment():
     recorder = recorder_of(QWEN3, ASKED)
-    reply = recorder.record(recorder.plan(ASKED), said(QWEN3, "<think>\nhm\n</think>\n\nFour.<|im_end|>"))
+    reply = recorder.record(recorder.plan(ASKED), sampled(QWEN3, "<think>\nhm\n</think>\n\nFour.<|im_end|>"))
     assert recorder.plan([*ASKED, reply, {"role": "tool", "content": "4"}]).segment == 0
     call = recorder.plan([*ASKED, reply, MORE])
     assert call.segment == 1

@@ -1,4 +1,4 @@
-"""A rollout taken over at any of its records ends as if uninterrupted."""
+"""A rollout that another pod takes over after any of its records ends as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TURNS = 4
 
 @dataclass
 class Policy:
-    """Replies deterministically to a conversation and seed, after the texts `said`; the turn `cut` is truncated."""
+    """A deterministic policy: its first replies are the texts `said`, and the turn `cut` is truncated."""
 
     chat: ChatFormat
     cut: int = -1
@@ -38,12 +38,12 @@ class Policy:
     async def sample(
         self, request: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str, version: int | None
     ) -> Generated:
-        """Return words that depend only on the conversation and the seed."""
+        """Return the scripted text, or a word that depends only on the conversation and the seed."""
         turn = int(request.rsplit(".", 1)[1])
         self.asked.append(turn)
         own = hashlib.blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=4).hexdigest()
-        said = self.said[turn] if turn < len(self.said) else own
-        ids = np.array(self.chat.encode_plain(said), np.int32)
+        text = self.said[turn] if turn < len(self.said) else own
+        ids = np.array(self.chat.encode_plain(text), np.int32)
         finish = "length" if turn == self.cut else "stop"
         return Generated(ids, np.full(len(ids), -0.5, np.float32), [Span(0, 0, len(ids))], finish)
 
@@ -51,7 +51,7 @@ class Policy:
 def rollout(
     policy: Policy, records: list[bytes], max_turns: int, tracing: TraceRecorder | None = None
 ) -> tuple[LiveRollout, list[bytes]]:
-    """Return a rollout that resumes from records, and the list that its commits extend."""
+    """Return a rollout that resumes from records, and the list of records that its commits extend."""
     committed = list(records)
 
     async def commit(at: int, record: bytes) -> bool:
@@ -72,7 +72,7 @@ def rollout(
 def compared(done: FinishedRollout) -> tuple[Any, ...]:
     """Return the parts of a finished rollout that do not depend on time."""
     sampled = [segment.completion.tokens.tolist() for segment in done.segments]
-    return sampled, done.answer, done.scores, done.truncated, done.turns
+    return sampled, done.answer, done.scores, done.truncated, done.turns, done.finish
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ async def test_a_rollout_taken_over_ends_as_if_uninterrupted(cut: int, max_turns
     async with process(echo) as program:
         whole, records = rollout(Policy(chat, cut), [], max_turns)
         expected = compared(await converse(whole, program, prompt))
-        assert expected[3] == truncated
+        assert (expected[3], expected[5]) == (truncated, "stop" if cut < 0 else "length")
         for kept in range(1, len(records) + 1):
             policy = Policy(chat, cut)
             taken, committed = rollout(policy, records[:kept], max_turns)
@@ -98,7 +98,7 @@ async def test_a_rollout_taken_over_ends_as_if_uninterrupted(cut: int, max_turns
 
 
 async def test_tool_calls_are_counted_and_those_that_cannot_be_parsed() -> None:
-    """A turn may call several tools, and one that is malformed calls none."""
+    """A turn may call several tools; a malformed call counts separately and calls none."""
     call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
     policy = Policy(chat_of(FAMILIES[0]), said=(call + call, "<tool_call>{", call))
     echo = PythonEnvironment(name="echo", kind="python", function=f"{PROGRAMS}:Echo", options={"turns": 1})

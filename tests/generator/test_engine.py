@@ -1,4 +1,4 @@
-"""`VllmEngine` on a real vLLM: tokens, logprobs, seeds, continuation, interruption, and shutdown."""
+"""`VllmEngine` on a real vLLM: tokens, logprobs, seeds, continuation, interruption and shutdown."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ from services.generator.metrics import VllmMetrics
 from services.protocol.messages import Span
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.runtime.metrics.declarations import exposition
-from services.weights.receiver import EngineDead
-from tests.support.models.tiny_vllm import EOS, VOCABULARY, assert_greedy, make_config, make_model, reference_logprobs
+from tests.support.models.tiny_vllm import EOS, VOCABULARY, assert_greedy, make_config, make_model, reference_logprobs, until
 from tests.support.preloading.starter import PLAIN
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),  # loading vLLM takes minutes on a busy machine
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings("default"),  # importing vLLM warns
+    pytest.mark.filterwarnings("default"),  # importing vLLM emits warnings
 ]
 
 
 class Served:
-    """An engine, and the same model in transformers."""
+    """An engine, and the same model in transformers.
+
+    It is the only engine of this process, as in a pod: vLLM keeps its metrics and its cache of variables by process.
+    """
 
     def __init__(self, engine: VllmEngine, model: Any) -> None:
         self.engine, self.model = engine, model
@@ -61,24 +63,13 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     await engine.close()
     assert time.monotonic() - started < 12
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # others may exit meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # other processes may exit meanwhile
             assert child.status() == psutil.STATUS_ZOMBIE or "EngineCore" not in " ".join(child.cmdline())
 
 
 def prompt(number: int, length: int = 12) -> list[int]:
-    """A different prompt for every number."""
+    """Return a different prompt for every number."""
     return [3 + (number * 31 + i * i) % 900 for i in range(length)]
-
-
-async def until(engine: VllmEngine, request_id: str, tokens: int) -> Generated:
-    """Wait until a running completion has `tokens` tokens."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = engine.snapshot([request_id]).get(request_id)
-        if found is not None and len(found.tokens) >= tokens:
-            return found
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"{request_id} did not reach {tokens} tokens")
 
 
 async def test_behaviour_logprobs_match_the_model_at_the_temperature(served: Served) -> None:
@@ -285,28 +276,6 @@ async def test_a_prompt_that_does_not_fit_fails_alone(served: Served) -> None:
     assert (await served.engine.generate("fits", prompt(1), 1, SamplingParameters(8))).finish in ("length", "stop")
 
 
-async def test_a_stop_string_ends_a_completion(served: Served, tmp_path: Path) -> None:
-    expected = await served.engine.generate("plain", prompt(5), 5, SamplingParameters(40))
-    make_model(tmp_path, tied=False)
-    word = f"t{expected.tokens[20]}"
-    first = expected.tokens.tolist().index(expected.tokens[20])
-    engine = VllmEngine()
-    await engine.start(make_config(tmp_path, sampling={"max_tokens": 192, "stop": [f"{word} "]}))
-    try:
-        made = await engine.generate("stop", prompt(5), 5, SamplingParameters(40, stop=(f"{word} ",)))
-        late = asyncio.create_task(engine.generate("late", prompt(6), 6, SamplingParameters(190)))
-        await until(engine, "late", 2)
-    finally:
-        await engine.close()
-    with pytest.raises(EngineDead):
-        await late
-    assert made.finish == "stop"
-    assert made.tokens.tolist() == expected.tokens[: len(made.tokens)].tolist()
-    assert len(made.tokens) - (first + 1) in (0, 1)  # the space belongs to the next token
-    with pytest.raises(EngineDead):
-        await engine.generate("closed", prompt(5), 5, SamplingParameters(4))
-
-
 OWNER = """
 import asyncio, sys
 from pathlib import Path
@@ -334,7 +303,7 @@ async def test_the_engine_ends_when_its_owner_is_killed(served: Served, tmp_path
     command = [sys.executable, str(script), served.engine._config.model.path, core]
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}  # as set by `grpo run`
     if core == "forked":
-        environ[PLAIN] = "1"  # a process forked by the tests would have other threads
+        environ[PLAIN] = "1"  # a process forked by the tests' zygote would have other threads
     owner = await asyncio.create_subprocess_exec(*command, env=environ, stdout=subprocess.PIPE)
     assert owner.stdout is not None
     async with asyncio.timeout(120):

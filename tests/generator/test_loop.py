@@ -1,4 +1,4 @@
-"""The generator's loop on a real Redis with the scripted engine: every claimed ticket ends in exactly one place."""
+"""The generator's loop on a real Redis with the scripted engine: every claimed ticket ends up in exactly one place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.http.entry import open_service
 from services.protocol import codec
-from services.protocol.errors import StoreError
+from services.protocol.errors import RedisFull, StoreError
 from services.protocol.messages import Header
 from services.runtime.service import Service
 from services.store import Store
@@ -29,7 +29,7 @@ STEPS, SLOTS = 4, 16
 
 
 class CountingVerifier:
-    """Scores by the answer: `break` fails, anything else gives the first completion 1."""
+    """Scores by the ticket's answer: `break` fails, anything else gives the first completion a score of 1."""
 
     waiting = ""
 
@@ -43,7 +43,7 @@ class CountingVerifier:
 async def generator(
     folder: Path, server: RedisServer, *overrides: str
 ) -> AsyncIterator[tuple[Service, RolloutLoop, ScriptedEngine]]:
-    """A pod whose engine holds version 0, which the run has published."""
+    """Yield a pod whose engine holds version 0, which the run has published."""
     config = small_config(folder, server, *overrides)
     async with open_service("generator", config, "generator-0") as service:
         await service.store.run.create("config", "data", STEPS, SLOTS)
@@ -123,8 +123,35 @@ async def test_nothing_is_claimed_while_paused_or_outdated(tmp_path: Path, serve
         await running
 
 
+async def test_nothing_is_claimed_after_a_partial_update(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server) as (service, loop, engine):
+        await issue(service.store, ticket(0))
+        await service.view.refresh()
+        assert loop.why_idle() == ""
+        engine.whole = False
+        assert loop.why_idle() == "unsynced: an update was applied only in part; waiting for a complete one"
+        assert await loop._claim() == 0
+        engine.whole = True
+        assert await loop._claim() == 1
+        await wait_until(lambda: _headers(service.store, 1))
+
+
 async def _headers(store: Store, count: int) -> bool:
     return (await store.run.audit())["headers"] == count
+
+
+async def test_a_pod_adopts_its_own_tickets_after_its_first_claim_was_refused(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with generator(tmp_path, server, "generator.lease_s=600") as (service, loop, _):
+        await issue(service.store, ticket(0))
+        assert len(await flow.claim(service.store, loop.name, lease_s=600)) == 1, "by the pod's earlier process"
+        flow.refuse_first_claim(monkeypatch)
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: _headers(service.store, 1))
+        assert not loop._adopt
+        service.stop()
+        await running
 
 
 async def test_the_next_pod_continues_what_a_drain_cannot_finish(tmp_path: Path, server: RedisServer) -> None:
@@ -162,6 +189,25 @@ async def test_the_next_pod_continues_what_a_drain_cannot_finish(tmp_path: Path,
             total += len(whole)
         assert engine.gauges().tokens == total, "tokens were sampled twice"
         assert made > 20
+
+
+async def test_a_drain_hands_everything_back_although_redis_is_full(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: object) -> None:
+        raise RedisFull("Redis is full")
+
+    monkeypatch.setattr("services.store.calls.tickets.Tickets.save_partial", full)
+    slow = ("generator.engine_options.token_s=0.3", "generator.drain_s=0.1")
+    async with generator(tmp_path, server, *slow) as (service, loop, engine):
+        await issue(service.store, *(ticket(i) for i in range(3)))
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: len(loop.rollouts) == 3 and engine.gauges().tokens > 12)
+        service.stop()
+        await running
+        assert not loop.rollouts, "they are still sampled"
+        assert service.registry.get_sample_value("grpo_generator_handed_back_total", {"reason": "drain"}) == 3
+        assert len(await flow.claim(service.store, "generator-1", 10)) == 3
 
 
 async def test_a_broken_verifier_is_retried_and_then_dead_lettered(tmp_path: Path, server: RedisServer) -> None:
@@ -207,7 +253,7 @@ async def test_an_impossible_ticket_is_dead_lettered_at_once(
 async def test_a_zombie_cannot_submit_a_ticket_taken_over(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "generator.lease_s=60") as (service, loop, engine):
         await issue(service.store, ticket(0))
-        await engine.pause()  # its group is still running when the other pod takes over the ticket
+        await engine.pause()  # so that its group is still running when the other pod takes over the ticket
         loop.renew = _never  # type: ignore[method-assign]
         service.loops.clear()
         running = asyncio.create_task(service.run(loop.work))

@@ -20,8 +20,9 @@ from services.protocol.messages import Span
 from services.protocol.payloads import Partial
 from services.rollouts.generated import Generated
 from services.rollouts.records import pack_partial
+from services.store import Claim
 from tests.generator.test_loop import generator
-from tests.support.harness import wait_until
+from tests.support.harness import ticket, wait_until
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
@@ -69,7 +70,7 @@ async def test_a_completion_asked_for_before_an_update_is_published_waits_for_it
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         await service.view.refresh()
         gone = asyncio.get_running_loop().create_future
-        engine.version = 1  # the pod has applied the next version; others have not
+        engine.version = 1  # the pod has applied the next version, but others have not
         with pytest.raises(NotServed, match="0 is published"):
             await loop.serve(asked(), gone)
         pending = asyncio.create_task(loop.serve(asked(), gone))
@@ -83,13 +84,57 @@ async def test_a_completion_asked_for_before_an_update_is_published_waits_for_it
 async def test_a_drain_does_not_wait_for_the_end_of_an_update(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "sync.in_flight=abort") as (service, loop, _):
         await service.view.refresh()
-        await loop.in_flight.quiesce(False)  # as a round does, which may fail and leave it so
+        await loop.in_flight.quiesce(False)  # as in a sync round, which may fail and leave the pod in this state
         pending = asyncio.create_task(loop.serve(asked(max_tokens=4), asyncio.get_running_loop().create_future))
         await wait_until(lambda: loop.busy)
         await asyncio.wait_for(loop.serving.abort(), 20)
         with pytest.raises(NotServed, match="hands back"):
             await pending
         assert not loop.busy
+
+
+async def test_a_drain_hands_back_from_an_engine_whose_aborts_wait(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's do: when they return, the completions have left."""
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        await service.view.refresh()
+        abort = engine.abort
+
+        async def waiting(names: list[str]) -> None:
+            await abort(names)
+            await wait_until(lambda: not loop.busy)
+
+        monkeypatch.setattr(engine, "abort", waiting)
+        engine._token_s = 0.05
+        pending = asyncio.create_task(loop.serve(asked(max_tokens=40), asyncio.get_running_loop().create_future))
+        await wait_until(lambda: loop.busy)
+        await loop.serving.abort()
+        assert codec.decode(await pending, Partial).finish == [""], "it can be continued"
+
+
+async def test_tickets_are_resigned_by_the_next_attempt_if_the_first_fails(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resigned: list[list[Claim]] = []
+
+    async def resign(_: str, claims: list[Claim]) -> None:
+        resigned.append(list(claims))
+        if len(resigned) == 1:
+            raise StoreError("Redis is restarting")
+
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        await service.view.refresh()
+        assert loop.evaluation is not None
+        loop.evaluation.version = engine.version
+        engine._token_s = 1.0
+        monkeypatch.setattr(service.store.evaluation, "resign", resign)
+        claim = Claim("1-1", 1, "0-0", b"", ticket(0))
+        await loop.evaluation.start(claim)
+        with pytest.raises(StoreError):
+            await loop.evaluation.abort()
+        await loop.evaluation.abort()
+        assert resigned == [[claim], [claim]]
 
 
 async def test_a_volunteer_that_could_not_resign_serves_its_round(
@@ -113,7 +158,7 @@ async def test_a_volunteer_that_could_not_resign_serves_its_round(
 async def test_only_ids_beyond_the_models_vocabulary_are_rejected(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         await service.view.refresh()
-        engine.vocabulary = len(loop.tokenizer) + 8  # embeddings are often padded, and the padding may be sampled
+        engine.vocabulary = len(loop.tokenizer) + 8  # embeddings are often padded, and padding tokens may be sampled
         gone = asyncio.get_running_loop().create_future
         last = np.array([5, 6, engine.vocabulary - 1], np.int32)
         assert codec.decode(await loop.serve(asked(prompt=last), gone), Partial).finish == ["stop"]

@@ -1,4 +1,4 @@
-"""Groups that wait for scores free their seats, and their tokens are never sampled twice."""
+"""Groups that wait for scores free their seats, and their tokens are never sampled again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
-from services.protocol.errors import StoreError
+from services.protocol.errors import RedisFull, StoreError
 from services.store import Store
 from services.verifiers.base import Job, Scores, VerifierFailure
 from tests.generator.test_loop import generator, issue
@@ -19,7 +19,7 @@ from tests.support.scripted import scripted_tokens
 
 
 class SlowVerifier:
-    """Blocks until allowed to score, then fails a given number of times."""
+    """Blocks until it may score, then fails a given number of times."""
 
     waiting = ""
 
@@ -44,7 +44,7 @@ def slow(loop: RolloutLoop, failures: int = 0, final: bool = False) -> SlowVerif
 
 
 def length(*indices: int) -> int:
-    """Number of tokens in all completions of tickets."""
+    """Return the number of tokens in all completions of these tickets."""
     groups = [ticket(i) for i in indices]
     return sum(len(scripted_tokens(one.prompt, one.seed + i, 16, 4, 100)) for one in groups for i in range(4))
 
@@ -111,6 +111,24 @@ async def test_a_group_whose_scoring_failed_is_rescored(tmp_path: Path, server: 
         await running
         assert verifier.asked == 4
         assert engine.gauges().tokens == length(0, 1), "tokens were sampled twice"
+
+
+async def test_a_failure_is_reported_although_redis_is_full(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: object) -> None:
+        raise RedisFull("Redis is full")
+
+    monkeypatch.setattr("services.store.calls.tickets.Tickets.save_partial", full)
+    async with generator(tmp_path, server) as (service, loop, _):
+        verifier = slow(loop, failures=1, final=True)
+        verifier.may.set()
+        await issue(service.store, ticket(0))
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: verifier.asked == 1 and not loop.rollouts)
+        service.stop()
+        await running
+        assert await buried(service.store) == [("0-0", "the judge is drunk")]
 
 
 async def test_tokens_that_could_not_be_saved_are_saved_later(

@@ -76,7 +76,7 @@ async def test_a_call_ends_within_its_limits_with_all_its_processes(place: Sandb
         assert said in answer, code
         assert len(answer) < 11_000
     pods = [pod["metadata"]["uid"] for pod in place.cluster.pods.values()]
-    await wait_until(lambda: [len(processes(uid)) for uid in pods] == [1] * len(LIMITED))  # the pods' own
+    await wait_until(lambda: [len(processes(uid)) for uid in pods] == [1] * len(LIMITED))  # the pods' own process
     for tool in tools:
         tool._limit_s = 100.0
     again = await asyncio.gather(*(tool.call({"code": "1 + 1"}) for tool in tools))
@@ -84,7 +84,7 @@ async def test_a_call_ends_within_its_limits_with_all_its_processes(place: Sandb
 
 
 async def test_a_resent_call_is_not_run_twice(place: SandboxWorld, tmp_path: Path) -> None:
-    """Connections end during the call, and the service is replaced by one without any state."""
+    """The connections end during the call, and a service without any state replaces the first one."""
     tool, log = place.tool(limit_s=100.0), tmp_path / "log"
     code = f"import time\nwith open({str(log)!r}, 'a') as f: f.write('x')\ntime.sleep(3)\nprint('done')"
     call = asyncio.ensure_future(tool.call({"code": code}))
@@ -116,7 +116,7 @@ async def test_a_program_keeps_its_pod_and_a_new_one_gets_another(place: Sandbox
 
 
 async def test_the_reason_why_a_pod_ended_decides_the_reply(place: SandboxWorld) -> None:
-    """What the code did to its sandbox is an answer; an external cause is an unknown result, not the policy's fault."""
+    """What the code did to its sandbox is a reply; an external cause makes the result unknown, through no fault of the policy."""
     cluster = place.cluster
 
     async def during(end: object, *given: str) -> str:
@@ -159,8 +159,9 @@ async def test_code_that_attacks_its_sandbox_harms_only_its_rollout(place: Sandb
     assert "sent no result" in await tool.call({"code": alone + mine.rstrip() + "\n      " + speak})
     lost = json.dumps({"lost": "x"})
     place_of = "os.path.join(os.environ['HOME'], 'calls', '1.json')"
+    written = f"import os, time\nopen('x', 'w').write({lost!r})\nos.replace('x', {place_of})\ntime.sleep(90)"  # atomically
     with pytest.raises(SandboxLost) as raised:
-        await tool.call({"code": f"import os, time\nopen({place_of}, 'w').write({lost!r})\ntime.sleep(4)"})
+        await tool.call({"code": written})
     assert raised.value.suspected, "a rollout must not be able to restart itself without being suspected"
     assert await other.call({"code": "3"}) == "3"
 
@@ -207,7 +208,7 @@ async def test_a_missing_result_is_blamed_only_on_code_that_ran(place: SandboxWo
     honest = client.request
 
     async def hang(method: str, url: str, *given: Any, **named: Any) -> Any:
-        await asyncio.sleep(60.0 if url.endswith("/exec") else 0.0)  # as with a lost node
+        await asyncio.sleep(60.0 if url.endswith("/exec") else 0.0)  # as when a node is lost
         return await honest(method, url, *given, **named)
 
     with monkeypatch.context() as gone:

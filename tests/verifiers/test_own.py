@@ -1,4 +1,4 @@
-"""Custom functions as verifiers: their arguments and results, and that they cannot harm a run. Real processes."""
+"""Custom functions as verifiers, in real processes: their arguments and results, and that they cannot harm a run."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ async def test_a_files_name_does_not_shadow_a_module(own: Path) -> None:
 
 
 async def test_async_calls_of_a_group_run_concurrently(own: Path) -> None:
-    async with scoring(own, "later", "timeout_s=3.5") as made:  # half a second each
+    async with scoring(own, "later", "timeout_s=3.5") as made:  # each call takes half a second
         found = await made.score(job(*"abcdefgh"))
     assert found.scores["python"] == [1.0] * 8, "sequentially they would exceed timeout_s = 3.5"
 
@@ -290,7 +290,7 @@ async def test_a_group_needs_one_score_per_completion(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("def score(completion)\n    return 1", r"SyntaxError: expected ':' \(broken\.py:1\)"),
         (
@@ -301,11 +301,11 @@ async def test_a_group_needs_one_score_per_completion(own: Path) -> None:
         ("import json\njson.loads('{')", r"JSONDecodeError: .* \(broken\.py:2\)"),
     ],
 )
-async def test_code_that_cannot_be_imported_is_named_with_its_line(own: Path, code: str, said: str) -> None:
+async def test_code_that_cannot_be_imported_is_named_with_its_line(own: Path, code: str, message: str) -> None:
     (own / "broken.py").write_text(code)
     config = load(own / "run.toml", ['verifiers.0.function="broken.py:score"'], environ={})
     made = Scoring(config, config.data.sources, 1)
-    with pytest.raises(VerifierFailure, match=said):
+    with pytest.raises(VerifierFailure, match=message):
         await made.start()
     await made.close()
 

@@ -1,8 +1,9 @@
-"""The pool against workers that hang, die and are killed. Real processes throughout."""
+"""The pool with workers that hang, die and are killed. All processes are real."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from services.config.data import FileSource, ReasoningGymSource, Source
 from services.config.verifiers import VerifierConfig, named
 from services.protocol.entries import encode_entry
-from services.verifiers.base import VerifierFailure
+from services.verifiers.base import Job, VerifierFailure
 from services.verifiers.sandbox import scratch
 from services.verifiers.sandbox.pool import VerifierPool
 from tests.support.console import lives
@@ -46,6 +47,38 @@ async def until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
     while not true():
         assert time.monotonic() < deadline, "the condition was not met"
         await asyncio.sleep(0.01)
+
+
+async def test_a_worker_lost_on_a_full_disk_is_replaced_once_there_is_space(monkeypatch: pytest.MonkeyPatch):
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with running(verifier("exact"), workers=1) as pool:
+        with monkeypatch.context() as disk:
+            disk.setattr(scratch.tempfile, "mkdtemp", full)
+            os.kill(pool.pids[0], signal.SIGKILL)
+            for _ in range(2):
+                with pytest.raises(VerifierFailure, match=r"the worker died|cannot be started: .*No space left on device"):
+                    await scored(pool, ["blue"], "blue", "main")
+            await until(lambda: pool.counts.restarts >= 2)
+        assert await scored(pool, ["blue"], "blue", "main") == {"exact": [1.0]}
+
+
+async def test_a_pool_started_twice_gives_each_worker_one_group_at_a_time():
+    async with running(verifier("exact"), workers=2) as pool:
+        await pool.start()
+        given = [str(number % 2) for number in range(12)]
+        found = await asyncio.gather(*(scored(pool, [each], "1", "main") for each in given))
+        assert found == [{"exact": [float(each)]} for each in given]
+
+
+async def test_an_exchange_that_fails_in_any_way_leaves_no_answer_behind():
+    async with running(verifier("exact"), workers=1) as pool:
+        (worker,) = pool._workers
+        jobs = [Job("main", [text], "1") for text in ("1", "0")]
+        both = await asyncio.gather(*map(worker.score, jobs), return_exceptions=True)
+        assert any(isinstance(one, Exception) for one in both), "two groups at a time"
+        assert await scored(pool, ["1"], "1", "main") == {"exact": [1.0]}
 
 
 async def test_a_group_gets_the_scores_of_all_verifiers():
@@ -100,7 +133,7 @@ async def test_text_with_surrogates_is_scored():
 async def test_a_group_cancelled_while_its_worker_starts_costs_no_other():
     async with running(verifier("exact")) as pool:
         (first,) = pool.pids
-        os.kill(first, signal.SIGKILL)  # an idle one, as when memory is short
+        os.kill(first, signal.SIGKILL)  # an idle worker, as the kernel does when memory is short
         await until(lambda: not lives(first))
         cut_off = asyncio.create_task(scored(pool, ["a"], "a", "main"))
         await until(lambda: pool.pids not in ([], [first]))
@@ -152,7 +185,7 @@ async def test_hostile_groups_do_not_starve_the_others():
     ],
 )
 async def test_hostile_mathematics_terminates(completion: str):
-    async with running(verifier("math", timeout_s=2.0)) as pool:  # enough for a new worker's imports
+    async with running(verifier("math", timeout_s=2.0)) as pool:  # long enough for a new worker's imports
         for gold in ("72", r"\frac{\sqrt{2}}{2}"):
             (outcome,) = await asyncio.gather(scored(pool, [completion], gold, "main"), return_exceptions=True)
             assert outcome == {"math": [0.0]} or (isinstance(outcome, VerifierFailure) and "time limit" in outcome.reason)
@@ -270,7 +303,7 @@ async def test_workers_exit_when_their_parent_is_killed(tmp_path: Path, monkeypa
     assert scratch.sweep() == 0, "their owner is alive"
     parent.kill()
     await parent.wait()
-    await until(lambda: not any(lives(pid) for pid in pids))  # including the busy one, after its time limit
+    await until(lambda: not any(lives(pid) for pid in pids))  # including the busy worker, after its time limit
     own = scratch.Scratch()
     os.utime(own.path, (old, old))
     young = tmp_path / f"{scratch.PREFIX}young"
@@ -281,3 +314,18 @@ async def test_workers_exit_when_their_parent_is_killed(tmp_path: Path, monkeypa
     assert young.exists()
     own.remove()
     assert not own.path.exists()
+
+
+@pytest.mark.parametrize("call", ["os.open", "fcntl.flock"])
+def test_a_scratch_folder_that_cannot_be_locked_is_removed(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    opened = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as failing:
+        failing.setattr(f"services.verifiers.sandbox.scratch.{call}", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            scratch.Scratch()
+    assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == opened

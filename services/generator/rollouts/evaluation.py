@@ -49,6 +49,7 @@ class EvaluationWorker(RolloutWorker):
         training = Bounds.of(self.config).runnable * self.config.sampling.group_size
         self._limit = max(1, training // self.config.evaluation.samples)  # tickets, for as many completions as in training
         self._closed = self._leaving = False
+        self._returned: list[Claim] = []  # tickets that were given up, until the round knows
         self.serving = Serving(self.config, engine, engine, self.sampling, self._unable)
         self._turns = asyncio.Lock()  # keeps claims from racing with handing everything back
 
@@ -114,16 +115,17 @@ class EvaluationWorker(RolloutWorker):
 
     async def _hand_back(self) -> None:
         """Give up the round and all its tickets. Unless the pod is ending, it returns to training."""
-        held = list(self.rollouts.values())
-        for rollout in held:
+        for rollout in list(self.rollouts.values()):
+            self._returned.append(rollout.claim)
             await self.cancel(rollout)
         if self.version is not None:
             self._leaving = True
             try:
                 await self.serving.abort()  # environments continue them on another volunteer
-                await self.store.evaluation.resign(self._member, [rollout.claim for rollout in held])
+                await self.store.evaluation.resign(self._member, self._returned)
             finally:
                 self._leaving = False  # without Redis it is still a volunteer, and serves the round
+            self._returned = []
             log.info("returning to training", version=self.version)
             self.version = None
             if not self._closed:

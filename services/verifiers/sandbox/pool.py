@@ -45,7 +45,7 @@ class Freedoms:
     inherited: frozenset[str] = frozenset()
     """Environment variables that they get although they look like secrets."""
     memory_bytes: int = MEMORY_BYTES
-    """Most address space of a worker. 0: no limit."""
+    """Maximum address space of a worker. 0: no limit."""
     prints: bool = False
     """Whether what verifiers print is shown."""
     withheld: frozenset[str] = frozenset()
@@ -89,6 +89,7 @@ class VerifierPool:
             if isinstance(outcome, BaseException):
                 await self.close()
                 raise outcome
+        self._idle = asyncio.LifoQueue()  # each worker is in it once, even if the pool is started again
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
@@ -140,7 +141,8 @@ class VerifierPool:
             await worker.start()
         except VerifierFailure:
             self.counts.failures += 1
-        self._idle.put_nowait(worker)
+        finally:
+            self._idle.put_nowait(worker)
 
 
 def _encodable(text: str) -> str:

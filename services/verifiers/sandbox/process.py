@@ -1,4 +1,4 @@
-"""One worker process, as the pool sees it: start it, have it score a group, end it.
+"""The pool's handle of one worker process: starts it, has it score a group, ends it.
 
 Guarantees: every exchange ends within its limit, with scores or with a `VerifierFailure`. After a failure the process is dead and
 reaped, and its scratch folder deleted. There is one exchange at a time. The process inherits no secrets from the environment.
@@ -49,7 +49,7 @@ class WorkerProcess:
     ) -> None:  # fmt: skip
         self._setup, self._verifiers, self._inherited, self._withheld = setup, verifiers, inherited, withheld
         self.needs: dict[str, list[str]] = {}
-        """Source -> fields of a group that its verifiers ask for, once started."""
+        """Source -> fields of a group that its verifiers request, once started."""
         self._scratch: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -68,10 +68,11 @@ class WorkerProcess:
     async def start(self) -> None:
         """Start the process and wait until it is warm. Raises `VerifierFailure`."""
         await self.kill()
-        ours, theirs = socket.socketpair()
-        self._scratch = Scratch()
-        with theirs:
-            self._process = _spawn(theirs.fileno(), str(self._scratch.path), self._setup.prints, self._inherited, self._withheld)
+        try:
+            ours = self._launch()
+        except OSError as error:  # no space, no descriptors, or no further processes
+            await self.kill()
+            raise VerifierFailure(f"a verifier worker cannot be started: {error}") from None
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             async with asyncio.timeout(START_LIMIT_S):
@@ -79,13 +80,26 @@ class WorkerProcess:
                 hello = await self._receive(Hello)
         except (TimeoutError, EOFError, ConnectionError, BadFrame) as error:
             raise VerifierFailure(f"a verifier worker did not start ({await self._end(error)}); see its output above") from None
-        except asyncio.CancelledError:
-            await self.kill()  # its first frame would be taken for the answer to a group
+        except BaseException:  # also cancellation: its first frame would be taken for the answer to a group
+            await self.kill()
             raise
         if hello.error:
             await self.kill()
             raise VerifierFailure(hello.error)
         self.needs = hello.needs
+
+    def _launch(self) -> socket.socket:
+        """Start the process; return this side's end of its socket."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._scratch = Scratch()
+                scratch = str(self._scratch.path)
+                self._process = _spawn(theirs.fileno(), scratch, self._setup.prints, self._inherited, self._withheld)
+        except BaseException:
+            ours.close()
+            raise
+        return ours
 
     async def score(self, job: Job) -> dict[str, Verdict]:
         """Return verifier -> its verdict on a group. Raises `VerifierFailure`. Cancelling the call kills the process."""
@@ -106,8 +120,8 @@ class WorkerProcess:
         except (TimeoutError, EOFError, ConnectionError, BadFrame) as error:
             name, verifier = verifiers[min(len(verdicts), len(verifiers) - 1)]
             raise VerifierFailure(f"verifier {name!r}, timeout_s = {verifier.timeout_s:g}: {await self._end(error)}") from None
-        except asyncio.CancelledError:
-            await self.kill()  # its answer to this group would be taken for the next group's
+        except BaseException:  # also cancellation: its answer to this group would be taken for the next group's
+            await self.kill()
             raise
         if fault:
             raise VerifierFailure(fault)
@@ -168,7 +182,7 @@ def _spawn(
 
 
 def worker_environment(scratch: str, kept: Collection[str], withheld: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment variables of a process that runs code which is not ours: no secrets except those in `kept`."""
+    """Return the environment variables of a process that runs code that is not ours: no secrets except those in `kept`."""
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     secret = {name for name in os.environ if name in withheld or _SECRET.search(name)} - {*kept}

@@ -23,8 +23,11 @@ class Scratch:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            self._lock = _locked(self.path)
+        except OSError:  # e.g. too many open files
+            self.path.rmdir()
+            raise
 
     def remove(self) -> None:
         """Delete the folder and its contents."""
@@ -43,7 +46,7 @@ def sweep() -> int:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, of any depth and whatever its modes; no symbolic link is followed.
+    """Delete a folder, whatever its depth and modes; no symbolic link is followed.
 
     Each folder in it is first moved up, so that no path becomes too long.
     """
@@ -63,6 +66,17 @@ def remove(folder: Path) -> None:
                         os.unlink(inner.path)
                 os.rmdir(entry.path)
         os.rmdir(folder)
+
+
+def _locked(folder: Path) -> int:
+    """Return a descriptor of a folder that holds the lock on it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _sweep(path: Path) -> bool:

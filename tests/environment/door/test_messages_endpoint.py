@@ -23,13 +23,13 @@ ASK = {"model": "any", "max_tokens": 50, "messages": [{"role": "user", "content"
 
 @pytest.fixture
 def rollout() -> ScriptedRollout:
-    """A rollout of a thinking model."""
+    """Return a rollout of a thinking model."""
     return ScriptedRollout(QWEN3, "messages")
 
 
 @pytest.fixture
 def client(rollout: ScriptedRollout) -> Iterator[Any]:
-    """The SDK's client, connected to a pod with that rollout."""
+    """Yield the SDK's client, connected to a pod with that rollout."""
     with served(ScriptedRollouts({"key": rollout})) as url, anthropic.Anthropic(base_url=url, api_key="key") as client:
         yield client
 
@@ -38,8 +38,8 @@ def test_a_conversation_with_tools_is_one_segment(client: Any, rollout: Scripted
     rollout.said += [f"<think>\nhm\n</think>\n\nI add.\n{CALL}{CALL}", "Four."]
     first = client.messages.create(**ASK, system="Be brief.", tools=[TOOL])
     assert first.stop_reason == "tool_use"
-    thought, said, *calls = first.content
-    assert (thought.thinking, said.text) == ("hm", "I add.")
+    thought, text, *calls = first.content
+    assert (thought.thinking, text.text) == ("hm", "I add.")
     assert [(call.name, call.input) for call in calls] == [("add", {"a": 2})] * 2
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": "4"} for call in calls]
     messages = [*ASK["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]

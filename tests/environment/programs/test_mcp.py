@@ -43,7 +43,7 @@ async def worker(**keys: Any) -> AsyncIterator[ProgramProcess]:
 
 
 async def say(process: ProgramProcess, rollout: str, tool: str, **arguments: Any) -> tuple[str, Any]:
-    """Return a tool's output and the snapshot after it."""
+    """Call a tool; return its output and the snapshot afterwards."""
     call = {"id": "1", "type": "function", "function": {"name": tool, "arguments": json.dumps(arguments)}}
     done = await process.do(rollout, "turn", {"content": "", "tool_calls": [call]})
     [message] = done.value["messages"]
@@ -52,7 +52,7 @@ async def say(process: ProgramProcess, rollout: str, tool: str, **arguments: Any
 
 
 def servers() -> list[int]:
-    """Return the test servers started by this process or its children."""
+    """Return the process ids of all running test servers."""
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
@@ -76,9 +76,9 @@ async def test_every_rollout_has_its_own_robust_server() -> None:
         assert (await say(process, "b", "count"))[0] == "1"
         assert (await say(process, "a", "count", by="many"))[0].startswith("Error")
         for by in ("\ud800", functools.reduce(lambda inner, _: [inner], range(300), list[Any]())):
-            said, _ = await say(process, "a", "count", by=by)
-            assert said.startswith("Error: "), "the output fits into no message"
-            assert "took longer" not in said
+            output, _ = await say(process, "a", "count", by=by)
+            assert output.startswith("Error: "), "the output fits into no message"
+            assert "took longer" not in output
         assert (await say(process, "a", "fail", text="on purpose"))[0].startswith("Error executing tool fail")
         assert (await say(process, "a", "wait", seconds=60))[0] == "Error: the tool took longer than 3 s"
         flood, _ = await say(process, "a", "flood", characters=1_000_000)
@@ -106,8 +106,8 @@ async def test_a_server_at_a_url_can_be_shared_and_resumed(monkeypatch: pytest.M
             for rollout in ("a", "b"):
                 await process.do(rollout, "start", {})
             assert (await say(process, "a", "count"))[0] == "1"
-            said, snapshot = await say(process, "b", "count")
-            assert (said, snapshot) == ("2", {"own": None, "sets": [{}]})
+            output, snapshot = await say(process, "b", "count")
+            assert (output, snapshot) == ("2", {"own": None, "sets": [{}]})
             await process.do("c", "restore", snapshot)
             assert (await say(process, "c", "count"))[0] == "3"
             server.kill()
@@ -178,7 +178,7 @@ def _answers(port: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ({"command": [sys.executable, "-c", "import sys; sys.exit('no such database')"]}, "no such database"),
         ({"command": ["/nowhere/server"]}, "'/nowhere/server' cannot be used: FileNotFoundError"),
@@ -187,9 +187,9 @@ def _answers(port: int) -> bool:
         ({"url": "http://x/mcp", "interpreter": "/nowhere/python"}, "cannot be run .*No such file or directory.*: make it with"),
     ],
 )
-async def test_an_unusable_server_is_named_with_the_reason(keys: dict[str, Any], said: str) -> None:
+async def test_an_unusable_server_is_named_with_the_reason(keys: dict[str, Any], expected: str) -> None:
     pool = ProgramPool(McpEnvironment(name="m", kind="mcp", **keys))
-    with pytest.raises(ProgramUnusable, match=said):
+    with pytest.raises(ProgramUnusable, match=expected):
         await pool.start()
     await pool.close()
     assert "UNSET_TOKEN" not in os.environ

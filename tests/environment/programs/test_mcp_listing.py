@@ -1,4 +1,4 @@
-"""The list of an MCP server's tools: what a server that answers it wrongly, late or never is said to do."""
+"""Listing an MCP server's tools: the messages about servers that respond incorrectly, late or never."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ for line in sys.stdin:
 SCHEMA = {"type": "object", "properties": {}}
 
 
-def session(**said: Any) -> McpSession:
-    """Return a session with a server that answers each method as said: with an object, or it hangs or dies."""
-    answers = {name.replace("_", "/"): answer for name, answer in said.items()}
+def session(**given: Any) -> McpSession:
+    """Return a session with a server that, for each method, responds with an object, hangs or dies, as specified."""
+    answers = {name.replace("_", "/"): answer for name, answer in given.items()}
     return McpSession(ProgramSetup("mcp", command=[sys.executable, "-c", SERVER, json.dumps(answers)]))
 
 

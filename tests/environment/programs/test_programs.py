@@ -1,4 +1,4 @@
-"""Programs in worker processes: tools, replies, rewards and commands; every failure has a reason."""
+"""Programs in worker processes: their tools, replies, rewards and commands. Every failure has a reason."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_tool_is_described_by_its_signature_and_answers_every_call() -> 
     assert (function["name"], function["description"]) == ("price", "Look up a price.")
     assert function["parameters"]["required"] == ["item"]
     assert function["parameters"]["properties"]["count"] == {"default": 1, "type": "integer"}
-    for arguments, said in (
+    for arguments, expected in (
         ('{"item": "tea", "count": 2}', '{"total": 6}'),
         ({"item": "tea"}, '{"total": 3}'),
         ('{"item": "tea", "count": "many"}', "Error: count:"),
@@ -66,7 +66,7 @@ async def test_a_tool_is_described_by_its_signature_and_answers_every_call() -> 
     ):
         [reply] = await answered(called("price", arguments), tools)
         assert (reply["role"], reply["tool_call_id"]) == ("tool", "a")
-        assert reply["content"].startswith(said)
+        assert reply["content"].startswith(expected)
     [reply] = await answered(called("prise", "{}"), tools)
     assert reply["content"] == "Error: there is no tool 'prise'; the tools are price"
 
@@ -83,15 +83,15 @@ async def test_malformed_calls_and_lost_results_are_answered() -> None:
         {"role": "user", "content": "Error: no closing brace"}
     ]
     assert (await program.turn({"content": "done"}))["messages"] is None
-    [told] = (await program.unknown(called("price", "{}")))["messages"] or []
-    assert "unknown" in told["content"]
+    [reply] = (await program.unknown(called("price", "{}")))["messages"] or []
+    assert "unknown" in reply["content"]
     assert await program.score() is None
 
 
-@pytest.mark.parametrize("said", ["good", {"part": 1.0}, {"score": float("nan")}, {"score": "1"}, [1.0]])
-def test_an_invalid_reward_is_rejected(said: Any) -> None:
+@pytest.mark.parametrize("expected", ["good", {"part": 1.0}, {"score": float("nan")}, {"score": "1"}, [1.0]])
+def test_an_invalid_reward_is_rejected(expected: Any) -> None:
     with pytest.raises(BadReply, match="is not valid"):
-        scores_of(said)
+        scores_of(expected)
 
 
 def test_records_are_complete_or_dropped() -> None:
@@ -147,7 +147,7 @@ async def test_unloadable_code_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "said"),
+    ("name", "keys", "expected"),
     [
         ("Echo", "", "started with the first row, tools: add; replied to its answer and scored 0.333, in"),
         ("Rude", "", "started with the first row, tools: none; ended with its answer and scored 0.25, in"),
@@ -162,10 +162,10 @@ async def test_unloadable_code_is_named() -> None:
         ("Silent", "", "the rollout has no reward: its program gave none"),
     ],
 )
-def test_doctor_tries_the_class(name: str, keys: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tries_the_class(name: str, keys: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "Endless":
         monkeypatch.setattr("services.console.doctor.environments.TRIAL_LIMIT_S", 0.5)
-    assert said in tried(tmp_path, f'kind = "python", function = "{PROGRAMS}:{name}"', keys).detail
+    assert expected in tried(tmp_path, f'kind = "python", function = "{PROGRAMS}:{name}"', keys).detail
 
 
 def test_doctor_notes_a_threshold_for_a_score_that_is_not_given(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_doctor_notes_a_threshold_for_a_score_that_is_not_given(tmp_path: Path) 
 
 
 def tried(folder: Path, program: str, keys: str = "", *overrides: str) -> Finding:
-    """Return what doctor finds of an environment."""
+    """Return doctor's finding about an environment."""
     save_tokenizer_folder(folder / "model")
     source = f'{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "world"}}'
     table = f'{{name = "world", {program}{f", {keys}" if keys else ""}}}'
@@ -185,7 +185,7 @@ def tried(folder: Path, program: str, keys: str = "", *overrides: str) -> Findin
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "state", "said"),
+    ("name", "keys", "state", "expected"),
     [
         ("agent", "", "ok", "asked the policy 2 times with the first row and scored 2, in"),
         ("agent", "max_turns = 1", "ok", "asked the policy once with the first row, reached a limit and gave no reward, in"),
@@ -195,11 +195,11 @@ def tried(folder: Path, program: str, keys: str = "", *overrides: str) -> Findin
         ("hanging", "timeout_s = 0.5", "fault", "the agent took longer than timeout_s = 0.5"),
     ],
 )
-def test_doctor_rehearses_an_agent(name: str, keys: str, state: str, said: str, tmp_path: Path) -> None:
+def test_doctor_rehearses_an_agent(name: str, keys: str, state: str, expected: str, tmp_path: Path) -> None:
     finding = tried(tmp_path, f'kind = "agent", function = "{PROGRAMS}:{name}"', keys)
-    assert (finding.state, said in finding.detail) == (state, True), finding
-    told = "without a tool call, as models sometimes do: if the error is about that, return a low reward instead of raising"
-    assert (told in finding.remedy) == (state == "fault")
+    assert (finding.state, expected in finding.detail) == (state, True), finding
+    hint = "without a tool call, as models sometimes do: if the error is about that, return a low reward instead of raising"
+    assert (hint in finding.remedy) == (state == "fault")
 
 
 def test_doctor_rehearses_a_command(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A group's prompt includes the tools of its environment, so that the first turns of its rollouts continue it."""
+"""A group's prompt includes the tools of its environment, so the first turns of its rollouts continue the prompt."""
 
 from __future__ import annotations
 
@@ -117,5 +117,5 @@ async def test_rollouts_share_a_prompt_or_context_with_their_tools(tmp_path: Pat
 
 
 def _ticket(row: int, prompt: list[int], more: bool) -> Ticket:
-    said = msgspec.json.encode(Row([{"role": "user", "content": "say 0"}], {"more": more})).decode()
-    return msgspec.structs.replace(ticket(row, row=said, group_size=N), prompt=prompt)
+    encoded = msgspec.json.encode(Row([{"role": "user", "content": "say 0"}], {"more": more})).decode()
+    return msgspec.structs.replace(ticket(row, row=encoded, group_size=N), prompt=prompt)

@@ -1,4 +1,4 @@
-"""Unmodified environments of the library verifiers from PyPI, against a real door with a scripted policy."""
+"""Unmodified environments of the PyPI library verifiers, against a real door with a scripted policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.console import ROOT
 from tests.support.harness import small_config
 from tests.support.once import once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # importing the library takes 6 s of CPU time for each process
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # importing the library takes 6 s of CPU time per process
 KEY = "rollout-key"
 
 
@@ -37,13 +37,13 @@ def made(places: pytest.TempPathFactory, version: str) -> Path:
 
 @pytest.fixture(scope="session")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a virtual environment with 0.3, which has both APIs."""
+    """Return the Python of a virtual environment with version 0.3, which has both APIs."""
     return made(tmp_path_factory, min(LACKING))
 
 
 @pytest.fixture(scope="session")
 def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of one with 0.4, which has only the v1 API."""
+    """Return the Python of a virtual environment with version 0.4, which has only the v1 API."""
     return made(tmp_path_factory, max(LACKING))
 
 
@@ -79,7 +79,7 @@ async def test_a_classic_environment_runs_its_own_rows(older: Path, rollout: Scr
         assert await run("a", held) == {"digits": 0.5, "num_turns": 1.0, "score": 0.5}
         assert "What is 8 + 1?" in rollout.chat.decode(rollout.policy.asked[0].given)
         for name in ("b", "b2"):
-            assert (await run(name, rows[0]))["score"] == 0.0  # as the library has it
+            assert (await run(name, rows[0]))["score"] == 0.0  # the library's score for a reward function that fails
         for name, raised in (
             ("c", "RuntimeError: no judgement"),
             ("c2", "TimeoutError: "),
@@ -177,10 +177,10 @@ def test_environment_errors_are_named(
 ) -> None:
     given = json.dumps([fault[:2] for fault in faults])
     command = [made(tmp_path_factory, version), "-c", LOAD, given]
-    said = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True).stdout
-    *lines, new_api = said.splitlines()
+    text = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True).stdout
+    *lines, new_api = text.splitlines()
     for line, (_, _, why) in zip(lines, faults, strict=True):
-        assert re.search(why, line), said
+        assert re.search(why, line), text
     assert new_api == str(version == "0.4.0"), "the classic API takes half the time to import"
 
 

@@ -1,6 +1,6 @@
-"""A reward service and judge in a separate process that misbehaves on request: `python -m … PORT`.
+"""A reward service and judge, in a separate process, that misbehaves on request: `python -m … PORT`.
 
-It takes its behaviours from a list, one per request, and answers correctly once the list is empty.
+Each request takes the next behaviour from a list; once the list is empty, the service responds correctly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONG_S = 30.0
 
 
 def make_app() -> FastAPI:
-    """Return the service."""
+    """Return the service's ASGI application."""
     app, behaviours, seen, loads = FastAPI(), list[str](), list[dict[str, Any]](), [[0, 0]]
 
     @app.post("/behave")
@@ -36,7 +36,7 @@ def make_app() -> FastAPI:
         loads[0] = [0, 0]
 
     @app.get("/seen")
-    async def told() -> dict[str, Any]:
+    async def report() -> dict[str, Any]:
         return {"requests": seen, "most": loads[0][1]}
 
     @app.post("/{path:path}")
@@ -45,7 +45,7 @@ def make_app() -> FastAPI:
         seen.append(
             {"path": f"/{path}", "authorization": request.headers.get("Authorization", ""), "body": body, "at": time.time()}
         )
-        load = loads[0]  # a request from before `behave` may still be open
+        load = loads[0]  # a request from before the last `behave` may still be open
         load[0] += 1
         load[1] = max(load)
         try:
@@ -60,12 +60,12 @@ def make_app() -> FastAPI:
 async def carry_out(behaviour: str, detail: str, path: str, body: Any, request: Request) -> Response:
     match behaviour:
         case "ok":
-            return _said(path, "Score: 0.75" if "chat" in path else "", body)
+            return _reply(path, "Score: 0.75" if "chat" in path else "", body)
         case "slow":
             await asyncio.sleep(float(detail))
-            return _said(path, "Score: 0.75", body)
+            return _reply(path, "Score: 0.75", body)
         case "say":
-            return _said(path, detail, body)
+            return _reply(path, detail, body)
         case "cut":
             choice = {"message": {"content": detail}, "finish_reason": "length"}
             return Response(_json({"choices": [choice]}), media_type="application/json")
@@ -83,7 +83,7 @@ async def carry_out(behaviour: str, detail: str, path: str, body: Any, request: 
         case "zip":
             return Response(b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
         case "unless":  # the token is correct
-            return _said(path, "", body) if request.headers["Authorization"] == f"Bearer {detail}" else Response("who?", 401)
+            return _reply(path, "", body) if request.headers["Authorization"] == f"Bearer {detail}" else Response("who?", 401)
         case "hang":
             await asyncio.sleep(LONG_S)
             return Response("late")
@@ -97,7 +97,7 @@ async def carry_out(behaviour: str, detail: str, path: str, body: Any, request: 
             raise AssertionError(behaviour)
 
 
-def _said(path: str, text: str, body: Any) -> Response:
+def _reply(path: str, text: str, body: Any) -> Response:
     """Score completions by length, or at `digits` by whether they have a small digit, or reply with `text` as a judge."""
     if "chat" in path:
         return Response(_json({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}))
@@ -119,7 +119,7 @@ def _json(value: Any) -> bytes:
 
 
 class FlakyServer:
-    """The service's process, controlled by a test. Its port stays the same after a restart."""
+    """The service's process, controlled by a test. It keeps its port when it restarts."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -128,7 +128,7 @@ class FlakyServer:
         self._http = httpx.Client(base_url=self.url, timeout=60)
 
     def start(self) -> None:
-        """Start or restart it, and wait until it serves."""
+        """Start or restart the process, and wait until it serves."""
         self.kill()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.verifiers.remote.flaky_server", str(self.port)], stderr=subprocess.DEVNULL
@@ -144,7 +144,7 @@ class FlakyServer:
                 time.sleep(0.05)
 
     def kill(self) -> None:
-        """Kill it if it is still running, and reap it."""
+        """Kill the process if it is still running, and reap it."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -154,17 +154,17 @@ class FlakyServer:
         return self.process is not None and self.process.poll() is not None
 
     def behave(self, *behaviours: str) -> None:
-        """Set the responses to the next requests, and reset the records."""
+        """Set the behaviours for the next requests, and forget the previous requests."""
         self._http.post("/behave", json=behaviours).raise_for_status()
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """The requests since `behave`."""
+        """Return the requests since `behave`."""
         return self._http.get("/seen").json()["requests"]
 
     @property
     def most(self) -> int:
-        """Most concurrent requests since `behave`."""
+        """Return the highest number of concurrent requests since `behave`."""
         return self._http.get("/seen").json()["most"]
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A generator whose reward service is down holds its tickets: nothing is lost, failed or scored zero."""
+"""A generator whose reward service is down holds its tickets: nothing is lost, fails or scores zero."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS = 6
 
 
 class Held:
-    """A pod that works on tickets, with views of its state."""
+    """A pod that works on tickets, with access to its state."""
 
     def __init__(self, service: Service, engine: ScriptedEngine, scoring: Scoring) -> None:
         self.service, self.engine, self.scoring = service, engine, scoring
@@ -50,9 +50,9 @@ class Held:
 
 @asynccontextmanager
 async def pod(folder: Path, server: RedisServer, rewards: FlakyServer, *overrides: str) -> AsyncIterator[Held]:
-    """A pod whose engine holds version 0 of a run, with tickets to work on."""
+    """Yield a pod whose engine holds version 0 of a run, with tickets to work on."""
     verifiers = f'verifiers=[{{kind="http", url="{rewards.url}/score"}}]'
-    config = small_config(folder, server, verifiers, "generator.lease_s=2.0", "generator.max_concurrent_groups=4", *overrides)
+    config = small_config(folder, server, verifiers, "generator.lease_s=30.0", "generator.max_concurrent_groups=4", *overrides)
     async with open_service("generator", config, "generator-0") as service:
         store = service.store
         await store.run.create("config", "data", 4, 16)
@@ -79,7 +79,7 @@ async def pod(folder: Path, server: RedisServer, rewards: FlakyServer, *override
 
 
 def counted(metrics: GeneratorMetrics) -> dict[str, float]:
-    """Counters that must not change while tickets are held."""
+    """Return the counters that must not change while tickets are held."""
     return {reason: counter._value.get() for reason, counter in metrics.failures.items()} | {
         "lost": metrics.lost._value.get(), "given_up": metrics.given_up._value.get(),
     }  # fmt: skip
@@ -87,14 +87,14 @@ def counted(metrics: GeneratorMetrics) -> dict[str, float]:
 
 async def test_tickets_are_held_while_the_service_is_down(tmp_path: Path, server: RedisServer, service: FlakyServer) -> None:
     service.kill()
-    async with pod(tmp_path, server, service) as held:
+    async with pod(tmp_path, server, service, "generator.lease_s=5.0") as held:
         running = asyncio.create_task(held.service.run(held.loop.work))
         await wait_until(lambda: held.scoring.waiting)
         assert held.loop.why_idle().startswith(f"waiting for verifier 'http' at {service.url}/score: connection refused")
-        await wait_until(lambda: _told(held))
+        await wait_until(lambda: _shows(held))
         before = await held.audit()
         leases = 2 * held.service.config.generator.lease_s
-        await asyncio.sleep(leases)  # nothing must happen
+        await asyncio.sleep(leases)  # nothing may happen meanwhile
         assert await held.audit() == before
         assert before["headers"] == 0
         assert set(counted(held.metrics).values()) == {0.0}
@@ -103,7 +103,7 @@ async def test_tickets_are_held_while_the_service_is_down(tmp_path: Path, server
         await asyncio.to_thread(service.start)
         await wait_until(lambda: held.scored(GROUPS))
         assert held.loop.why_idle() == ""
-        await wait_until(lambda: _told(held, ""))
+        await wait_until(lambda: _shows(held, ""))
         held.service.stop()
         await running
         assert min(await held.rewards()) > 0
@@ -113,8 +113,8 @@ async def test_tickets_are_held_while_the_service_is_down(tmp_path: Path, server
         assert await buried(held.service.store) == []
 
 
-async def _told(held: Held, start: str = "waiting for verifier") -> bool:
-    """Whether the fleet status shows what the pod waits for."""
+async def _shows(held: Held, start: str = "waiting for verifier") -> bool:
+    """Return whether the fleet status shows what the pod waits for."""
     (member,) = await held.service.store.fleet.members(60)
     return member.waiting.startswith(start) and bool(member.waiting) == bool(start)
 

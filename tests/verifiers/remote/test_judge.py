@@ -1,4 +1,4 @@
-"""The verifier `judge`: its requests, how verdicts are parsed, and how unparsable replies are handled."""
+"""The verifier `judge`: its requests, the parsing of verdicts, and the handling of replies that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SCHEMA = {"type": "object", "properties": {"score": {"type": "number"}}, "requir
 
 
 async def judged(service: FlakyServer, job: Job, *says: str, **settings: Any) -> Verdict:
-    """Return the verdict on a group by a model with the replies `says`."""
+    """Return the verdict on a group of a judge that replies `says`."""
     service.behave(*(say if say.startswith(("cut:", "raw:")) else f"say:{say}" for say in says))
-    given = {"model": "tiny", "prompt": PROMPT, "max_requests": 1, **settings}  # one by one, in order
+    given = {"model": "tiny", "prompt": PROMPT, "max_requests": 1, **settings}  # one request at a time, in order
     async with asking("judge", f"{service.url}/v1", **given) as pool:
         return (await pool.score(job))["judge"]
 
 
 async def test_each_completion_is_sent_to_the_model(service: FlakyServer) -> None:
-    told = {"system": "Judge.", "request": {"temperature": 0, "max_tokens": 9}}
-    verdict = await judged(service, group("four", "five"), "Score: 1", "I think... **Score:** -0.25 of 1", **told)
+    settings = {"system": "Judge.", "request": {"temperature": 0, "max_tokens": 9}}
+    verdict = await judged(service, group("four", "five"), "Score: 1", "I think... **Score:** -0.25 of 1", **settings)
     assert verdict.scores == [1.0, -0.25]
     assert json.loads(verdict.notes[1]) == {"votes": ["I think... **Score:** -0.25 of 1"]}
     first, second = service.requests
