@@ -15,7 +15,7 @@ from services.config.verifiers import check_verifiers
 
 def broken(config: RunConfig) -> Iterator[str]:
     """Return the broken rules, naming the keys, their values and the remedy."""
-    for rule in (_room, _replay, _training, _sync, _tls, _rewards):
+    for rule in (_room, _replay, _training, _sync, _tls, _scores, _rewards):
         yield from rule(config)
     sources, evaluation = config.all_sources, config.evaluation
     room, generators = (config.data.max_prompt_tokens, config.model.max_tokens), config.generator.count
@@ -124,7 +124,12 @@ def _training(config: RunConfig) -> Iterator[str]:
 
 
 def _sync(config: RunConfig) -> Iterator[str]:
-    """Check that what changed can be written where the weights are."""
+    """Check that the weights' folder is one, and that what changed can be written where the weights are."""
+    if config.sync.backend == "filesystem" and "://" in config.sync.folder:
+        yield (
+            f'sync.folder = {config.sync.folder!r} and sync.backend = "filesystem" are incompatible: it needs a folder; name '
+            'one, or set sync.backend = "store"'
+        )
     if config.sync.encoding != "sparse":
         return
     if config.sync.backend != "nccl":
@@ -147,6 +152,24 @@ def _tls(config: RunConfig) -> Iterator[str]:
             f"api.certificate_file = {api.certificate_file!r} and api.key_file = {api.key_file!r}: "
             "set both to use TLS, or neither"
         )
+
+
+def _scores(config: RunConfig) -> Iterator[str]:
+    """Check that completions can have different rewards, and that the shortest ones are not penalised for their length."""
+    for source in config.data.sources:
+        weights = [verifier.weight for verifier in config.verifiers if verifier.scores(source.name)]
+        if weights and not any(weights) and not source.environment:
+            yield (
+                f'every verifier that scores the prompt source "{source.name}" has weight = 0, so that every reward would be 0: '
+                "give one of them another weight"
+            )
+    for index, verifier in enumerate(config.verifiers):
+        if verifier.kind == "length" and verifier.soft_tokens > (limit := verifier.max_tokens or config.sampling.max_tokens):
+            key = f"verifiers.{index}.max_tokens" if verifier.max_tokens else "sampling.max_tokens"
+            yield (
+                f"verifiers.{index}.soft_tokens = {verifier.soft_tokens} exceeds {key} = {limit}, so that even an empty "
+                f"completion would be penalised: lower verifiers.{index}.soft_tokens or raise {key}"
+            )
 
 
 def _rewards(config: RunConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ class Sampling(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature. The trainer divides its logits by the same number. Tokens are sampled from the whole distribution,
     since the trainer could not compute the logprobs of a truncated one (top-p, top-k; docs/semantics.md)."""
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Stop strings in addition to the end-of-sequence token."""
 
 
@@ -112,7 +112,7 @@ OWNED_OPTIONS = {
 
 
 def owned_options(generator: Generator) -> Iterator[str]:
-    """Describe every engine argument that is set and must stay as it is."""
+    """Describe every engine argument that is set although it must not be changed."""
     for name, reason in OWNED_OPTIONS.items():
         if generator.engine == "vllm" and name in generator.engine_options:
             yield f"generator.engine_options.{name} = {generator.engine_options[name]!r} cannot be set: {reason}; remove it"

@@ -110,7 +110,7 @@ def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda confi
 def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, faults: list[str]) -> RunConfig:
     faults, config, left = list(faults), None, copy.deepcopy(dict(tree))
     stood_in = set[str]()  # keys whose values were left out
-    left_out = set[tuple[str | int, ...]]()  # the same: that they are missing then is no fault of the user
+    left_out = set[tuple[str | int, ...]]()  # the same: that they are then missing is not the user's fault
     for _ in range(ROUNDS):
         try:
             config = RunConfig.model_validate(left)
@@ -128,7 +128,7 @@ def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, fault
         rules = (
             *_refused(config, before),
             *broken(config),
-        )  # one that a default in the place of a faulty value breaks is no fault
+        )  # a rule broken only by the default in place of a faulty value is not a fault
         faults += [places.told(line) for line in rules if not stood_in & set(places.named(line))]
     if faults or config is None:
         raise ConfigError(*faults, rest=config, places=places)
@@ -136,7 +136,7 @@ def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, fault
 
 
 def _settled(config: RunConfig) -> RunConfig:
-    """Return the configuration with defaults that depend on several sections, or on the model, replaced by what they mean."""
+    """Return the configuration with defaults that depend on several sections, or on the model, replaced by their values."""
     config = derived(config)
     loss = settle(config.loss, config.admission.max_staleness, config.trainer.mini_batches)
     return config.model_copy(update={"loss": loss})
@@ -183,7 +183,7 @@ def defining(config: RunConfig) -> bytes:
     for environment, described in zip(config.environments, tree["environments"], strict=True):
         if file := environment_file(environment):
             described["function"] = [Path(file).name, code_of(environment).rpartition(":")[2], code_digest(file)]
-        described.pop("interpreter")  # says where it runs, not what it is
+        described.pop("interpreter")  # says where it runs, not what it does
     if not config.redis.payload_shards:  # keeps the digest of runs that are older than this key
         del tree["redis"]
     return msgspec.json.encode(tree, order="sorted")
@@ -198,7 +198,7 @@ def code_digest(path: str) -> str:
 
 
 def _lookalike(name: str) -> str:
-    """Return why a variable is refused that is meant for a key but is not read, such as GRPO_RUN_STEPS; "" if it is not."""
+    """Return why a variable is refused that is meant for a key but is not read, such as GRPO_RUN_STEPS; "" if it is accepted."""
     section, _, key = name.removeprefix("GRPO_").lower().partition("_")
     if not name.startswith("GRPO_") or name.startswith(ENV_PREFIX) or section not in RunConfig.model_fields:
         return ""
@@ -224,7 +224,7 @@ def _place_functions(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _read_template(tree: dict[str, Any], folder: Path) -> list[str]:
-    """Put the text of a chat template in the place of its path, so that a run keeps the one it began with; return the fault."""
+    """Replace the path of a chat template by its text, so that a run keeps the one it began with; return the fault."""
     data = _table(tree.get("data"))
     given = data.get("chat_template") if data else None
     if data is None or not isinstance(given, str) or not given.endswith(".jinja"):
@@ -299,6 +299,7 @@ def _table(node: object) -> dict[str, Any] | None:
 def value_of(text: str) -> Any:
     """Parse a TOML value; return text that is not one unchanged, so that strings need no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        found = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return found["value"] if len(found) == 1 else text  # otherwise its later lines are read as keys

@@ -87,9 +87,9 @@ class Client:
         body = {"mode": mode, "why": why, "who": who}
         return self._ask("POST", "/v1/pause", Desired, body, {"role": role or None, "wait_s": wait_s})
 
-    def resume(self, role: str = "", wait_s: float = 0.0) -> Desired:
+    def resume(self, role: str = "", why: str = "", who: str = "", wait_s: float = 0.0) -> Desired:
         """Resume a role; by default the service's own."""
-        return self._ask("POST", "/v1/resume", Desired, None, {"role": role or None, "wait_s": wait_s})
+        return self._ask("POST", "/v1/resume", Desired, {"why": why, "who": who}, {"role": role or None, "wait_s": wait_s})
 
     def scale(self, replicas: int, why: str = "", who: str = "", wait_s: float = 0.0) -> Scaled:
         """Set the number of generators."""
@@ -100,9 +100,9 @@ class Client:
         """Pause every role. Served by dataprep."""
         return self._ask("POST", "/v1/run/pause", RunDesire, {"mode": mode, "why": why, "who": who}, {"wait_s": wait_s})
 
-    def resume_run(self, wait_s: float = 0.0) -> RunDesire:
+    def resume_run(self, why: str = "", who: str = "", wait_s: float = 0.0) -> RunDesire:
         """Resume every role. Served by dataprep."""
-        return self._ask("POST", "/v1/run/resume", RunDesire, None, {"wait_s": wait_s})
+        return self._ask("POST", "/v1/run/resume", RunDesire, {"why": why, "who": who}, {"wait_s": wait_s})
 
     def stop_run(self, why: str = "", who: str = "", wait_s: float = 0.0) -> RunDesire:
         """End the run early. Served by dataprep."""
@@ -158,9 +158,9 @@ class Client:
         """Request a checkpoint. Served by the trainer."""
         return self._ask("POST", "/v1/checkpoint", AskedCheckpoint, {"why": why, "who": who}, {"wait_s": wait_s})
 
-    def restore(self, step: int, wait_s: float = 0.0) -> AskedRestore:
+    def restore(self, step: int, why: str = "", who: str = "", wait_s: float = 0.0) -> AskedRestore:
         """Restore the run to a checkpoint. Served by the trainer."""
-        return self._ask("POST", "/v1/restore", AskedRestore, None, {"step": step, "wait_s": wait_s})
+        return self._ask("POST", "/v1/restore", AskedRestore, {"why": why, "who": who}, {"step": step, "wait_s": wait_s})
 
     def _ask(
         self,

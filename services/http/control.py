@@ -25,11 +25,11 @@ class HttpControl:
             left += (await asyncio.to_thread(self._client.pause, role, each, why, who, wait_s)).waiting_for
         return left
 
-    async def resume(self, roles: Sequence[Role], wait_s: float = 0.0) -> list[str]:
+    async def resume(self, roles: Sequence[Role], why: str, who: str, wait_s: float = 0.0) -> list[str]:
         """Resume roles. Return the pods that have not resumed yet."""
         left: list[str] = []
         for role in roles:
-            left += (await asyncio.to_thread(self._client.resume, role, wait_s)).waiting_for
+            left += (await asyncio.to_thread(self._client.resume, role, why, who, wait_s)).waiting_for
         return left
 
     async def stop(self, why: str, who: str, wait_s: float = 0.0) -> list[str]:
@@ -44,9 +44,9 @@ class HttpControl:
         """Request a checkpoint. The service is the trainer."""
         return await asyncio.to_thread(self._client.checkpoint, why, who, wait_s)
 
-    async def restore(self, step: int, wait_s: float = 0.0) -> AskedRestore:
+    async def restore(self, step: int, why: str, who: str, wait_s: float = 0.0) -> AskedRestore:
         """Restore the run to the checkpoint of `step`. The service is the trainer."""
-        return await asyncio.to_thread(self._client.restore, step, wait_s)
+        return await asyncio.to_thread(self._client.restore, step, why, who, wait_s)
 
     async def requeue(self, ids: Sequence[str] | None, reason: str = "") -> RequeueAnswer:
         """Requeue dead letters: those named, or all. The service is dataprep."""

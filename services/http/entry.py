@@ -28,7 +28,7 @@ from services.http.credentials import api_tokens, redis_login
 from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, RedisUnreachable, StoreError
 from services.protocol.messages import PodStatus
 from services.runtime import logs
-from services.runtime.loops import FATAL, Broken
+from services.runtime.loops import FATAL, Broken, Loop
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.processes.causes import ERROR_PREFIX, one_line
 from services.runtime.processes.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_UNLOADED
@@ -44,6 +44,17 @@ START_ENV = "GRPO_START_S"
 pods start at once, and those that need Redis often before it."""
 START_POLL_S, START_LOG_S = 1.0, 15.0
 REST_POLL_S = 2.0  # how often a pod whose run is over checks whether it resumed
+
+
+async def load_pod(service: Service, loop: Loop, load: Callable[[], Awaitable[None]]) -> bool:
+    """Load what a pod works with, without a time limit, and wait until the run exists. Returns False if told to stop first."""
+    service.say(phase="loading")
+    loop.limit_s = float("inf")
+    with leaving_at_once():
+        if service.stopping.is_set():
+            return False
+        await load()
+    return await service.created()
 
 
 @contextlib.contextmanager

@@ -33,17 +33,23 @@ def condition(state: RunState | None, *, live: bool, left: Condition | None = No
     if not live:
         if left is not None and left.word == "failed":
             return left
-        restored = "" if state is None or state.restore < 0 else f"it resumes from the checkpoint of step {state.restore}"
+        restored = "" if state is None or state.restore < 0 else f"it resumes from {_restored(state)}"
         told = [left.detail if left else "", restored, f"it starts paused: {paused}" if (paused := _paused(state)) else ""]
         return Condition("stopped", "; ".join(part for part in told if part))
     if state is None:
         return Condition("running", "dataprep is reading the prompts and will then create the run")
     if max(state.restore, state.restoring) >= 0:
-        return Condition("running", f"restoring the checkpoint of step {max(state.restore, state.restoring)}")
+        return Condition("running", f"restoring {_restored(state)}")
     if state.stopping:
         return Condition("running", f"ending after this step: {state.stopping}")
     remedy = "; after fixing the cause: grpo replay requeue --all, then grpo resume" if state.failing else ""
     return Condition("paused", paused + remedy) if (paused := _paused(state)) else Condition("running")
+
+
+def _restored(state: RunState) -> str:
+    """Return the checkpoint to which the run is being restored, and by whom and why, as far as known."""
+    asked = state.restore >= 0 and bool(state.restore_why)
+    return f"the checkpoint of step {max(state.restore, state.restoring)}{f', requested by {state.restore_why}' * asked}"
 
 
 def _paused(state: RunState | None) -> str:
@@ -58,12 +64,19 @@ def _paused(state: RunState | None) -> str:
     return "; ".join(f"{_all_of(roles)} by {told}" for told, roles in requests.items())
 
 
+def last_resume(state: RunState) -> str:
+    """Return who resumed paused roles last, why and when; empty: nobody, or they are paused again."""
+    if not state.last_resume or state.paused:
+        return ""
+    return f"resumed by {state.last_resume}, {moment(state.last_resume_at)}"
+
+
 def _all_of(roles: list[str]) -> str:
-    from services.store.records import ROLES  # the store takes long to import, and not all who read a condition need it
+    from services.store.records import ROLES  # the store takes long to import, and not every reader of a condition needs it
 
     return "all services" if set(roles) == set(ROLES) else ", ".join(roles)
 
 
 def moment(at: float) -> str:
-    """Return a time as the clock on the wall shows it, to the minute."""
+    """Return a time in local time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

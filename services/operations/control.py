@@ -1,4 +1,4 @@
-"""What an operator can ask of a run: each verb once, for the command line, the REST endpoints and the page.
+"""What an operator can request of a run: each verb once, for the command line, the REST endpoints and the page.
 
 Guarantees: a verb can be repeated without a second effect; it waits at most `wait_s` seconds and returns the names of those that
 have not complied by then. `RunControl` carries the verbs out in the run's Redis, `HttpControl` (http_control.py) through the
@@ -36,7 +36,7 @@ class Control(Protocol):
         """Pause roles: generators in `mode`, the others between two steps. Return the pods not paused yet."""
         ...
 
-    async def resume(self, roles: Sequence[Role], wait_s: float = 0.0) -> list[str]:
+    async def resume(self, roles: Sequence[Role], why: str, who: str, wait_s: float = 0.0) -> list[str]:
         """Resume roles. Return the pods that have not resumed yet."""
         ...
 
@@ -52,7 +52,7 @@ class Control(Protocol):
         """Request a checkpoint of the committed steps. Raise `NotFound` when the trainer cannot write it."""
         ...
 
-    async def restore(self, step: int, wait_s: float = 0.0) -> AskedRestore:
+    async def restore(self, step: int, why: str, who: str, wait_s: float = 0.0) -> AskedRestore:
         """Restore the run to the checkpoint of `step`. Raise `NotFound` when there is no such checkpoint."""
         ...
 
@@ -75,10 +75,10 @@ class RunControl:
             await self._store.run.pause(role, reason(why, who), each)
         return await until_none(lambda: self._not_paused(modes), wait_s)
 
-    async def resume(self, roles: Sequence[Role], wait_s: float = 0.0) -> list[str]:
+    async def resume(self, roles: Sequence[Role], why: str, who: str, wait_s: float = 0.0) -> list[str]:
         """Resume roles. Return the pods that have not resumed yet."""
         for role in roles:
-            await self._store.run.resume(role)
+            await self._store.run.resume(role, reason(why, who))
         return await until_none(lambda: self._not_paused(dict.fromkeys(roles, "")), wait_s)
 
     async def stop(self, why: str, who: str, wait_s: float = 0.0) -> list[str]:
@@ -111,13 +111,13 @@ class RunControl:
         failure = "" if saved or state.checkpoint_failed == failed_before else state.checkpoint_failed
         return AskedCheckpoint(step=state.checkpointed_step if saved else asked.step, saved=saved, failure=failure)
 
-    async def restore(self, step: int, wait_s: float = 0.0) -> AskedRestore:
+    async def restore(self, step: int, why: str, who: str, wait_s: float = 0.0) -> AskedRestore:
         """Restore the run to the checkpoint of `step`. Raise `NotFound` when there is no such checkpoint."""
         from services.operations.inspection.checkpoints import AskedRestore, request_restore_to
 
         if self._checkpoints is None:
             raise InvalidRequest("a restore needs the run's folder: run the command where it is, or give --api of the trainer")
-        asked = await request_restore_to(self._store, self._checkpoints, step)
+        asked = await request_restore_to(self._store, self._checkpoints, step, reason(why, who))
         return AskedRestore(step=asked.step, waiting_for=await until_none(self._not_restored, wait_s))
 
     async def requeue(self, ids: Sequence[str] | None, reason: str = "") -> RequeueAnswer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from services.protocol.errors import StoreError
@@ -83,21 +84,19 @@ class Observer:
         return self.last
 
     async def _failures(self) -> tuple[int, str]:
-        """Return how many prompts failed for good, and why the newest one did; it is read only when their number changes."""
+        """Return how many prompts failed for good, and why the newest one did, which is read only when their number changes."""
         count = await self.store.run.failed()
         if count == self.last.failed:
             return count, self.last.last_failure
         newest = await self.store.dead_letters.page(1)
         return count, newest[0].reason if newest else ""
 
-    async def poll_to_end(self) -> list[Poll]:
-        """Poll until the metrics stream has no more entries."""
-        polls: list[Poll] = []
+    async def poll_to_end(self) -> AsyncGenerator[Poll]:
+        """Poll until the metrics stream has no more entries. Yields each poll, since a long run's together take a gigabyte."""
         while (poll := await self.poll()) is not None:
-            polls.append(poll)
+            yield poll
             if len(poll.records) < BATCH:
                 break
-        return polls
 
 
 async def fleet(store: Store, ttl_s: float) -> list[Member]:

@@ -47,14 +47,14 @@ class GoneStore:
 
 
 class FolderWatch(Watch):
-    """The run as its files say it was left."""
+    """The run in its last state, according to its files."""
 
     def __init__(self, config: RunConfig, folder: Path, describe: Describe) -> None:
         super().__init__(cast("Store", GoneStore()), config.fleet.ttl_s, None, describe)
         self._config, self._folder = config, folder
         self._read_s: tuple[float, ...] = ()
 
-    async def poll(self) -> None:
+    async def poll(self, progress: Callable[[], None] = lambda: None) -> None:
         """Read the files if they have changed."""
         async with self._once:
             files = [self._folder / "metrics.jsonl", self._folder / "evaluations.jsonl"]
@@ -88,7 +88,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 
 def console_of(folder: Path) -> Callable[[Service, Describe], Watch]:
-    """Return what adds the page of the run in `folder` to a service."""
+    """Return a function that adds the page of the run in `folder` to a service."""
 
     def add(service: Service, describe: Describe) -> Watch:
         watch = FolderWatch(service.config, folder, describe)
@@ -103,7 +103,7 @@ def console_of(folder: Path) -> Callable[[Service, Describe], Watch]:
 
 
 def _kept(service: Service, folder: Path, watch: FolderWatch) -> APIRouter:
-    """Return the endpoints of a run that the folder can answer, too."""
+    """Return those endpoints of a run that the folder can answer, too."""
     router = APIRouter(prefix="/v1", tags=["folder"], dependencies=[service.app.state.reader])
 
     @router.get("/audit")

@@ -80,7 +80,7 @@ class Watch:
             await self._wait(stopping)
             loop.progress()
             loop.limit_s = LOOP_LIMIT_S
-            await self.poll()
+            await self.poll(loop.progress)
             await self.feed.publish("frame", self.frame())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), POLL_EVERY_S)
@@ -100,12 +100,17 @@ class Watch:
         finally:
             await end_tasks(tasks)
 
-    async def poll(self) -> None:
-        """Poll now, unless the last poll was less than half an interval ago."""
+    async def poll(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Poll now, unless the last poll was less than half an interval ago. Calls `progress` after each batch of records."""
         async with self._once:
             if time.monotonic() - self._polled < POLL_EVERY_S / 2:
                 return
-            polls = await self._observer.poll_to_end()
+            async for poll in self._observer.poll_to_end():
+                for record in poll.records:
+                    self.steps.add(record)
+                for record in poll.evaluations:
+                    self.rounds.add(record)
+                progress()
             self._fault = self._observer.fault
             try:
                 async with asyncio.timeout(POLL_LIMIT_S):
@@ -116,11 +121,6 @@ class Watch:
                         self._polled_at = time.time()
             except (StoreError, RedisError, OSError, TimeoutError) as error:
                 self._fault = str(error) or "no response"
-            for poll in polls:
-                for record in poll.records:
-                    self.steps.add(record)
-                for record in poll.evaluations:
-                    self.rounds.add(record)
             self.rounds.outlive(self.steps)
             self._polled = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""The configuration: three sources, one meaning; every problem is one line that names the key, the value and the remedy."""
+"""The configuration means the same from all three sources, and each problem is a line with the key, value and remedy."""
 
 from __future__ import annotations
 
@@ -74,6 +74,19 @@ def test_values_need_no_quotes_and_have_toml_types(file: Path) -> None:
     assert (config.sampling.stop, config.verifiers[0].weight) == (["a", "b"], 0.5)
     assert config.generator.engine_options == {"dtype": "float32"}
     assert config.data.system_prompt == "be brief = yes"
+
+
+@pytest.mark.parametrize("text", ['"{prompt}"\nanswer = 5', "1\n[other]", "first\nsecond", "1\n2", '"a"\r\nvalue.b = 1'])
+def test_text_of_several_lines_is_kept_whole(file: Path, text: str) -> None:
+    """Its first line may look like a value, and the other lines like keys."""
+    config = settings(file, f"data.system_prompt={text}", GRPO__DATA__SYSTEM_PROMPT="of the environment")
+    assert config.data.system_prompt == text
+    assert f"run.steps = {text!r}: input should be a valid integer" in fault(file, f"run.steps={text}")
+
+
+def test_a_toml_value_may_have_several_lines(file: Path) -> None:
+    config = settings(file, 'sampling.stop=[\n"a",\n"b",\n]\n', 'data.system_prompt="""be\nbrief"""')
+    assert (config.sampling.stop, config.data.system_prompt) == (["a", "b"], "be\nbrief")
 
 
 def test_other_environment_variables_are_ignored(file: Path) -> None:
@@ -167,10 +180,10 @@ def test_a_name_without_a_near_match_lists_the_valid_ones(file: Path) -> None:
     ],
 )  # fmt: skip
 def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
-    told = fault(file, override, "redis.url=redis://:hunter2@host/0")
-    assert "hunter2" not in told
-    assert "42" not in told
-    assert "(hidden)" in told
+    message = fault(file, override, "redis.url=redis://:hunter2@host/0")
+    assert "hunter2" not in message
+    assert "42" not in message
+    assert "(hidden)" in message
 
 
 @pytest.mark.parametrize(
@@ -190,6 +203,7 @@ def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
         ("model.path.deeper=1", "model.path is not a section"),
         ("model.path.deeper.still=1", "'deeper' does not name a section or an entry"),
         ("run=1", "run = 1: "),
+        ('sampling.stop=["a", ""]', "sampling.stop.1 = '': string should have at least 1 character"),
     ],
 )
 def test_an_invalid_value_names_key_value_and_expectation(file: Path, override: str, message: str) -> None:
@@ -211,8 +225,8 @@ def test_a_fault_of_a_section_does_not_print_all_of_it(file: Path) -> None:
         "command line: evaluation.ks = [2]: pass@2 needs that many completions per prompt, but evaluation.samples = 1; "
         "raise evaluation.samples or lower evaluation.ks"
     )
-    told = fault(file, 'environments=[{name = "a", kind = "agent"}]')
-    assert "environments.0: needs either function or command: set one of them" in told
+    message = fault(file, 'environments=[{name = "a", kind = "agent"}]')
+    assert "environments.0: needs either function or command: set one of them" in message
 
 
 def test_all_problems_are_named_at_once(file: Path) -> None:
@@ -224,28 +238,28 @@ def test_all_problems_are_named_at_once(file: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["sampling.temprature=1", "verifiers.0.weight=x", "nosuch=1", "run.steps=0"])
 def test_a_faulty_key_hides_no_broken_rule(file: Path, wrong: str) -> None:
-    told = fault(file, "trainer.mini_batches=17", wrong)
-    assert f"{wrong.partition('=')[0]} = " in told
-    assert "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16" in told
+    message = fault(file, "trainer.mini_batches=17", wrong)
+    assert f"{wrong.partition('=')[0]} = " in message
+    assert "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16" in message
 
 
 def test_an_unknown_section_is_reported_where_its_keys_are_set(file: Path) -> None:
-    told = fault(file, "trainer.mini_batches=17", "nosuch.x=1", GRPO__OTHER__Y="2")
+    message = fault(file, "trainer.mini_batches=17", "nosuch.x=1", GRPO__OTHER__Y="2")
     for part in ("command line: nosuch = {'x': 1} is not", "environment variable GRPO__OTHER__Y: other = ", "= 17 exceeds"):
-        assert part in told
+        assert part in message
 
 
 def test_a_rule_is_not_applied_to_what_stands_in_for_a_faulty_value(file: Path) -> None:
-    told = fault(file, "admission.prompts_per_step=x", "trainer.mini_batches=17")
-    assert "admission.prompts_per_step = 'x': " in told
-    assert "exceeds" not in told
+    message = fault(file, "admission.prompts_per_step=x", "trainer.mini_batches=17")
+    assert "admission.prompts_per_step = 'x': " in message
+    assert "exceeds" not in message
 
 
 @pytest.mark.parametrize("wrong", ["data.sources.0.path=3", "model.path=[]"])
 def test_a_required_key_with_an_invalid_value_is_not_called_missing(file: Path, wrong: str) -> None:
-    told = fault(file, wrong)
-    assert f"{wrong.replace('=', ' = ')}: input should be a valid string" in told
-    assert "missing" not in told
+    message = fault(file, wrong)
+    assert f"{wrong.replace('=', ' = ')}: input should be a valid string" in message
+    assert "missing" not in message
 
 
 def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
@@ -346,6 +360,22 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
             'changes; set sync.encoding = "full"',
         ),
         (
+            ["sync.backend=filesystem", "sync.folder=s3://b/p"],
+            "sync.folder = 's3://b/p' and sync.backend = \"filesystem\" are incompatible: it needs a folder; name one, or set",
+        ),
+        (
+            ["verifiers.0.weight=0"],
+            'every verifier that scores the prompt source "main" has weight = 0, so that every reward would be 0: give one of',
+        ),
+        (
+            ['verifiers=[{kind="exact"}, {kind="length", soft_tokens=513}]', "sampling.max_tokens=512"],
+            "verifiers.1.soft_tokens = 513 exceeds sampling.max_tokens = 512, so that even an empty completion would be",
+        ),
+        (
+            ['verifiers=[{kind="length", soft_tokens=9, max_tokens=8}]'],
+            "verifiers.0.soft_tokens = 9 exceeds verifiers.0.max_tokens = 8",
+        ),
+        (
             ["filters.exclude_pass_rate=0.9", "verifiers.0.weight=-1"],
             'filters.exclude_pass_rate = 0.9 is meaningless for the prompt source "main", since no verifier says when a',
         ),
@@ -370,6 +400,8 @@ def test_incompatible_settings_are_rejected(file: Path, overrides: list[str], me
         [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym", sources=["task"]}, {kind="exact"}]'],
         ["data.curriculum=services.dataprep.prompts.curriculum:easy_first"], ["filters.exclude_pass_rate=1"],
         ["verifiers.0.kind=reasoning_gym", 'data.sources=[{kind="reasoning_gym", task="basic_arithmetic"}]'],
+        ["sync.backend=store", "sync.folder=s3://b/p"], ['verifiers=[{kind="exact", weight=0}, {kind="exact", weight=-1}]'],
+        ["verifiers.0.weight=0", *TURNS], ['verifiers=[{kind="length", soft_tokens=8, max_tokens=8}]'],
     ],
 )  # fmt: skip
 def test_edge_cases_of_every_rule_are_allowed(file: Path, overrides: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: help, configuration, one-line errors, commands on a run."""
+"""The command line: help, configuration, one-line errors, and commands on a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def grpo(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_fast(command: str) -> None:
-    """CPU seconds of the process, best of three, as the machine may be busy."""
+    """The limit is in CPU seconds of the process, best of three attempts, because the machine may be busy."""
     spent = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -159,7 +159,7 @@ def test_installed_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_every_command_has_json_output(capsys: pytest.CaptureFixture[str]) -> None:
-    """According to the help texts."""
+    """The help texts say so."""
     verbs = [name for name in get_command(app).commands if name not in ("inspect", "replay")]
     assert len(verbs) > 20
     assert [name for name in verbs if "--json" not in grpo(capsys, name, "--help")[1]] == []
@@ -193,7 +193,7 @@ LONG_NAME = "z-release-with-a-name-of-forty-characters-dataprep-7f9c5d8b6d-x2x4z
 
 
 def stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool = False) -> RunFolder:
-    """Return the folder of a run whose own server is down."""
+    """Return the folder of a run whose own Redis server is down."""
     import asyncio
 
     monkeypatch.setenv(PLAIN, "1")
@@ -236,7 +236,7 @@ def test_a_finished_run_is_neither_paused_nor_resumed(
 
 
 async def finish(folder: RunFolder, server: RedisServer) -> None:
-    """End a run, as its trainer would."""
+    """End a run as its trainer would."""
     store = await Store.connect(server.url, load_resolved(folder.config).run.name, server.password)
     await store.run.finish("trained 4 of 4 steps")
     await store.close()
@@ -254,7 +254,7 @@ async def begin(folder: RunFolder, server: RedisServer) -> None:
 
 
 def questions(monkeypatch: pytest.MonkeyPatch, act: Callable[[], int]) -> tuple[int, list[str]]:
-    """Run `act` on a terminal where the user answers no. Return the exit code and the questions."""
+    """Run `act` on a terminal where the user answers no; return the exit code and the questions."""
     asked = list[str]()
     with monkeypatch.context() as terminal:
         terminal.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -266,10 +266,10 @@ def questions(monkeypatch: pytest.MonkeyPatch, act: Callable[[], int]) -> tuple[
 def test_commands_work_on_a_stopped_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's own server is down. Each command starts it briefly, and requests persist."""
+    """The run's own Redis server is down. Each command starts it briefly, and requests persist."""
     import asyncio
 
-    monkeypatch.setenv(PLAIN, "1")  # a first process forked from the zygote waits for it, and a command reports that
+    monkeypatch.setenv(PLAIN, "1")  # otherwise the first fork waits for the zygote, which a command reports
     monkeypatch.chdir(tmp_path)
     config = small_config(tmp_path, None, 'run.dir="runs"', "fleet.ttl_s=600")
     folder = RunFolder.of(config)
@@ -292,7 +292,8 @@ def test_commands_work_on_a_stopped_run(
     assert f"stopped: it starts paused: dataprep, generator (drain), trainer by {getpass.getuser()}" in " ".join(
         grpo(capsys, "status", "small")[1].split()
     )
-    assert grpo(capsys, "resume", "small")[0] == 0
+    assert grpo(capsys, "resume", "small", "--why", "done")[0] == 0
+    assert json.loads(grpo(capsys, "status", "small", "--json")[1])["state"]["last_resume"] == f"{getpass.getuser()}: done"
     assert grpo(capsys, "pause", "small", "--role", "king")[0] == 2
     assert questions(monkeypatch, lambda: grpo(capsys, "stop", "nowhere")[0]) == (2, [])
     question = "End run small in runs/small permanently? To resume it later, press Ctrl-C in grpo run instead."

@@ -29,7 +29,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Ite
         for route in app.routes:
             if (
                 isinstance(route, APIRoute) and route.include_in_schema and not route.path.startswith("/v1/console/")
-            ):  # used only by the page
+            ):  # endpoints that only the page uses
                 assert f'"{route.path.partition("{")[0]}' in source, f"the client has no method for {route.path}"
     yield {kind: url for kind, (url, _) in found.items()}
     portal.call(world.__aexit__(None, None, None))
@@ -47,7 +47,9 @@ def test_every_endpoint_has_a_client_method(served: dict[str, str]) -> None:
         state = pod.state().state
         assert state is not None
         assert state.pause_modes == {"generator": "drain"}
-        assert not pod.resume().paused
+        resumed = pod.resume(why="morning", who="tester")
+        assert (resumed.paused, resumed.why) == (False, "tester: morning")
+        assert pod.state().state.last_resume == "tester: morning"  # type: ignore[union-attr]
         assert pod.scale(2, "more").replicas == 2
         with pytest.raises(ApiError, match="at most 200 characters"):
             pod.scale(2, "x" * 201)
@@ -55,7 +57,8 @@ def test_every_endpoint_has_a_client_method(served: dict[str, str]) -> None:
         assert pod.state().pod.draining == "ada: a new driver"
     with Client(served["dataprep"], OPERATE) as data:
         assert data.pause_run("abort", why="night").desired == "paused"
-        assert data.resume_run().desired == "running"
+        assert data.resume_run("dawn", "ada").desired == "running"
+        assert data.state().state.last_resume == "ada: dawn"  # type: ignore[union-attr]
         assert data.ledger()["ledger:issued"] == data.audit().issued == 10
         assert data.buffer(limit=2).size == 4
         assert len(data.group("0-0").completions) == 4
@@ -101,7 +104,11 @@ def test_commands_work_through_the_api(
         state = client.state().state
     assert state is not None
     assert state.pause_modes == {"generator": "abort", "dataprep": "keep", "trainer": "keep"}
-    assert main(["resume", *given]) == main(["scale", "generators", "3", *given]) == 0
+    assert main(["resume", "--why", "day", *given]) == main(["scale", "generators", "3", *given]) == 0
+    with Client(served["dataprep"], OPERATE) as client:
+        state = client.state().state
+    assert state is not None
+    assert (state.paused, state.last_resume.partition(": ")[2]) == ({}, "day")
     assert main(["pause", *given[:2]]) == 2
     assert "no token: give --token-file" in capsys.readouterr().err
     assert main(["stop", "--api", served["trainer"], *given[2:]]) == 2

@@ -1,4 +1,4 @@
-"""Commands on a release in a cluster, run in a pod through the cluster's API as by a kubelet."""
+"""Commands on a release in a cluster, which run in a pod through a fake of the cluster's API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pod(name: str, component: str, ready: bool = True, phase: str = "Running", r
 
 
 class Cluster:
-    """The part of a cluster's API that lists pods and runs commands in them, here as processes with a pod's environment."""
+    """A fake of the API that lists pods and runs commands in them; here, they are processes with a pod's environment."""
 
     def __init__(self, folder: Path, environ: dict[str, str]) -> None:
         self.environ, self.executed = environ, list[tuple[str, str, list[str]]]()
@@ -114,7 +114,7 @@ class Cluster:
             await runners[0].cleanup()
 
         self._loop.run_until_complete(begin())
-        self._loop.call_soon(self._up.set)  # in the loop that `close` stops: a stop before it would be lost
+        self._loop.call_soon(self._up.set)  # in the loop that `close` stops, because a stop before the loop runs would be lost
         self._loop.run_forever()
         self._loop.run_until_complete(end())
         self._loop.close()
@@ -152,7 +152,7 @@ class Cluster:
         return socket
 
     async def _forward(self, request: web.Request) -> web.WebSocketResponse:
-        """The kubelet's protocol for one port: each channel starts with its number; the pod listens on this machine."""
+        """Forward one port by the kubelet's protocol: each channel starts with the port. The pod listens on this machine."""
         socket, name = web.WebSocketResponse(protocols=[PROTOCOL]), request.match_info["name"]
         await socket.prepare(request)
         self.forwarded.append((name, int(request.query["ports"])))
@@ -192,7 +192,7 @@ class Cluster:
 def cluster(store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     tree = tomllib.loads(to_toml(config))
-    del tree["fleet"]  # as in the chart's configuration, which omits sections without keys
+    del tree["fleet"]  # the chart's configuration omits sections without keys
     (tmp_path / "run.toml").write_bytes(msgspec.toml.encode(tree))
     found = Cluster(tmp_path, {CONFIG_ENV: str(tmp_path / "run.toml")})
     monkeypatch.setenv("KUBECONFIG", str(found.kubeconfig))
@@ -208,8 +208,8 @@ async def test_commands_run_in_the_pod_that_has_what_they_need(
 
     async def grpo(*words: str) -> tuple[int, str, str]:
         code = await asyncio.to_thread(main, words)
-        said = capfdbinary.readouterr()
-        return code, said.out.decode(), said.err.decode()
+        output = capfdbinary.readouterr()
+        return code, output.out.decode(), output.err.decode()
 
     code, out, _ = await grpo("status", "--kube-context", "west", "demo", "--json")
     assert (code, json.loads(out)["state"]["steps"]) == (0, 4)
@@ -242,7 +242,7 @@ async def test_commands_run_in_the_pod_that_has_what_they_need(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["status", "demo", "--kube-context", "east"], 2, "--kube-context east:"),
         (["status", "other", "--kube-context", "west"], 1, "release other has no running pod of its dataprep in namespace ml"),
@@ -260,10 +260,10 @@ async def test_commands_run_in_the_pod_that_has_what_they_need(
     ],
 )  # fmt: skip
 def test_commands_that_cannot_run_in_a_pod_say_why(
-    words: list[str], code: int, said: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, message: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert cluster.executed == []
 
 
@@ -296,9 +296,9 @@ def test_a_missing_pod_with_the_volume_has_a_remedy(
 ) -> None:
     cluster.pods = [DATAPREP, LOST, BLIND]
     assert main([verb, *(["7"] if verb == "restore" else []), "demo", "--kube-context", "west"]) == 1
-    said = capsys.readouterr().err
-    assert "kubectl -n ml scale statefulset/demo-trainer --replicas=1" in said
-    assert ("web.runs" in said) == console_too
+    errors = capsys.readouterr().err
+    assert "kubectl -n ml scale statefulset/demo-trainer --replicas=1" in errors
+    assert ("web.runs" in errors) == console_too
     assert cluster.executed == []
 
 
@@ -311,10 +311,11 @@ def test_a_status_without_an_exit_code_is_an_error() -> None:
 
 
 def console_pod(name: str) -> dict[str, Any]:
-    """A pod of the web console, as the chart defines it."""
+    """Return a pod of the web console as the chart defines it, with a sidecar that the cluster injected."""
     made = pod(name, "web")
     probe = {"httpGet": {"path": "/health/ready", "port": "api", "scheme": "HTTP"}}
     made["spec"]["containers"][0] |= {"ports": [{"name": "api", "containerPort": 8080}], "readinessProbe": probe}
+    made["spec"]["containers"].insert(0, {"name": "proxy"})
     tokens = {"name": "demo-auth", "items": [{"key": "api-token", "path": "api-token"}]}
     made["spec"]["volumes"] = [{"name": "tmp"}, {"name": "secrets", "projected": {"sources": [{"secret": tokens}]}}]
     return made
@@ -322,7 +323,7 @@ def console_pod(name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def page(name: str) -> Iterator[int]:
-    """Port of a server that returns its name, or what is posted."""
+    """Yield the port of a server that returns its name, or the body of a POST request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -348,7 +349,7 @@ def page(name: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def grpo_web(*words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
-    """`grpo web demo --kube-context west --json`, and its first line."""
+    """Run `grpo web demo --kube-context west --json`; yield the process and its decoded first line."""
     command = [sys.executable, "-m", "services.console", "web", "demo", "--kube-context", "west", "--json", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout is not None
@@ -363,10 +364,10 @@ def test_the_page_of_a_release_is_forwarded_and_follows_its_pod(cluster: Cluster
     cluster.pods = [console_pod("demo-web-a")]
     cluster.secrets["demo-auth"] = {"api-token": "operates", "api-read-token": "reads"}
     body = os.urandom(1 << 20)
-    with page("a") as first, page("b") as second, grpo_web() as (_, said):
+    with page("a") as first, page("b") as second, grpo_web() as (_, printed):
         cluster.listening = {"demo-web-a": first, "demo-web-b": second}
-        url = said["url"]
-        assert (said["control"], said["view"]) == (f"{url}/#token=operates", f"{url}/#token=reads")
+        url = printed["url"]
+        assert (printed["control"], printed["view"]) == (f"{url}/#token=operates", f"{url}/#token=reads")
         with httpx.Client(timeout=60) as one, httpx.Client(timeout=60) as another:
             assert (one.get(url).text, another.get(url).text) == ("a", "a")
             assert one.post(url, content=body).content == body
@@ -382,9 +383,9 @@ def test_the_page_of_a_release_is_forwarded_and_follows_its_pod(cluster: Cluster
 
 def test_without_rights_to_the_tokens_the_secret_is_named(cluster: Cluster) -> None:
     cluster.pods = [console_pod("demo-web-a")]
-    with grpo_web("--port", str(free_port(""))) as (_, said):
-        assert (said["control"], said["view"]) == ("", said["url"])
-        assert said["note"] == "log in with a token of Secret demo-auth, which you may not read"
+    with grpo_web("--port", str(free_port(""))) as (_, printed):
+        assert (printed["control"], printed["view"]) == ("", printed["url"])
+        assert printed["note"] == "log in with a token of Secret demo-auth, which you may not read"
 
 
 def test_a_port_in_use_is_rejected(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,9 +164,9 @@ def test_prompts_beyond_the_context_are_left_out_and_counted(here: Path, capsys:
 def test_a_prompt_that_leaves_no_room_is_reported_by_its_length(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = rows(here / "prompts.jsonl", {"prompt": "say 1 " * 200, "answer": "1"})
     assert main(["init", "--model", "model", "--data", data]) == 2
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert re.search(
-        rf"the longest prompt of {re.escape(data)} has \d{{3,}} tokens, and the context of model ends at {CONTEXT}", said
+        rf"the longest prompt of {re.escape(data)} has \d{{3,}} tokens, and the context of model ends at {CONTEXT}", errors
     )
     assert not Path("run.toml").exists()
 

@@ -1,6 +1,6 @@
-"""SIGTERM ends a process at once while it is still starting, with a message; a running service handles it itself.
+"""SIGTERM immediately ends a process that is still starting, with a message; a running service handles it itself.
 
-A service that has done its work keeps its exit code. A Redis that starts late is awaited.
+A service that has finished its work keeps its exit code. A service waits for a Redis that starts late.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.config import ConfigError, to_toml
 from services.console.local.redis_server import RedisServer
+from services.environment.pod import EnvironmentPod
 from services.generator.pod import GeneratorPod
 from services.http.entry import connect, leaving_at_once, open_service
 from services.protocol.errors import RedisUnreachable
 from services.runtime.processes.exit_codes import EXIT_UNLOADED
 from services.store import Store
+from services.verifiers.scoring import Scoring
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.support.scripted import ScriptedEngine
 
@@ -38,6 +41,8 @@ PROGRAMS = {
     "entry": "from services.http import entry\nasync def work(_): load()\nsys.exit(entry.main('web', work))",
     "tokenizer": GENERATOR + "pod.load_tokenizer = load\nsys.exit(generator.main('generator', generator.generate))",
     "engine": GENERATOR + "ScriptedEngine.start = load\nsys.exit(generator.main('generator', generator.generate))",
+    "environment": "from services.environment import __main__ as environment, pod\n"
+    "pod.Scoring.start = load\nsys.exit(environment.main('environment', environment.run))",
 }
 
 
@@ -123,19 +128,22 @@ async def test_a_running_service_handles_sigterm_itself(server: RedisServer, sto
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-async def test_a_generator_terminated_early_loads_nothing(
-    server: RedisServer, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "pod", "loaded"), [("generator", GeneratorPod, ScriptedEngine), ("environment", EnvironmentPod, Scoring)]
+)
+async def test_a_pod_terminated_early_loads_nothing(
+    kind: str, pod: Any, loaded: Any, server: RedisServer, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     save_tokenizer_folder(Path(config.model.path))
     started: list[object] = []
 
-    async def start(_: ScriptedEngine, config: object) -> None:
-        started.append(config)
+    async def start(*given: object) -> None:
+        started.append(given)
 
-    monkeypatch.setattr(ScriptedEngine, "start", start)
-    async with open_service("generator", config, "generator-0") as service:
-        pod = GeneratorPod(service)
+    monkeypatch.setattr(loaded, "start", start)
+    async with open_service(kind, config, f"{kind}-0") as service:
+        one = pod(service)
         service.stop()
-        await pod.run()
+        await one.run()
     assert not started

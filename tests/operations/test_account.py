@@ -42,7 +42,7 @@ def test_only_killed_pods_have_downtime() -> None:
     old = status("generator-0", "a", 2, loading=5.0, generating=10.5)
     found.observe([(old, 0.0)], 100.0, 1.0)
     new = status("generator-0", "b", 2, loading=3.0)
-    found.observe([(old, 8.0), (new, 0.0)], 108.0, 1.0)  # the killed one has not expired yet
+    found.observe([(old, 8.0), (new, 0.0)], 108.0, 1.0)  # the killed pod has not expired yet
     assert found.pods["generator-0"].seconds() == {"loading": 8.0, "generating": 10.5, "down": 5.0}
     assert found.device_seconds() == {"loading": 16.0, "generating": 21.0, "down": 10.0}
     found.observe([], 108.5, 1.0)
@@ -67,7 +67,7 @@ def test_a_leaving_process_is_accounted_for_until_it_exits() -> None:
 
 
 def test_another_number_of_devices_counts_from_its_start() -> None:
-    """A run may be resumed with more ranks; what its earlier processes spent stays."""
+    """A run may be resumed with more ranks, which does not change what its earlier processes have spent."""
     found = Account()
     found.observe([(status("trainer-0", "a", 1, training=100.0), 0.0)], 100.0, 1.0)
     found.observe([(status("trainer-0", "b", 4, training=10.0), 0.0)], 120.0, 1.0)
@@ -108,7 +108,7 @@ def test_the_account_balances(
     )
 
 
-CLOCK_S = 0.1  # precision to which the clocks of processes agree
+CLOCK_S = 0.1  # the clocks of processes agree to this precision
 
 
 def test_a_process_is_counted_from_its_start() -> None:
@@ -220,7 +220,7 @@ def test_unit_prices_need_a_complete_log(tmp_path: Path) -> None:
 
 
 def test_a_log_with_an_unknown_share_has_no_prices(tmp_path: Path) -> None:
-    writer = begun(tmp_path, "samples.share=0.25")
+    writer = begun(tmp_path, "samples.keep=1000", "samples.share=0.25")
     writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 0))
     assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4), "the run's configuration has the share"
     for text in ("[samples]\nshare = 0.0\n", "[samples]\nshare = 'all'\n", "samples = 1\n", "[samples"):

@@ -18,6 +18,7 @@ LUNCH = {"paused": {"trainer": "ada: lunch"}, "paused_since": {"trainer": NOW}}
 DRAIN = {"generator": "drain"}
 FAILING = {"paused": {"dataprep": "grpo: prompts keep failing: 16 in a row"}}
 REMEDY = "; after fixing the cause: grpo replay requeue --all, then grpo resume"
+RESTORING = "restoring the checkpoint of step"
 ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
 
 
@@ -30,15 +31,16 @@ ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
         ({"paused": ALL, "pause_modes": DRAIN}, True, None, "paused", "dataprep, generator (drain), trainer by ada: lunch"),
         (FAILING, True, None, "paused", f"dataprep by grpo: prompts keep failing: 16 in a row{REMEDY}"),
         ({"stopping": "ada: enough"}, True, None, "running", "ending after this step: ada: enough"),
-        ({"restore": 20, **LUNCH}, True, None, "running", "restoring the checkpoint of step 20"),
-        ({"restoring": 0}, True, None, "running", "restoring the checkpoint of step 0"),
+        ({"restore": 20, **LUNCH}, True, None, "running", f"{RESTORING} 20"),
+        ({"restore": 2, "restore_why": "ada: x"}, True, None, "running", f"{RESTORING} 2, requested by ada: x"),
+        ({"restoring": 0}, True, None, "running", f"{RESTORING} 0"),
         ({"finished": "trained 4 of 4 steps"}, False, None, "finished", "trained 4 of 4 steps"),
         ({}, False, None, "stopped", ""),
         (LUNCH, False, Condition("stopped"), "stopped", f"it starts paused: trainer by ada: lunch, since {moment(NOW)}"),
         ({}, False, Condition("stopped", "grpo run was killed"), "stopped", "grpo run was killed"),
         (
-            {"restore": 0}, False, Condition("finished", "trained 4 of 4 steps"), "stopped",
-            "trained 4 of 4 steps; it resumes from the checkpoint of step 0",
+            {"restore": 0, "restore_why": "ada"}, False, Condition("finished", "trained 4 of 4 steps"), "stopped",
+            "trained 4 of 4 steps; it resumes from the checkpoint of step 0, requested by ada",
         ),
         ({}, False, Condition("failed", "trainer cannot run"), "failed", "trainer cannot run"),
         ({}, True, Condition("failed", "trainer cannot run"), "running", ""),

@@ -1,4 +1,4 @@
-"""Debian's headless Chromium, driven by playwright. Without either, tests of the page are skipped with the reason."""
+"""Debian's headless Chromium, driven by playwright. Without either of them, tests of the page are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PAGES = {
 """Path of every page by name, with placeholders for a step, a group, a dead letter and a completion."""
 KEPT = "grpo-token"  # where the page keeps the token (static/api.js)
 Visit = Callable[[Callable[[Any], Any]], asyncio.Future[Any]]
-"""Calls a function with the browser, on its thread, for what it returns."""
+"""Calls a function with the browser as its argument, on the browser's thread; the future has the result."""
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser")
-LIMIT_MS = 60_000  # for any wait for the page, on a busy machine
-# Rules of axe-core that every page must satisfy: WCAG 2.2 A and AA, and best practices.
+LIMIT_MS = 60_000  # for each wait for the page, on a busy machine
+# Every page must satisfy these rules of axe-core: WCAG 2.2 A and AA, and best practices.
 AXE = """async () => {
     const found = await axe.run(document, { resultTypes: ['violations'] });
     return found.violations.map(one => `${one.id}: ${one.help}: ` + one.nodes.slice(0, 3).map(node => node.html).join(' | '));
@@ -44,7 +44,7 @@ def why_not() -> str:
 
 
 def _program() -> str | None:
-    """Return Debian's Chromium, preferably without windows: those take half of the processor time, and 1 s for each tab."""
+    """Return Debian's Chromium, preferably the headless shell: windows take half of the CPU time and 1 s for each tab."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
@@ -67,7 +67,7 @@ def chromium() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def on_a_thread() -> Iterator[Visit]:
-    """Open a browser for tests with an event loop, on a thread that has none: playwright runs one where it is used."""
+    """Open a browser for tests that have an event loop, on another thread, because playwright runs its own loop."""
     with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
         browser = thread.submit(stack.enter_context, chromium()).result()
         try:
@@ -78,7 +78,7 @@ def on_a_thread() -> Iterator[Visit]:
 
 @contextlib.contextmanager
 def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = WIDE, token: str = "") -> Iterator[Any]:
-    """Open a tab at `url` with `token` entered. `page.complaints` collects errors and violations of the security policy."""
+    """Open a tab at `url`, logged in with `token`. `page.complaints` collects errors and violations of the security policy."""
     context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")
     try:
         if token:
@@ -87,11 +87,11 @@ def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = 
         page.set_default_timeout(LIMIT_MS)
         page.complaints = []
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
+        page.on("console", lambda message: page.complaints.append(message.text) if message.type == "error" else None)
         page.goto(url)
         try:
             yield page
-        except Exception as error:  # raised again with what the page shows
+        except Exception as error:  # raised again with the contents of the page
             error.add_note(f"the page complained: {page.complaints}\nit shows: {page.inner_text('body')[:2000]}")
             raise
     finally:
@@ -99,7 +99,7 @@ def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = 
 
 
 def violations(page: Any) -> list[str]:
-    """Return the rules of axe-core that the page violates."""
+    """Return the page's violations of the rules of axe-core."""
     if not page.evaluate("() => 'axe' in window"):
         page.evaluate(resources.files("axe_playwright_python").joinpath("axe.min.js").read_text())
     return page.evaluate(AXE)

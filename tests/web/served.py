@@ -1,4 +1,4 @@
-"""Serves the console of a run in Redis inside a test."""
+"""Serve the console of a run in Redis inside a test."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.harness import wait_until
 @contextlib.asynccontextmanager
 async def served(config: RunConfig, store: Store) -> AsyncIterator[str]:
     """Serve the console and yield its address."""
-    told, until = list[str](), asyncio.Event()
-    serving = asyncio.create_task(show(config, store, told.append, until))
+    lines, until = list[str](), asyncio.Event()
+    serving = asyncio.create_task(show(config, store, lines.append, until))
     try:
-        await wait_until(lambda: told or serving.done())
-        yield told[0]
+        await wait_until(lambda: lines or serving.done())
+        yield lines[0]
     finally:
         until.set()
         await serving

@@ -37,10 +37,10 @@ def test_a_run_serves_its_page_and_stops_it_afterwards(tmp_path: Path) -> None:
     with launched("run", config_file(tmp_path), "run.steps=100000", "generator.count=1", "--web") as console:
         wait_until(lambda: "up at" in log(tmp_path / "small", "web-0"), "the page: a run may end before it is served")
         assert grpo("stop", tmp_path / "small", "--yes").returncode == 0
-        said, errors = console.communicate(timeout=LIMIT_S)
+        output, errors = console.communicate(timeout=LIMIT_S)
     assert console.returncode == 0, errors
-    assert re.search(r"web console: http://127\.0\.0\.1:\d+, with the token in .*/token", said)
-    assert "still running after the end" not in said
+    assert re.search(r"web console: http://127\.0\.0\.1:\d+, with the token in .*/token", output)
+    assert "still running after the end" not in output
     assert processes_of(tmp_path / "small") == {}
 
 
@@ -57,12 +57,12 @@ def test_grpo_web_shows_a_finished_run_and_names_a_port_in_use(tmp_path: Path) -
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "run small: finished\n"
-        said = re.search(r"to control it: +(http://127\.0\.0\.1:\d+)/#token=(\S+)", process.stdout.readline())
-        assert said
-        assert said[2] == api_tokens(load_resolved(run / "config.toml")).operate
+        link = re.search(r"to control it: +(http://127\.0\.0\.1:\d+)/#token=(\S+)", process.stdout.readline())
+        assert link
+        assert link[2] == api_tokens(load_resolved(run / "config.toml")).operate
         assert f"#token={(run / 'api-read-token').read_text().strip()}" in process.stdout.readline()
         token = {"Authorization": f"Bearer {(run / 'api-read-token').read_text().strip()}"}
-        with httpx.Client(base_url=said[1], headers=token, timeout=LIMIT_S) as http:
+        with httpx.Client(base_url=link[1], headers=token, timeout=LIMIT_S) as http:
             found = http.get("/v1/console/series").json()
             assert found["steps"] == [0, 1, 2, 3]
             assert http.get("/v1/state").json()["state"]["finished"] == "trained 4 of 4 steps"
@@ -100,9 +100,9 @@ def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:
         with page:
             assert page.stdout is not None
             assert page.stdout.readline() == "run small: running\n"
-            said = re.search(r"(http://\S+)/#token=(\S+)", page.stdout.readline())
-            assert said
-            http = httpx.Client(base_url=said[1], headers={"Authorization": f"Bearer {said[2]}"}, timeout=LIMIT_S)
+            link = re.search(r"(http://\S+)/#token=(\S+)", page.stdout.readline())
+            assert link
+            http = httpx.Client(base_url=link[1], headers={"Authorization": f"Bearer {link[2]}"}, timeout=LIMIT_S)
 
             def word() -> str:
                 with contextlib.suppress(httpx.TransportError), http.stream("GET", "/v1/console/live") as frames:
@@ -125,7 +125,7 @@ def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:
 
 
 def test_grpo_web_stays_while_a_run_is_started_over(tmp_path: Path) -> None:
-    """`--fresh` deletes the configuration before it writes the new one."""
+    """`--fresh` deletes the old configuration before it writes the new one."""
     assert grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1").returncode == 0
     run = tmp_path / "small"
     command = [sys.executable, "-m", "services.console", "web", str(run)]

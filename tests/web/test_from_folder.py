@@ -1,4 +1,4 @@
-"""A run with only its folder left: its page and the commands that read it."""
+"""A run of which only the folder is left: its page, and the commands that read it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COUNTS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a finished run, copied from another machine without its Redis."""
+    """Return the folder of a finished run, as if copied from another machine without its Redis."""
     config = small_config(tmp_path, None, "run.name=left", f"run.steps={STEPS}", "redis.url=redis://127.0.0.1:1/0")
     run = tmp_path / "left"
     run.mkdir()
@@ -81,13 +81,13 @@ def test_a_run_that_was_never_trained_is_still_an_error(folder: Path, capsys: py
 @pytest_asyncio.fixture
 async def served(folder: Path) -> AsyncIterator[str]:
     config: RunConfig = load_resolved(folder / "config.toml")
-    told, until = list[str](), asyncio.Event()
+    lines, until = list[str](), asyncio.Event()
     store = cast("Store", GoneStore())
     task = asyncio.create_task(
-        show(config, store, told.append, until, lambda _: Condition("finished", "trained 4 of 4 steps"), add=console_of(folder))
+        show(config, store, lines.append, until, lambda _: Condition("finished", "trained 4 of 4 steps"), add=console_of(folder))
     )
-    await wait_until(lambda: told or task.done())
-    yield told[0]
+    await wait_until(lambda: lines or task.done())
+    yield lines[0]
     until.set()
     await task
 

@@ -1,4 +1,4 @@
-"""Text from models, data sets and pods stays text on the page, whatever it contains and however long it is."""
+"""The page shows text from models, data sets and pods as text, whatever it contains and however long it is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN = "42"
 
 
 async def bring_in(store: Store, folder: Path) -> str:
-    """Create a group with hostile completions, in a run with hostile names and reasons."""
+    """Create a group with hostile completions, in a run with hostile names and reasons; return its ticket's id."""
     save_tokenizer_folder(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     team = await start(store)
@@ -45,10 +45,10 @@ async def bring_in(store: Store, folder: Path) -> str:
     tokens = np.concatenate(texts)
     prompt = np.array(tokenizer.encode(MARKUP).ids, np.int32)
     payload = Payload(prompt, np.array(lengths, np.int32), tokens, -np.ones(len(tokens), np.float32), spans)
-    told = header(
+    submitted = header(
         good, lengths=lengths, prompt_tokens=len(prompt), source=MARKUP, generator=CONTROLS, scores={MARKUP: [0.0, 1.0, 0.0, 1.0]}
     )
-    assert await store.tickets.submit("g", good, told, codec.encode(payload), 60)
+    assert await store.tickets.submit("g", good, submitted, codec.encode(payload), 60)
     await settle(store, team)
     await store.tickets.fail("g", failing, MARKUP + CONTROLS, 1)
     await store.run.pause("trainer", MARKUP + CONTROLS)
@@ -74,7 +74,7 @@ def log_samples(folder: Path, model: Path) -> str:
 
 
 def visit(url: str, group: str, letter: str, sample: str) -> None:
-    """Check that every page shows the text and none executes it."""
+    """Check that every page shows the text and that none executes it."""
     with chromium() as browser, opened(browser, url) as page:
         dialogs: list[Any] = []
         page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))

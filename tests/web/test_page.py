@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -29,13 +30,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One browser, in which tests open isolated contexts (`opened`) that share neither storage nor page processes."""
+    """Yield one browser, in which tests open isolated contexts (`opened`) that share neither storage nor page processes."""
     with chromium() as browser:
         yield browser
 
 
 def places(run: Shown) -> dict[str, str]:
-    """Return the path of every page, with a kept step, one of its groups and a dead letter."""
+    """Return the path of every page: of a step that has its plan, one of its groups, a dead letter and a sample."""
     with httpx.Client(base_url=run.url, headers=bearer(run.read_token), timeout=60) as http:
         run.wait_for(lambda: run.kept_step is not None, "a step that is kept")
         step = run.kept_step
@@ -91,7 +92,7 @@ def test_a_link_logs_in_and_its_token_is_removed_from_the_url(run: Shown, browse
         page.wait_for_selector("main h1:has-text('Overview')")
         assert run.token not in page.url
         page.reload()
-        page.wait_for_selector("header .buttons")  # the tab keeps it
+        page.wait_for_selector("header .buttons")  # the tab keeps the token
         assert page.complaints == []
     with opened(browser, f"{run.url}/#token=wrong") as page:
         page.wait_for_selector(".said .bad:has-text('This is not a token of this run')")
@@ -132,7 +133,7 @@ SLOW = """seconds => {
 def test_a_response_that_takes_longer_than_its_interval_is_shown(run: Shown, browser: Any) -> None:
     with opened(browser, run.url, token=run.read_token) as page:
         settle(page)
-        page.evaluate(SLOW, 3.0)  # the page asks every two seconds
+        page.evaluate(SLOW, 3.0)  # the page sends a request every two seconds
         page.evaluate("() => { location.hash = '/buffer' }")
         page.wait_for_selector("main .tile:has-text('Sampler')", timeout=20_000)
         assert page.complaints == []
@@ -154,6 +155,7 @@ def test_buttons_pause_and_resume_the_run(run: Shown, browser: Any) -> None:
             page.click("header >> text=Resume")
         page.wait_for_selector("header .badge:has-text('running')")
         run.wait_for(lambda: run.state().paused == {}, "all roles resumed")
+        page.wait_for_selector("main dt:has-text('Resumed') + dd:has-text('by web console')")
         step = run.state().committed_step
         run.wait_for(lambda: run.state().committed_step > step, "another step after the pause")
 
@@ -167,6 +169,14 @@ def test_buttons_write_a_checkpoint_and_requeue_a_dead_letter(run: Shown, browse
         page.click("text=Write now")
         page.wait_for_selector(".said :text('heckpoint')")
         run.wait_for(lambda: run.state().checkpointed_step > before, "a checkpoint")
+        page.click("main td button:has-text('Restore') >> nth=0")
+        page.fill("dialog input[name=why]", "a spike")
+        posted: list[str] = []
+        page.route("**/v1/restore?step=*", lambda route: (posted.append(route.request.post_data), route.abort()))
+        page.click("dialog button:has-text('Restore step')")
+        run.wait_for(lambda: posted or page.wait_for_timeout(50), "a request")
+        assert json.loads(posted[0]) == {"who": "web console", "why": "a spike"}
+        page.click("dialog button:has-text('Cancel')")
         go(page, "deadletters")
         page.wait_for_selector(f"main :text('{REASON}')")
         left = run.ask(lambda store: store.dead_letters.count())
@@ -256,10 +266,10 @@ def test_grpo_web_runs_beside_the_runs_own_page(run: Shown) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "run shown: running\n"
-        said = re.search(r"(http://127\.0\.0\.1:\d+)/#token=(\S+)", process.stdout.readline())
-        assert said
-        assert said[2] == run.token
-        with httpx.Client(base_url=said[1], headers=bearer(run.read_token), timeout=60) as http:
+        link = re.search(r"(http://127\.0\.0\.1:\d+)/#token=(\S+)", process.stdout.readline())
+        assert link
+        assert link[2] == run.token
+        with httpx.Client(base_url=link[1], headers=bearer(run.read_token), timeout=60) as http:
             assert http.get("/v1/console/about").json()["run"] == "shown"
             checkpoints = http.get("/v1/checkpoints").json()
             assert checkpoints["folder"] == str(run.folder / "checkpoints")

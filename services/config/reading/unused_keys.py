@@ -184,12 +184,14 @@ def _evaluation(config: RunConfig) -> Rules:
 
 
 def _surroundings(config: RunConfig) -> Rules:
-    """Check Redis and tracing.
+    """Check Redis, the sample log and tracing.
 
     `api.ca_file` and `api.server_name` are always effective: clients read them too, even if a proxy terminates TLS.
     """
     url = config.redis.url
     if url and not url.startswith("rediss://"):
         yield "redis.ca_file", f"with redis.url = {shown('redis.url', url)}", "use rediss://"
+    if not config.samples.keep:
+        yield "samples.share", "with samples.keep = 0", "set samples.keep"
     if not config.tracing.endpoint:
         yield "tracing.share", "without tracing.endpoint", "set tracing.endpoint"

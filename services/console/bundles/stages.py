@@ -1,7 +1,7 @@
-"""Does the stages of a bundle again that need neither torch nor ranks: score, settle, pack. Each yields recorded and new
+"""Repeats the stages of a bundle that need neither torch nor ranks: score, settle, pack. Each yields recorded and new
 values.
 
-Guarantees: nothing that a bundle names is executed or called over the network unless that is asked for.
+Guarantees: nothing that a bundle names is executed or called over the network unless requested.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from services.verifiers.base import Job, VerifierFailure, combine, solved
 from services.verifiers.scoring import Scoring
 
 CONFINED = ("math", "exact", "regex", "reasoning_gym", "length")
-"""Kinds of verifier that run none of the bundle's code and ask no service."""
+"""Kinds of verifier that run none of the bundle's code and call no service."""
 ZERO_STD = "filters.zero_std"
 """The key that may change when a run is resumed and decides whether a group is inserted."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A value that a replay gives again."""
+    """A recorded value and the one that the replay computes."""
 
     where: str
     was: Any
@@ -113,7 +113,7 @@ async def score(bundle: Bundle, config: RunConfig, run_code: bool) -> AsyncItera
 
 
 def _check_model(bundle: Bundle, config: RunConfig) -> None:
-    """Raise `BundleError` if the model was a folder that is not here: the hub would be asked for a folder's name."""
+    """Raise `BundleError` if the model was a folder that is not here: otherwise the hub would be asked for the folder's name."""
     if bundle.model and not Path(config.model.path).is_dir():
         raise BundleError(
             f"model.path = {config.model.path!r} is no folder here, and the stage score needs its tokenizer; the bundle only "
@@ -172,7 +172,8 @@ def packed(bundle: Bundle, config: RunConfig) -> Iterator[Compared | str]:
         by_group = {header.ticket: header for name, header in headers.items() if name in weights}
         chosen = [by_group[name] for name in plan.groups]
         groups = [plan_group(header, config, header.ticket in plan.fresh_groups, weights[header.payload]) for header in chosen]
-        new, new_ranks = plan_step(plan.step, groups, replace(layout, row_tokens=plan.row_tokens or layout.row_tokens))
+        layout = replace(layout, row_tokens=plan.row_tokens or layout.row_tokens)
+        new, new_ranks = plan_step(plan.step, groups, layout, early=plan.early)
         rows = row_statistics.of_rows(new_ranks, new.row_tokens, config.admission.prompts_per_step)
         for field in ("ranks", "rows_per_rank", "mini_batch_rows", "denominators", "response_tokens", "total_tokens"):
             yield Compared(f"{field} of the plan of step {plan.step}", getattr(plan, field), getattr(new, field))

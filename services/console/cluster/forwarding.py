@@ -1,9 +1,9 @@
 """Serves the web console of a release on this machine, for `grpo web --kube-context CONTEXT -n NAMESPACE RELEASE`.
 
 Guarantees: every connection to the local port is passed on through the cluster's API to a pod of the release's web console, as
-`kubectl port-forward` does, and after that pod has gone to the next one. The tokens for the login links are read from the
+`kubectl port-forward` does, and once that pod is gone, to the next one. The tokens for the login links are read from the
 release's Secret if the user may read it, and from nowhere else.
-Waits for: connections, and what passes over them. Unblocked by: Ctrl-C or SIGTERM.
+Waits for: connections, and data on them. Unblocked by: Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ConsolePod:
     @classmethod
     def of(cls, pod: Any) -> ConsolePod:
         """Return the pod's manifest."""
-        (container,) = pod.spec.containers
+        container = next(each for each in pod.spec.containers if each.name == COMPONENT)  # others may have been injected
         port = next(each.container_port for each in container.ports if each.name == "api")
         sources = (source for volume in pod.spec.volumes or [] if volume.projected for source in volume.projected.sources)
         secrets = (
@@ -94,7 +94,7 @@ class Forwarder:
         self._connections.add(task)
         try:
             await self._forward(reader, writer)
-        except Exception as error:  # the client's or the server's: whoever connects again meets the next pod
+        except Exception as error:  # the client's or the server's: a new connection reaches the next pod
             print(f"a connection to the web console ended: {error or type(error).__name__}", file=sys.stderr, flush=True)
         finally:
             self._connections.discard(task)

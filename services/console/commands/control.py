@@ -48,9 +48,9 @@ class Reached:
 
     control: Control
     prefix: str = ""
-    """What messages about the run begin with."""
+    """Start of messages about the run."""
     later: str = ""
-    """What messages about a request to a stopped run end with."""
+    """End of messages about a request to a stopped run."""
     state: RunState | None = None
     """Its state before the request; None: reached through endpoints."""
     live: bool = True
@@ -125,12 +125,12 @@ async def pause(target: Target, role: str, mode: PauseMode, why: str, wait_s: fl
     return concluded(target, f"{run.prefix}{', '.join(roles)} paused{run.later}", left, wait_s, run.live)
 
 
-async def resume(target: Target, role: str, wait_s: float) -> int:
+async def resume(target: Target, role: str, why: str, wait_s: float) -> int:
     """Resume roles."""
     roles = roles_of(role)
     async with reach(target) as run:
         refuse_finished(run.state)
-        left = await run.control.resume(roles, run.wait(wait_s))
+        left = await run.control.resume(roles, why or "grpo resume", who(), run.wait(wait_s))
     return concluded(target, f"{run.prefix}{', '.join(roles)} resumed{run.later}", left, wait_s, run.live)
 
 
@@ -153,7 +153,7 @@ async def scale(target: Target, generators: int, why: str, wait_s: float) -> int
 
 
 async def checkpoint(target: Target, why: str, wait_s: float) -> int:
-    """Request a checkpoint. Return exit code 1 when it could not be written, or was not in time."""
+    """Request a checkpoint. Return exit code 1 when it could not be written, or was not written in time."""
     async with reach(target) as run:
         asked = await run.control.checkpoint(why or "grpo checkpoint", who(), run.wait(wait_s))
     if asked.saved:
@@ -164,10 +164,10 @@ async def checkpoint(target: Target, why: str, wait_s: float) -> int:
     return concluded(target, what, ["trainer"], wait_s, run.live)
 
 
-async def restore(target: Target, step: int, wait_s: float) -> int:
+async def restore(target: Target, step: int, why: str, wait_s: float) -> int:
     """Restore a run to a checkpoint; a stopped run does this when it resumes."""
     async with reach(target) as run:
-        left = (await run.control.restore(step, run.wait(wait_s))).waiting_for
+        left = (await run.control.restore(step, why or "grpo restore", who(), run.wait(wait_s))).waiting_for
     what = f"restored to step {step}" if wait_s and not left else f"restore to step {step} requested{run.later}"
     return concluded(target, run.prefix + what, left, wait_s, run.live)
 
@@ -203,7 +203,7 @@ async def requeue(target: Target, ids: Sequence[str], everything: bool, reason: 
 
 
 def refuse_finished(state: RunState | None, remedy: str = "; to continue it, raise run.steps and start it again") -> None:
-    """Raise `Refused` if the run has finished: nothing is left that this could apply to."""
+    """Raise `Refused` if the run has finished: there is nothing left to apply a request to."""
     if state is not None and state.finished:
         raise Refused(f"it has already finished: {state.finished}{remedy}")
 

@@ -38,6 +38,7 @@ def resume(
     run: Run = "",
     redis_url: RedisUrl = "",
     role: Role = "all",
+    why: Why = "",
     wait: WaitS = 0.0,
     api: Api = "",
     token_file: TokenFile = "",
@@ -50,7 +51,7 @@ def resume(
     """
     from services.console.commands import control
 
-    return finish(control.resume(control.Target(run, redis_url, api, token_file, ca_file, as_json), role, wait))
+    return finish(control.resume(control.Target(run, redis_url, api, token_file, ca_file, as_json), role, why, wait))
 
 
 def scale(
@@ -118,6 +119,7 @@ def restore(
     step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Step of a checkpoint, as grpo checkpoints lists it.")],
     run: Run = "",
     redis_url: RedisUrl = "",
+    why: Why = "",
     wait: WaitS = 0.0,
     api: Api = "",
     token_file: TokenFile = "",
@@ -131,7 +133,7 @@ def restore(
     """
     from services.console.commands import control
 
-    return finish(control.restore(control.Target(run, redis_url, api, token_file, ca_file, as_json), step, wait))
+    return finish(control.restore(control.Target(run, redis_url, api, token_file, ca_file, as_json), step, why, wait))
 
 
 def stop(

@@ -12,13 +12,14 @@ from services.console.errors import EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.printable import print_json, printable
 from services.console.reading.from_folder import folder_instead, show_status
 from services.operations.awaited import awaited
+from services.operations.condition import last_resume
 from services.operations.observe import Member, fleet
 from services.store import RunState
 from services.store.calls.evaluation import EvaluationState
 
 
 async def status(run: str, redis_url: str, as_json: bool) -> int:
-    """Show a run's state and its pods; of a run that is over and whose Redis is gone, what its folder says."""
+    """Show a run's state and its pods; for a run that is over and whose Redis is gone, show what its folder says."""
     try:
         return await _status(run, redis_url, as_json)
     except ConsoleError as error:
@@ -85,6 +86,8 @@ def _show(
     saved = "no checkpoint yet" if state.checkpointed_step < 0 else f"checkpoint of step {state.checkpointed_step}"
     lines.append(Styled(f"{versions}, {slots}, {saved}"))
     lines.append(Styled(_generators(state, members, wanted)))
+    if (resumed := last_resume(state)) and attached.runs and not state.ended:
+        lines.append(cell(resumed))
     if state.checkpoint_failed:
         lines.append(cell(f"checkpoint not written: {state.checkpoint_failed}", "yellow"))
     if failed:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from services.console.display.base import Display
 from services.console.printable import printable
-from services.operations.condition import Condition, condition
+from services.operations.condition import Condition, condition, last_resume
 from services.operations.figures import duration, prompts_failed
 from services.operations.observe import Member, Poll
 from services.runtime.processes.causes import one_line
@@ -25,21 +25,21 @@ LOADING = {
 
 
 class Announcer:
-    """Compares each poll with the one before."""
+    """Compares each poll with the previous one."""
 
     def __init__(self, display: Display, note: Callable[[Condition], None], last_resumed: str = "") -> None:
-        """`note` receives each condition of the run. `last_resumed`: what its trainer said when it was started before."""
+        """`note` receives each condition of the run. `last_resumed`: what its trainer reported at its previous start."""
         self._display, self._note = display, note
         self._condition: Condition | None = None
         self._resumed = last_resumed
-        self._failed = 0  # when they were last reported
+        self._failed = 0  # number of failed prompts when last reported
         self._begun: dict[str, float] = {}  # pod -> monotonic time of its last start, for those this console started
         self._phases: dict[str, str] = {}  # pod -> its phase while it loads
         self._working: set[str] = set()  # pods that work
         self._draining: set[str] = set()  # members whose requested drain was reported
 
     def started(self, pods: list[str], now: float) -> None:
-        """Note that pods are started now (monotonic seconds)."""
+        """Note that pods are being started now (monotonic seconds)."""
         for pod in pods:
             self._begun[pod] = now
             self._phases.pop(pod, None)
@@ -55,13 +55,14 @@ class Announcer:
         if found != self._condition:
             self._note(found)
             if found.detail and poll.state is not None and not (poll.finished or poll.state.failing):  # which ends the run
-                self._display.event(str(found))
+                self._display.event(printable(found))
             elif self._condition is not None and self._condition.word == "paused" and found.word == "running":
-                self._display.event("running again")
+                resumed_by = last_resume(poll.state) if poll.state else ""
+                self._display.event(printable(f"running again{f', {resumed_by}' * bool(resumed_by)}"))
             self._condition = found
         resumed = poll.state.resumed if poll.state else ""
         if resumed not in ("", self._resumed):
-            self._display.event(f"trainer: {resumed}")
+            self._display.event(f"trainer: {printable(resumed)}")
         self._resumed = resumed
         self._count_failed(poll.failed, poll.last_failure)
         self._load(poll)
@@ -88,7 +89,7 @@ class Announcer:
             name, phase = member.status.name, member.status.phase
             if name not in self._begun or name in self._working or self._phases.get(name) == phase:
                 continue
-            if member.age_s > poll.at - self._begun[name]:  # the last heartbeat of the process before
+            if member.age_s > poll.at - self._begun[name]:  # the last heartbeat of the previous process
                 continue
             self._phases[name] = phase
             entered.setdefault(LOADING.get(phase, "ready"), []).append(member)

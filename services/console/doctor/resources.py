@@ -9,10 +9,11 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from services.config import RunConfig
+from services.config.training import Lora
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.doctor.model import Weights, folder_of, weights_of
 from services.console.errors import ConsoleError
@@ -26,6 +27,11 @@ PROCESS_BYTES = 0.4 * GIBIBYTE  # of a Python process with torch
 GENERATOR_BYTES = 0.9 * GIBIBYTE  # of a generator and its vLLM engine on a CPU without weights and KV cache, as measured
 GENERATOR_COPIES = 3  # of the weights, on a CPU: as received, the loaded ones before they replace others, and those others
 LOGITS_CHUNK = 1024  # tokens whose logits the trainer computes at a time (services/trainer/step/policy.py)
+PROJECTIONS = {  # linear layers of a decoder block: which input they read, which share one, and the width of their output
+    "q_proj": ("block", "queries"), "k_proj": ("block", "keys"), "v_proj": ("block", "keys"), "o_proj": ("attention", "residual"),
+    "gate_proj": ("mlp", "mlp"), "up_proj": ("mlp", "mlp"), "down_proj": ("product", "residual"),
+}  # fmt: skip
+INPUTS = {"block": "residual", "attention": "queries", "mlp": "residual", "product": "mlp"}  # the widths of these inputs
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")  # in a model's config.json
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 MEMORY = Path("/proc/meminfo")
@@ -61,7 +67,7 @@ def disk(config: RunConfig) -> Iterator[Finding]:
 def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
     """Check that the model fits into the memory of the machine or, where there are GPUs, of each GPU.
 
-    Weights, gradients, optimizer state, processes and the KV cache that is configured count and, on a CPU, the trainer's
+    Weights, gradients, optimizer state, processes and the configured KV cache count and, on a CPU, the trainer's
     activations for a row if they are known (`activation_bytes`): with long rows they are most of its memory.
     """
     weights = _weights(config)
@@ -98,21 +104,15 @@ def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
 def activation_bytes(config: RunConfig) -> float:
     """Return the memory of a trainer rank for the forward and backward pass of a row, beyond weights and gradients.
 
-    0: unknown, since the model is not a plain decoder with gated MLPs, is compiled, or is trained with adapters or by a team of
-    ranks. Counted for Qwen3 from what autograd keeps in each layer, for h, i, q and k, the widths of the residual stream, of
-    the MLP, of all queries and of all keys:
-
-        everything                     6 h + 4 i + 5 q + 5 k
-        "selective" checkpointing      3 h + 2 i + 2 q + 2 k
-        checkpointing                  h
-
-    and in addition 6 h for the row, and the logits of a chunk three times with the gradient of the output matrix or, if that is
-    more, one layer that is recomputed. Measured with 6 to 12 layers of width 256 and 512 and rows of 2,048 and 4,096 tokens in
-    float32: peaks of resident memory within 0.08 of it; in bfloat16 up to 0.10 above, with checkpointing 0.24.
+    0: unknown, since the model is not a plain decoder with gated MLPs, is compiled, or is trained by a team of ranks, or adapters
+    are of other layers. Derived for Qwen3 from what autograd keeps in each layer (`_kept`, `_kept_with_adapters`), and in
+    addition 6 h for the row, and the logits of a chunk three times with the gradient of the output matrix, if it is trained, or,
+    if that is more, one layer that is recomputed. Measured with 6 to 12 layers of width 256 and 512 and rows of 2,048 and 4,096
+    tokens in float32: peaks of resident memory within 0.08 of it; in bfloat16 up to 0.10 above, with checkpointing 0.24.
     """
-    trainer = config.trainer
+    trainer, lora = config.trainer, config.lora
     folder = folder_of(config.model.path)
-    if folder is None or trainer.compile or trainer.sequence_parallel > 1 or config.lora.rank:
+    if folder is None or trainer.compile or trainer.sequence_parallel > 1 or not set(lora.targets) <= PROJECTIONS.keys():
         return 0.0
     try:
         described = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -124,12 +124,43 @@ def activation_bytes(config: RunConfig) -> float:
         return 0.0
     if described.get("hidden_act", "silu") != "silu" or any("expert" in key for key in described):
         return 0.0
-    q, size = heads * width, _width(config)
-    layer = 6 * h + 4 * i + 5 * q + 5 * keys
-    kept = {False: layer, True: h, "selective": 3 * h + 2 * i + 2 * q + 2 * keys}[trainer.gradient_checkpointing]
-    logits = 4 * vocabulary * (3 * min(LOGITS_CHUNK, trainer.row_tokens) + h)
-    again = size * (layer - kept) * trainer.row_tokens
-    return size * (layers * kept + 6 * h) * trainer.row_tokens + max(logits, again)
+    widths, size = {"residual": h, "mlp": i, "queries": heads * width, "keys": keys}, _width(config)
+    kept_by = _kept_with_adapters(widths, size, lora) if lora.rank else _kept(widths, size)
+    kept = kept_by[trainer.gradient_checkpointing]
+    logits = 4 * vocabulary * (3 * min(LOGITS_CHUNK, trainer.row_tokens) + h * (not lora.rank))
+    again = (kept_by[False] - kept) * trainer.row_tokens
+    return (layers * kept + size * 6 * h) * trainer.row_tokens + max(logits, again)
+
+
+def _kept(widths: Mapping[str, int], size: int) -> dict[bool | str, int]:
+    """Return the bytes that autograd keeps for a token in a layer, by `trainer.gradient_checkpointing`.
+
+    `size`: of a weight. For h, i, q and k, the widths of the residual stream, of the MLP, of all queries and of all keys.
+    """
+    h, i, q, k = (widths[name] for name in ("residual", "mlp", "queries", "keys"))
+    return {
+        False: size * (6 * h + 4 * i + 5 * q + 5 * k),
+        True: size * h,
+        "selective": size * (3 * h + 2 * i + 2 * q + 2 * k),
+    }
+
+
+def _kept_with_adapters(widths: Mapping[str, int], size: int, lora: Lora) -> dict[bool | str, int]:
+    """Return the same if only adapters are trained.
+
+    Frozen layers keep no input, frozen norms only theirs, in float32. Adapters keep their input and the first of their two
+    products in float32; each keeps an input of its own unless weights are float32, too. "selective" also keeps both products.
+    """
+    h, i, q, k = (widths[name] for name in ("residual", "mlp", "queries", "keys"))
+    adapted = [PROJECTIONS[name] for name in lora.targets or PROJECTIONS]
+    read = [place for place, _ in adapted]
+    inputs = sum(widths[INPUTS[place]] for place in (set(read) if size == 4 else read))
+    first, second = lora.rank * len(adapted), sum(widths[name] for _, name in adapted)
+    return {
+        False: size * (3 * i + 2 * q + 3 * k) + 4 * (2 * h + q + k + inputs + first),
+        True: size * h,
+        "selective": size * (3 * h + 2 * i + 2 * q + 2 * k) + 4 * (first + second),
+    }
 
 
 def ports(config: RunConfig, own: bool, pod: bool = False) -> Iterator[Finding]:
@@ -140,7 +171,7 @@ def ports(config: RunConfig, own: bool, pod: bool = False) -> Iterator[Finding]:
         remedy = "set api.port = 0, which gives each a free one, or remove it"
         if own:
             yield fault("ports", detail, remedy)
-        else:  # which may be started in another way, each on a machine of its own
+        else:  # which may be started in another way, each on its own machine
             yield note("ports", f"{detail}, so grpo run refuses it", remedy)
     if not config.web.port:
         return
@@ -194,7 +225,7 @@ def _rank_bytes(config: RunConfig, parameters: int) -> float:
 
 
 def _free_bytes() -> int | None:
-    """Return the memory that this machine, or the container, can still give."""
+    """Return the memory that is still available on this machine, or in the container."""
     try:
         lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024

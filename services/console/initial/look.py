@@ -1,4 +1,4 @@
-"""What `grpo init` sees of a model, of data and of a reward. It reads files and imports none of the user's code.
+"""What `grpo init` finds out about a model, data and a reward. It reads files and imports none of the user's code.
 
 Guarantees: what cannot be read is refused with the option that named it, its value and the remedy.
 """
@@ -24,10 +24,10 @@ from services.console.errors import EXIT_CONFIG, ConsoleError
 if TYPE_CHECKING:
     from services.dataprep.prompts.files import SourceFile
 
-ROWS = 200  # of the data that are looked at
+ROWS = 200  # of the data that are inspected
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "text")
 ANSWERS = ("answer", "solution", "target", "ground_truth", "final_answer", "expected_answer", "label", "output")
-"""What data sets call their fields, the likeliest first."""
+"""Names of fields in data sets, the likeliest first."""
 PATTERNS = (r"####\s*(.+)", r"\\boxed\{(.+)\}")
 """How data sets mark the answer within a worked solution: GSM8K, MATH."""
 NUMBER = re.compile(r"\s*\$?-?[\d,./]+%?\s*")
@@ -37,7 +37,7 @@ CONVERT = "for example pandas.read_csv(FILE).to_json('data.jsonl', orient='recor
 
 @dataclass(frozen=True)
 class SeenModel:
-    """A model's folder, or a name on the hub, of which nothing is known."""
+    """A model's folder, or a name on the hub, about which nothing is known."""
 
     path: str
     context: int | None = None
@@ -47,7 +47,7 @@ class SeenModel:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """Files of prompts, of which the first was looked at."""
+    """Files of prompts, of which the first was inspected."""
 
     path: str
     kind: str
@@ -239,10 +239,12 @@ def _parquet(given: SourceFile) -> list[dict[str, Any]]:
     try:
         with pyarrow.parquet.ParquetFile(given.path) as file:
             return [row for batch in islice(file.iter_batches(ROWS), 1) for row in batch.to_pylist()]
-    except pyarrow.ArrowInvalid as error:
-        raise ConsoleError(f"--data {path}: it is not a parquet file ({error}): correct the path", EXIT_CONFIG) from None
     except OSError as error:
         raise _unreadable(given, error) from None
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:  # also values that Python cannot hold
+        raise ConsoleError(
+            f"--data {path}: it is not a parquet file that can be read ({error}): correct it or the path", EXIT_CONFIG
+        ) from None
 
 
 def _unreadable(file: SourceFile, error: OSError) -> ConsoleError:

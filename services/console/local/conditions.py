@@ -6,6 +6,7 @@ says.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -23,10 +24,11 @@ class _Noted(msgspec.Struct):
 
 
 def note(folder: RunPaths, condition: Condition) -> None:
-    """Write the run's condition, atomically."""
+    """Write the run's condition, atomically. On a full disk the previous one stays."""
     temporary = folder.condition.with_suffix(".new")
-    temporary.write_bytes(msgspec.json.encode(_Noted(condition, time.time())) + b"\n")
-    temporary.replace(folder.condition)
+    with contextlib.suppress(OSError):  # whether the run still runs, its lock says
+        temporary.write_bytes(msgspec.json.encode(_Noted(condition, time.time())) + b"\n")
+        temporary.replace(folder.condition)
 
 
 def of(folder: RunPaths) -> Condition:
@@ -38,7 +40,7 @@ def of(folder: RunPaths) -> Condition:
 
 
 def left(folder: RunPaths) -> Condition | None:
-    """Return how the last start of the run ended; None: it never was started."""
+    """Return how the last start of the run ended; None if it was never started."""
     if (noted := _read(folder)) is None:
         return _of_summary(folder)
     if noted.condition.word in ("running", "paused"):
@@ -54,7 +56,7 @@ def _read(folder: RunPaths) -> _Noted | None:
 
 
 def _of_summary(folder: RunPaths) -> Condition | None:
-    """Return how a run ended that an earlier version ran."""
+    """Return how a run of an earlier version ended."""
     try:
         status = msgspec.json.decode(folder.summary.read_bytes(), type=dict[str, Any]).get("status")
     except (OSError, msgspec.MsgspecError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ TICK_S = 0.1
 OWN_END_S = 25.0  # time for services to exit on their own once the run has finished
 WAIT_TOLD_S = 3.0  # a longer wait for them is reported; most exit sooner
 REDIS_ATTEMPTS = 5
+EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
+"""Errors of a start that pass: no space, descriptors, processes or memory are left for now."""
+AGAIN_S = 10.0  # until another attempt after such an error
 FAILING_REMEDY = (
     "fix the cause and rerun the same command, which generates them again (after the first step, changed code of a reward or "
     "an environment needs grpo fork)"
@@ -58,7 +62,7 @@ class Launcher:
         evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
         server: RedisServer | None, note: Callable[[Condition], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """`count`: number of generators until another is requested. `limit`: the number that the machine allows.
+        """`count`: number of generators until another number is requested. `limit`: the number that the machine allows.
         `note` receives each condition of the run.
         """
         self.observer, self.display, self.server = observer, display, server
@@ -69,12 +73,14 @@ class Launcher:
         self.restarts = {"redis": 0} if server else {}
         self._generators = -1  # desired number at the last check
         self._records: dict[str, supervision.Record] = {}
-        self._died: dict[str, float] = {}  # child -> when it was seen dead, until the decision what to do
+        self._died: dict[str, float] = {}  # child -> when it was found dead, until it is decided what to do
         self._due: dict[str, float] = {}  # child -> when it is restarted
         self._redis_failures = 0
+        self._redis_due = 0.0  # when it may be restarted
         self._outcome: LaunchOutcome | None = None
         self._signals = 0
         self._announcer = Announcer(display, note)
+        self._unwritten = ""  # why records are not in their file, when last reported
         self._restores: set[tuple[int, int]] = set()  # step and incarnation of each restore for which the trainer restarted
         self._quit = asyncio.Event()
 
@@ -102,7 +108,7 @@ class Launcher:
                 child.kill()
             self._quit.set()
             await asyncio.wait([polling])  # not cancelled: it is short, and a client may swallow the cancellation
-        for poll in await self.observer.poll_to_end():
+        async for poll in self.observer.poll_to_end():
             self._take_in(poll)
         return self._outcome
 
@@ -138,11 +144,18 @@ class Launcher:
         self.evaluations.outlive(self.mirror)
         for record in self.evaluations.add(poll.evaluations):
             self.display.event(figures.evaluation_line(record))
+        self._report_unwritten(self.mirror.fault or self.evaluations.fault)
         now = time.monotonic()
         self.display.draw(poll, {name: max(0.0, due - now) for name, due in self._due.items()})
 
+    def _report_unwritten(self, why: str) -> None:
+        if bool(why) != bool(self._unwritten):
+            lasting = f"{printable(why)}; the run continues, and its records are written once that is possible"
+            self.display.event(lasting if why else "the run's records are written again")
+        self._unwritten = why
+
     def _keep_redis(self) -> None:
-        if self.server is None or self.server.alive:
+        if self.server is None or self.server.alive or time.monotonic() < self._redis_due:
             return
         try:
             self.server.start()
@@ -150,6 +163,9 @@ class Launcher:
             self._redis_failures += 1
             if self._redis_failures >= REDIS_ATTEMPTS:
                 self._outcome = LaunchOutcome("failed", str(error), EXIT_REDIS)
+            return
+        except OSError as error:
+            self._redis_due = self._due_again("Redis cannot be restarted", error)
             return
         self._redis_failures = 0
         self.restarts["redis"] += 1
@@ -178,7 +194,18 @@ class Launcher:
 
     def _start(self, child: ChildService) -> None:
         self._announcer.started([pod.name for pod in child.pods], time.monotonic())
-        child.start(self._environ, self._lock_fd)
+        try:
+            child.start(self._environ, self._lock_fd)
+        except OSError as error:
+            self._due[child.name] = self._due_again(f"{child.name} cannot be started", error)
+            child.kill()  # the pods that have started
+
+    def _due_again(self, what: str, error: OSError) -> float:
+        """Report a start that failed for lack of something, and return when to try again. Raises any other error."""
+        if error.errno not in EXHAUSTED:
+            raise error
+        self.display.event(f"{what}: {printable(error)}; trying again in {AGAIN_S:g} s")
+        return time.monotonic() + AGAIN_S
 
     def _see_off(self, child: ChildService) -> None:
         """Forget a retired child once it has exited, and kill it when it is overdue."""
@@ -189,10 +216,10 @@ class Launcher:
         child.kill()  # also its child processes
         self.children.remove(child)
         self._died.pop(child.name, None)
-        codes = child.codes
+        codes = [code for code in child.codes if code is not None]  # none if it could never be started
         drained = all(code in (EXIT_OK, EXIT_UNLOADED) for code in codes)
         how = "drained and exited" if drained else f"{supervision.account(codes)} while draining"
-        self.display.event(f"{child.name} {how}")
+        self.display.event(f"{child.name} {how}" if codes else f"{child.name} is no longer needed and was not started")
 
     def _keep(self, child: ChildService) -> None:
         if self._outcome is not None:
@@ -252,7 +279,7 @@ class Launcher:
         )
 
     def _restores_next(self, child: ChildService, codes: Sequence[int | None], poll: Poll) -> bool:
-        """Return whether a trainer ended to restore a checkpoint, as it was requested: that is no failure, the first time."""
+        """Return whether a trainer ended to restore a checkpoint, as requested: the first time, that is not a failure."""
         state = poll.state
         if child.name != TRAINER or state is None or state.restore < 0 or EXIT_FAILED not in codes:
             return False

@@ -2,7 +2,8 @@
 
 Guarantees: each step and each evaluation round is in its file exactly once, in the order recorded, even if the console died in
 between: a torn last line is removed, and records already written are skipped. After a run is restored to a checkpoint, its new
-records replace the old ones from that step on (services/operations/history.py).
+records replace the old ones from that step on (services/operations/history.py). What a full disk rejects is kept, and written
+once there is space (`fault`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ class Mirror:
     def __init__(self, path: Path, key: str = STEP) -> None:
         self._key, self._path = key, path
         self._history = History(key, lambda record: {**record, key: int(record[key])})
+        self._pending: list[bytes] = []  # lines that are not in the file yet
+        self._outdated = False  # whether the file has lines that were replaced
+        self.fault = ""
+        """Why the file lacks records; "" if it has all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.read_bytes() if path.exists() else b""
-        kept = whole[: whole.rfind(b"\n") + 1]
-        self._history.begin(msgspec.json.decode(line) for line in kept.splitlines())
-        self._file = path.open("ab")
-        if len(kept) < len(whole):
-            self._file.truncate(len(kept))
+        self._length = whole.rfind(b"\n") + 1  # bytes of the lines in the file
+        self._history.begin(msgspec.json.decode(line) for line in whole[: self._length].splitlines())
+        with path.open("ab") as file:
+            file.truncate(self._length)
 
     @property
     def rows(self) -> dict[int, dict[str, float]]:
-        """The records written, by number."""
+        """The records so far, by number."""
         return self._history.rows
 
     def add(self, records: Iterable[dict[str, float]]) -> list[dict[str, float]]:
@@ -41,27 +45,48 @@ class Mirror:
         added = []
         for record in records:
             new, forgot = self._history.add(record)
-            row = self.rows[int(record[self._key])] if new else {}
-            if forgot:
-                self._rewrite()
-            elif new:
-                self._file.write(msgspec.json.encode(row) + b"\n")
-                self._file.flush()
-            added += [row] if new else []
+            self._outdated |= forgot
+            if new:
+                added.append(self.rows[int(record[self._key])])
+                self._pending.append(_line(added[-1]))
+        self._save()
         return added
 
     def outlive(self, steps: Mirror) -> None:
         """Remove the evaluation rounds of policy versions that `steps` has replaced."""
-        if self._history.outlive(steps._history):
-            self._rewrite()
+        self._outdated |= self._history.outlive(steps._history)
+        self._save()
+
+    def _save(self) -> None:
+        """Bring the file up to date. If that fails, the next call tries again."""
+        if not (self._pending or self._outdated):
+            return
+        try:
+            if self._outdated or not self._append(b"".join(self._pending)):
+                self._rewrite()
+        except OSError as error:
+            self.fault = f"{self._path} cannot be written: {error.strerror or error}"
+            return
+        self._pending, self._outdated, self.fault = [], False, ""
+
+    def _append(self, data: bytes) -> bool:
+        """Append to the file. Returns False if it lacks what was written before: somebody deleted or emptied it."""
+        with self._path.open("ab", buffering=0) as file:
+            if file.tell() < self._length:
+                return False
+            file.truncate(self._length)  # part of a line, from an attempt before
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+        self._length += len(data)
+        return True
 
     def _rewrite(self) -> None:
-        fresh = self._path.with_suffix(".new")
-        fresh.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in self.rows.values()))
+        fresh, data = self._path.with_suffix(".new"), b"".join(map(_line, self.rows.values()))
+        fresh.write_bytes(data)
         fresh.replace(self._path)
-        self._file.close()
-        self._file = self._path.open("ab")
+        self._length = len(data)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+
+def _line(row: dict[str, float]) -> bytes:
+    return msgspec.json.encode(row) + b"\n"

@@ -13,15 +13,17 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from redis.exceptions import RedisError
 
 from services.config import RunConfig, load
 from services.config.reading.loss_in_words import loss_in_words
+from services.console.commands.control import who
 from services.console.display.plain import PlainDisplay
 from services.console.display.warnings_tail import WarningsTail
 from services.console.doctor.preflight import Check, check_again, preflight
@@ -40,7 +42,7 @@ from services.console.local.plan import (
 )
 from services.console.local.redis_server import RedisServer, start_server
 from services.console.local.secrets import write_secret
-from services.console.printable import print_json
+from services.console.printable import print_json, printable
 from services.console.start.checked import (
     Options,
     checked,
@@ -56,6 +58,7 @@ from services.console.start.place import as_started
 from services.console.start.resumption import again, next_step, requeue_failed
 from services.http.credentials import api_tokens, redis_password
 from services.operations.condition import Condition
+from services.operations.control import reason
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import free_port
@@ -63,7 +66,7 @@ from services.runtime.processes.child_processes import ServicePlan
 from services.store import Store
 from services.store.connection.client import Login
 
-ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit, and longer on a busy machine; then they are killed
+ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit, longer on a busy machine; then they are killed
 
 Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
@@ -189,12 +192,12 @@ class _Job:
     server: RedisServer | None
     lock_fd: int
     environ: dict[str, str]
-    restore: int | None  # step of the checkpoint to go back to
+    restore: int | None  # step of the checkpoint to return to
     signals: int = 0  # to stop, received so far
     launcher: Launcher | None = None
 
     async def run(self) -> int:
-        # First of all: asyncio's own handler cancels what runs, and a client may swallow that.
+        # First of all: asyncio's own handler cancels running tasks, and a client may swallow that.
         for sig in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(sig, self._interrupt)
         config = self.config
@@ -203,8 +206,6 @@ class _Job:
         try:
             return await self._see_through(store, mirror, evaluations)
         finally:
-            mirror.close()
-            evaluations.close()
             await store.close()
 
     async def _see_through(self, store: Store, mirror: Mirror, evaluations: Mirror) -> int:
@@ -213,15 +214,16 @@ class _Job:
         if failed := await requeue_failed(store, self.restore):
             print(f"{failed} prompts that failed are generated again", flush=True)
         if self.restore is not None:
-            await store.run.request_restore(self.restore)
+            await store.run.request_restore(self.restore, reason("grpo run --resume", who()))
         observer = Observer(store, self.config.fleet.ttl_s)
         before = summary.read(self.folder.summary)
-        for poll in await observer.poll_to_end():
+        async for poll in observer.poll_to_end():
             mirror.add(poll.records)
             evaluations.add(poll.evaluations)
         evaluations.outlive(mirror)
         if await store.run.set_steps(self.config.run.steps):
-            await observer.poll_to_end()
+            async for _ in observer.poll_to_end():
+                pass
         if how := observer.last.finished:
             print(
                 f"run {self.config.run.name} has already finished ({how}); raise run.steps to continue it, or give --fresh",
@@ -291,15 +293,9 @@ class _Job:
         return self.planner(config, self.folder.config.resolve(), self.gpus)
 
     async def _conclude(
-        self,
-        store: Store,
-        observer: Observer,
-        mirror: Mirror,
-        evaluations: Mirror,
-        outcome: LaunchOutcome,
-        wall_s: float,
+        self, store: Store, observer: Observer, mirror: Mirror, evaluations: Mirror, outcome: LaunchOutcome, wall_s: float,
         restarts: dict[str, int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows = [mirror.rows[step] for step in sorted(mirror.rows)]
         state = observer.last.state
         audited = None
@@ -310,11 +306,9 @@ class _Job:
         result = summary.summarise(
             self.config, rows, state, audited, status=outcome.status, wall_s=wall_s, restarts=restarts, evaluated=evaluated
         )
-        summary.write(self.folder.summary, result)
-        if rows:
-            from services.console.local.report import write_report
-
-            write_report(self.folder.metrics, result, self.folder.report)
+        self._write_results(result, bool(rows))
+        for fault in filter(None, (mirror.fault, evaluations.fault)):
+            print(f"{printable(fault)}; rerun the same command to add what it lacks", file=sys.stderr, flush=True)
         print(f"{outcome.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
         if outcome.status == "stopped":
             print(f"  resume it with: {shlex.join(['grpo', *again(sys.argv[1:])])}", flush=True)
@@ -322,6 +316,17 @@ class _Job:
             print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
         if outcome.status == "finished" and (model := self.folder.path / "model").is_dir():
             print(f"  {model}: the trained model, in Hugging Face format", flush=True)
+
+    def _write_results(self, result: Mapping[str, Any], plot: bool) -> None:
+        """Write the summary and, with `plot`, the report. On a full disk, say so: the run itself has ended."""
+        try:
+            summary.write(self.folder.summary, result)
+            if plot:
+                from services.console.local.report import write_report
+
+                write_report(self.folder.metrics, result, self.folder.report)
+        except OSError as error:
+            print(f"the summary in {self.folder.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _left(outcome: LaunchOutcome) -> Condition:

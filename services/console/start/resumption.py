@@ -1,4 +1,4 @@
-"""By which command a run is resumed, where it continues, and whether it can have the number of steps that it is given."""
+"""The command that resumes a run, where it continues, and whether it can have the configured number of steps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from services.config import RunConfig
 from services.config.reading.secrets import holds_secret
+from services.console.commands.control import who
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.folder import RunFolder
+from services.operations.control import reason
 from services.operations.inspection.deadletters import requeue
 from services.runtime.checkpoints import CheckpointFolder
 from services.store import Store
@@ -18,7 +20,7 @@ from services.store.connection.login import masked
 async def next_step(config: RunConfig, login: Login, folder: RunFolder, restore: int | None) -> int:
     """Return the step with which the run continues. `restore`: step of the checkpoint that --resume requests.
 
-    Raise `ConsoleError` if run.steps is less than the steps that it then has trained.
+    Raise `ConsoleError` if run.steps is less than the steps that are trained by then.
     """
     store = await Store.connect(config.redis.url, config.run.name, login)
     try:
@@ -62,7 +64,7 @@ async def requeue_failed(store: Store, restore: int | None) -> int:
         return 0
     restored = restore is not None or max(state.restore, state.restoring) >= 0
     count = 0 if restored or state.ended else len((await requeue(store, await store.dead_letters.in_a_row())).requeued)
-    await store.run.resume("dataprep")
+    await store.run.resume("dataprep", reason("grpo run", who()))
     return count
 
 

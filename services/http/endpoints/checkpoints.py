@@ -36,11 +36,14 @@ def add_routes(service: Service) -> None:
         return await control.checkpoint(reason.why, reason.who, wait_s)
 
     @router.post("/restore", dependencies=[service.app.state.guard], responses=problems(404))
-    async def restore(step: Annotated[int, Query(ge=0, le=2**31)], wait_s: WaitS = 0.0) -> AskedRestore:
+    async def restore(
+        step: Annotated[int, Query(ge=0, le=2**31)], reason: Reason | None = None, wait_s: WaitS = 0.0
+    ) -> AskedRestore:
         """Restore the run to the checkpoint of a step. Later steps are trained again.
 
         The trainer restarts for this, so this process may exit before it can confirm the restore.
         """
-        return await control.restore(step, wait_s)
+        reason = reason or Reason()
+        return await control.restore(step, reason.why, reason.who, wait_s)
 
     service.app.include_router(router)

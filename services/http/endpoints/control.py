@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, HTTPException
 
 from services.http.endpoints.parameters import WaitS
-from services.http.models import Desired, Pause, PodState, Scaled, ScaleRequest, State
+from services.http.models import Desired, Pause, PodState, Reason, Scaled, ScaleRequest, State
 from services.http.problems import problems
 from services.operations.control import RunControl, reason
 from services.runtime.service import Service
@@ -48,10 +48,11 @@ def control_router(service: Service, guard: Any, reader: Any) -> APIRouter:
         return Desired(role=one, paused=True, mode=request.mode, why=reason(request.why, request.who), waiting_for=left)
 
     @router.post("/resume", dependencies=[guard])
-    async def resume(role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
+    async def resume(request: Reason | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
         """Resume a role, by default this service's."""
-        one = selected(role)
-        return Desired(role=one, paused=False, mode=None, why="", waiting_for=await control.resume([one], wait_s))
+        one, request = selected(role), request or Reason()
+        left = await control.resume([one], request.why, request.who, wait_s)
+        return Desired(role=one, paused=False, mode=None, why=reason(request.why, request.who), waiting_for=left)
 
     @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
     async def scale(request: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:

@@ -38,9 +38,11 @@ def add_routes(service: Service) -> None:
         return RunDesire(run=run, desired="paused", waiting_for=left)
 
     @router.post("/run/resume", dependencies=guard)
-    async def resume(wait_s: WaitS = 0.0) -> RunDesire:
+    async def resume(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
         """Resume every role."""
-        return RunDesire(run=run, desired="running", waiting_for=await control.resume(ROLES, wait_s))
+        reason = reason or Reason()
+        left = await control.resume(ROLES, reason.why, reason.who, wait_s)
+        return RunDesire(run=run, desired="running", waiting_for=left)
 
     @router.post("/run/stop", dependencies=guard, responses=problems(409))
     async def stop(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:

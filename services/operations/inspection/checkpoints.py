@@ -115,7 +115,7 @@ def restorable(checkpoints: CheckpointFolder, step: int) -> Saved:
     return saved
 
 
-async def request_restore_to(store: Store, root: Path, step: int) -> AskedRestore:
+async def request_restore_to(store: Store, root: Path, step: int, why: str) -> AskedRestore:
     """Request a restore to the checkpoint of `step`. Raise `NotFound` when there is no complete one, or no run."""
     try:
         await asyncio.to_thread(restorable, CheckpointFolder(root), step)
@@ -123,7 +123,7 @@ async def request_restore_to(store: Store, root: Path, step: int) -> AskedRestor
         raise NotFound(str(error)) from None
     if await store.run.state() is None:
         raise NotFound("the run does not exist yet: there is nothing to restore")
-    await store.run.request_restore(step)
+    await store.run.request_restore(step, why)
     return AskedRestore(step=step)
 
 

@@ -31,7 +31,7 @@ export const pause = () =>
 // All roles, not those that this page has heard of: another may have been paused since its last frame.
 export const resume = () =>
   perform(async () => {
-    for (const role of ROLES) await act(`v1/resume?role=${role}`);
+    for (const role of ROLES) await act(`v1/resume?role=${role}`, because(""));
     return `Resumed: ${named(ROLES)}.`;
   });
 
@@ -63,10 +63,11 @@ export const restore = (step) =>
   askFor({
     title: `Restore the checkpoint of step ${step}`,
     text: `Steps after ${step} are trained again, on the same prompts in the same order. The trainer restarts.`,
+    fields: [WHY],
     submit: `Restore step ${step}`,
     danger: true,
-    run: async () => {
-      await act(`v1/restore?step=${step}`);
+    run: async ({ why }) => {
+      await act(`v1/restore?step=${step}`, because(why));
       return `Restore to step ${step} requested.`;
     },
   });

@@ -1,4 +1,4 @@
-"""`grpo fork` creates a run from a checkpoint: what it copies, changes and rejects."""
+"""What `grpo fork`, which creates a run from a checkpoint, copies, changes and rejects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def checkpoint(config: RunConfig, step: int) -> None:
 
 @pytest.fixture
 def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """Return the folder of a run with the checkpoints of steps 1 and 3 and the records of five steps, the next one torn."""
+    """Return a run's folder with the checkpoints of steps 1 and 3 and the records of five steps, followed by a torn one."""
     monkeypatch.chdir(tmp_path)
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
@@ -69,11 +69,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_new_run_owns_the_checkpoint(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    told = forked(capsys, "--at", "1", "run.name=other", "optimizer.learning_rate=3e-5", "sampling.group_size=2")
-    new = RunFolder(Path(told["folder"]))
+    output = forked(capsys, "--at", "1", "run.name=other", "optimizer.learning_rate=3e-5", "sampling.group_size=2")
+    new = RunFolder(Path(output["folder"]))
     config = load_resolved(new.config)
     assert (config.run.name, config.optimizer.learning_rate, config.sampling.group_size) == ("other", 3e-5, 2)
-    assert new.holds(load(told["file"], environ={})), "`grpo run` of the file resumes in the folder"
+    assert new.holds(load(output["file"], environ={})), "`grpo run` of the file resumes in the folder"
     saved = CheckpointFolder(new.checkpoints).latest()
     assert saved is not None
     assert (saved.step, saved.manifest.facts["run"], saved.read("trainer/state-0.pt")) == (1, "other", b"weights")
@@ -123,7 +123,7 @@ def test_a_changed_loss_gets_its_own_defaults(
     loss: tuple[float, float, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The run's file has every key, including those left at their defaults."""
+    """The run's file has every key, even those at their defaults."""
     config = small_config(tmp_path, None, *before)
     old.write(config)
     checkpoint(config, 3)
@@ -197,8 +197,8 @@ def test_an_environment_with_other_tools_is_rejected(tmp_path: Path, old: RunFol
 
 
 def test_the_latest_checkpoint_is_the_default(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    told = forked(capsys)
-    assert (told["run"], told["step"], told["file"]) == ("small-at-3", 3, "small-at-3.toml")
+    output = forked(capsys)
+    assert (output["run"], output["step"], output["file"]) == ("small-at-3", 3, "small-at-3.toml")
     assert main(["fork", "small"]) == 2
     assert "already exists: give the new run another name with run.name=NAME" in capsys.readouterr().err
 

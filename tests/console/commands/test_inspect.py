@@ -1,4 +1,4 @@
-"""`grpo inspect` and `grpo replay requeue` on a real Redis: what is shown, and that output is safe for terminals."""
+"""`grpo inspect` and `grpo replay requeue` on a real Redis: what they show, and that the output is safe for terminals."""
 
 from __future__ import annotations
 
@@ -198,7 +198,9 @@ async def test_a_group_shows_text_scores_advantages_and_versions(store: Store, r
     first = found["completions"][0]
     assert (first["segments"][0]["parts"][0]["passage"]["text"], first["reward"], first["truncated"]) == ("5!", 1.0, False)
     assert first["scores"] == {"exact": 0.0}
-    assert first["advantage"] == pytest.approx(0.75 / np.sqrt(3 / 16))  # (1 - 1/4) over the population std of 1, 0, 0, 0
+    assert first["advantage"] == pytest.approx(
+        0.75 / np.sqrt(3 / 16)
+    )  # (1 - 1/4) divided by the population standard deviation of 1, 0, 0, 0
     assert first["segments"][0]["spans"] == [
         {"version": 0, "start": 0, "end": 1},
         {"version": 1, "start": 1, "end": first["length"]},
@@ -221,7 +223,7 @@ async def test_a_rollout_lists_its_segments(store: Store, run: Path, show: Show)
     (claimed,) = await claim(store, "e")
     assert claimed.ticket is not None
     texts = [[("5", ""), ("6!", "say six")], [("five", "")], [("no", "say six")], [("!", "")]]
-    rollouts = [[said(run, text, context) for text, context in rollout] for rollout in texts]
+    rollouts = [[sampled(run, text, context) for text, context in rollout] for rollout in texts]
     body = pack_payload(claimed.ticket, rollouts)
     made = make_header(
         claimed.ticket, rollouts, {}, [1.0, 0.0, 0.0, 0.0], [], payload=claimed.payload, payload_bytes=len(body), generator="e",
@@ -267,13 +269,13 @@ async def test_a_conversation_shows_each_turn_with_its_cost(store: Store, run: P
     await settle(store, team)
     [segment] = (await tell(show, verbs.group, "0-0", 0, 1))["completions"][0]["segments"]
     parts = [(part["sampled"], part["passage"]["text"], part["waited_s"], part["sampled_s"]) for part in segment["parts"]]
-    said = [
+    wanted = [
         (True, "5", pytest.approx(0.001), 1.0),
         (False, "say six", None, None),
         (True, "five!", 2.0, 3.0),
         (True, "6!", 0.0, 4.0),
     ]
-    assert parts == said
+    assert parts == wanted
     _, text = await show(verbs.group, "0-0", 0, 1)
     policy = [line for line in text.splitlines() if "policy, " in line]
     assert [line.partition(" in ")[2].strip("─╮ ") for line in policy] == [
@@ -286,7 +288,7 @@ async def test_a_conversation_shows_each_turn_with_its_cost(store: Store, run: P
     assert "segment" not in text, "it has one"
 
 
-def said(run: Path, text: str, context: str) -> Segment:
+def sampled(run: Path, text: str, context: str) -> Segment:
     ids = np.array(tokens(run, text), np.int32)
     generated = Generated(ids, np.zeros(len(ids), np.float32), [Span(0, 0, len(ids))], "stop")
     return Segment(generated, np.array(tokens(run, context), np.int32))
@@ -300,7 +302,7 @@ async def test_completions_are_paged(store: Store, run: Path, show: Show) -> Non
 
 
 async def test_untrusted_text_is_escaped(store: Store, run: Path, show: Show) -> None:
-    """Prompt, completions, reason of a dead letter and name of a generator contain escape sequences, markup and bidi marks."""
+    """Prompt, completions, a dead letter's reason and a generator's name contain escape sequences, markup and bidi marks."""
     team = await start(store, slots=4)
     await issue(store, team, 2)
     one, two = await claim(store, NASTY, 2)
@@ -398,7 +400,7 @@ async def place(store: Store, ticket: str) -> tuple[str, str]:
 
 
 async def test_a_ticket_is_found_in_every_place(store: Store) -> None:
-    """Follow one ticket from issue to the checkpoint that covers its step, and others to every other outcome."""
+    """Follow one ticket from its issue to the checkpoint that covers its step, and others to every other outcome."""
     team = await start(store, slots=12)
     with pytest.raises(NotFound, match="unknown ticket 0-0: it was not issued yet"):
         await place(store, "0-0")
@@ -445,7 +447,7 @@ async def test_a_ticket_is_found_in_every_place(store: Store) -> None:
 
 
 async def test_a_ticket_between_two_places_is_shown_as_moving(store: Store) -> None:
-    """The ticket is issued but in neither stream, because it was settled between the reads."""
+    """The ticket was issued but is in neither stream, as if it were settled between the two reads."""
     team = await start(store)
     await issue(store, team, 1)
     await store.client.xtrim(store.keys.tickets, 0)
@@ -489,7 +491,7 @@ async def test_a_malformed_ticket_is_a_one_line_error(store: Store, show: Show, 
 
 
 async def two_ranks(store: Store) -> flow.Team:
-    """Prepare step 0 with 0-0 and 0-1 over two ranks, and step 1 with 0-0 again, with weights and a masked completion."""
+    """Prepare step 0 with 0-0 and 0-1 on two ranks, with weights and a masked completion, and step 1 with 0-0 again."""
     team = await start(store, table=TableRules(max_uses=2))
     names = await flow.buffer(store, team, 2)
     payloads = [(await store.inspection.group_records([name]))[name].payload for name in names]
@@ -497,7 +499,7 @@ async def two_ranks(store: Store) -> flow.Team:
         [[Sample(payloads[0], i, i - 1.5, 2, 0.5) for i in range(4)], []],
         [[Sample(payloads[1], i, 1.0, 2 if i else 0, 1.0) for i in range(3)], [Sample(payloads[1], 3, -1.0, 2, 1.0)]],
     ]
-    plan = StepPlan(0, names, names, 2, 2, [2], [14.0], 14, 32, {"reward/train/mean": 0.5})
+    plan = StepPlan(0, names, names, 2, 2, [2], [14.0], 14, 32, {"reward/train/mean": 0.5}, early=[names[:1]])
     await store.steps.prepare(team.leader, plan, [RankPlan(rank) for rank in rows])
     again = StepPlan(1, names[:1], [], 1, 1, [1], [8.0], 8, 16, {})
     await store.steps.prepare(team.leader, again, [RankPlan([rows[0][0]])])
@@ -522,7 +524,10 @@ async def test_a_step_shows_its_groups_and_row_usage(store: Store, show: Show) -
     assert plan["stats"] == {"reward/train/mean": 0.5}
     replayed = (await tell(show, verbs.step, 1, 0, 100))["plan"]["groups"]
     assert [(row["fresh"], row["lag"]) for row in replayed] == [(False, 1)]
+    assert plan["early"] == [1]
+    assert "early parts" not in (await show(verbs.step, 1, 0, 1))[1]
     _, text = await show(verbs.step, 0, 0, 1)
+    assert "early parts         1 of 2 groups" in text
     for expected in ("2: 2 fresh, 0 replayed", "2 rows per rank, denominator 14", "groups 0 to 0 of 2", "-1.5 / 0.25 / 1.5"):
         assert expected in text
 
@@ -545,7 +550,7 @@ async def test_a_step_counts_rollouts_and_shared_contexts_once(store: Store, sho
     (group,) = found["groups"]
     assert (group["responses"], group["segments"], group["masked"], group["trained_tokens"]) == (4, 5, 1, 8)
     assert found["advantage"] == {"min": 0.0, "mean": 1.5, "max": 3.0}
-    assert found["ranks"][0]["tokens"] == 2 + 10 + 5 * 2  # the prompt, the context of two segments, completions
+    assert found["ranks"][0]["tokens"] == 2 + 10 + 5 * 2  # the prompt, the context that two segments share, and the completions
 
 
 async def test_a_retired_step_shows_its_metrics(store: Store, show: Show) -> None:
@@ -574,7 +579,7 @@ async def test_an_unprepared_step_is_an_error(store: Store, show: Show, step: in
 
 
 async def test_the_latest_record_of_a_step_is_found(store: Store) -> None:
-    """3,000 steps with a restore from 2,000 to 1,995, evaluations in between, and entries that share a millisecond."""
+    """There are 3,000 steps with a restore from 2,000 to 1,995, interspersed evaluations, and entries in the same millisecond."""
     steps = [*range(2000), *range(1995, 3000)]
     async with store.client.pipeline(transaction=False) as pipe:
         for i, step in enumerate(steps):
@@ -596,7 +601,7 @@ async def test_the_latest_record_of_a_step_is_found(store: Store) -> None:
 
 
 async def test_the_record_of_a_step_that_a_restore_has_undone_is_not_its_record(store: Store) -> None:
-    """A trainer that hung until its successor had restored the run records the step that it trained."""
+    """A trainer that hung while its successor restored the run still records the step that it trained."""
     for step, life, loss in ((0, 5.0, 1.0), (1, 5.0, 2.0), (1, 7.0, 3.0), (2, 7.0, 4.0), (2, 7.0, 5.0)):
         await store.monitor.record({"step": step, "run/incarnation": life, "loss": loss})
     found = [await store.inspection.step_record(step) for step in range(3)]
@@ -612,7 +617,7 @@ async def test_the_ledger_matches_the_audit(store: Store, show: Show) -> None:
 
 
 async def bury(store: Store, team: flow.Team, reasons: Sequence[str]) -> list[str]:
-    """Create dead letters, and return their ids, oldest first."""
+    """Create dead letters; return their ids, oldest first."""
     await issue(store, team, len(reasons))
     for one, reason in zip(await claim(store, "g", len(reasons)), reasons, strict=True):
         assert await store.tickets.fail("g", one, reason, max_attempts=1)

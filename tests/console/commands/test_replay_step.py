@@ -1,7 +1,8 @@
-"""Stages of a bundle that are repeated with the settings of a run that was resumed with others."""
+"""Replaying the stages of a bundle after the run has been resumed with other settings."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,15 +24,18 @@ from tests.support import flow
 from tests.support.harness import small_config
 
 
-async def recorded(store: Store, config: RunConfig, rewards: list[float] | None = None) -> Bundle:
-    """A bundle of a step of four groups, planned with the configuration."""
+async def recorded(
+    store: Store, config: RunConfig, rewards: list[float] | None = None, early: Sequence[Sequence[int]] = ()
+) -> Bundle:
+    """Return a bundle of a step of four groups, planned with this configuration and with early parts of the groups at `early`."""
     team = await flow.start(store)
     await flow.issue(store, team, 4)
     fields = {"rewards": rewards, "scores": {"exact": rewards}} if rewards else {}
     headers = [flow.header(claim, lengths=[12, 9, 7, 3], **fields) for claim in await flow.claim(store, "g", 4)]
     drawn = [BufferedGroup(header.ticket, 0, header) for header in headers]
     swept = SweptTable(0, 4, 0, -1, 4, 0, 0, {0: 4}, (), ())
-    plan, ranks = make_step(0, drawn, swept, GeneratedStats(["main"]), config)
+    parts = [[drawn[place].group for place in part] for part in early]
+    plan, ranks = make_step(0, drawn, swept, GeneratedStats(["main"]), config, parts)
     step = RecordedStep(codec.encode(plan), [codec.encode(rank) for rank in ranks], None)
     groups = {header.payload: RecordedGroup(codec.encode(header), b"", None, "") for header in headers}
     return Bundle("small", 0, 0.0, "", "", {}, Origin(), [step], groups, {}, {})
@@ -41,6 +45,15 @@ async def test_a_step_that_was_planned_for_shorter_rows_is_packed_again_as_it_wa
     config, resumed = (small_config(tmp_path, None, f"trainer.row_tokens={tokens}") for tokens in (48, 256))
     compared = [one for one in stages.packed(await recorded(store, config), resumed) if isinstance(one, stages.Compared)]
     assert len(compared) > 20
+    assert [one for one in compared if one.differs(0.0)] == []
+
+
+@pytest.mark.parametrize("early", [[[2], [1, 3]], [[3, 1], [0, 2]]])
+async def test_a_step_with_early_parts_is_packed_again_as_it_was(store: Store, tmp_path: Path, early: list[list[int]]) -> None:
+    config = small_config(tmp_path)
+    bundle = await recorded(store, config, early=early)
+    assert [len(part) for part in codec.decode(bundle.steps[0].plan, StepPlan).early] == [len(part) for part in early]
+    compared = [one for one in stages.packed(bundle, config) if isinstance(one, stages.Compared)]
     assert [one for one in compared if one.differs(0.0)] == []
 
 

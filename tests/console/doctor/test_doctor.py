@@ -1,4 +1,4 @@
-"""`grpo doctor` finds problems and gives a remedy for each."""
+"""`grpo doctor` finds problems and suggests a remedy for each."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def only(findings: Any, what: str) -> Finding:
 @pytest.mark.parametrize("command", ["run", "doctor", "config"])
 def test_a_missing_configuration_file_is_one_error_with_its_remedy(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     main([command, "nowhere.toml"])
-    said = capfd.readouterr()
-    assert "file nowhere.toml does not exist: correct the path, or write one with grpo init\n" in said.out + said.err
+    output = capfd.readouterr()
+    assert "file nowhere.toml does not exist: correct the path, or write one with grpo init\n" in output.out + output.err
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def config(tmp_path: Path) -> RunConfig:
 def test_a_healthy_machine_passes_and_missing_data_fails(
     tmp_path: Path, config: RunConfig, server: RedisServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole command, with its exit codes."""
-    exec(machine._ASK_TORCH, {})  # in this process, where torch is loaded: importing it takes seconds
+    """Runs the whole command and checks its exit codes."""
+    exec(machine._ASK_TORCH, {})  # in this process, which has loaded torch, because importing it takes seconds
     assert json.loads(capsys.readouterr().out).keys() == {"torch", "cuda", "gpus"}
     monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
     file = tmp_path / "run.toml"
@@ -237,7 +237,7 @@ def test_a_resumed_run_is_checked_for_what_may_change(tmp_path: Path, config: Ru
 
     monkeypatch.setattr(resources, "_free_bytes", lambda: 30 * 2**30)
     assert faults() == set()
-    (tmp_path / "data.jsonl").unlink()  # dataprep compares it with the original data
+    (tmp_path / "data.jsonl").unlink()  # not needed: dataprep compares the data with the original data
     source = '{ name = "test", kind = "jsonl", path = "/nonexistent" }'
     evaluation = (f"evaluation.sources=[{source}]", "evaluation.every_steps=1", "evaluation.min_training_generators=0")
     changed = (*evaluation, "generator.count=64", "web.host=192.0.2.1", "web.port=80", "checkpoint.keep=900000000000")
@@ -264,35 +264,51 @@ def test_existing_checkpoints_count_towards_the_required_space(
 
 
 def test_the_memory_of_processes_is_counted_and_that_of_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example's trainer took 0.3 GiB without activations, a generator with vLLM's engine 1.07 GiB with 80 MiB of KV cache."""
+    """Measured: 0.3 GiB for the example's trainer without activations, 1.07 GiB for a vLLM generator with 80 MiB of KV cache."""
     save_model_folder(tmp_path / "model")
     monkeypatch.setattr(resources, "_free_bytes", lambda: 30 * 2**30)
     given = 'generator.engine="vllm"', "generator.count=2", "generator.cpu_kv_cache_mib=80"
     found = only(resources.memory(small_config(tmp_path, None, *given), []), "memory")
     row = "trainer.row_tokens = 256"
     assert f"needs about 2.4 GiB of memory, of which 0.01 GiB for the activations of a row, with {row}; " in found.detail
-    found = only(resources.memory(small_config(tmp_path, None, *given, "lora.rank=4"), []), "memory")
+    found = only(resources.memory(small_config(tmp_path, None, *given, "trainer.compile=true"), []), "memory")
     assert f"needs at least 2.4 GiB of memory, and more for activations, which grow with {row}; " in found.detail
 
 
 A, B, C = (256, 768, 4, 2, 8, 4096), (512, 1536, 8, 4, 6, 8192), (256, 768, 8, 4, 12, 16384)
-"""Widths of the residual stream and the MLP, heads of 64 for queries and keys, layers, vocabulary."""
+"""Widths of the residual stream and the MLP, numbers of query and key heads of width 64, layers, vocabulary size."""
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tokens", "dtype", "checkpointing", "peak_mib"),
+    ("sizes", "tokens", "dtype", "checkpointing", "peak_mib", "adapters"),
     [
+      *((*measured, ()) for measured in (
         (A, 4096, "float32", "false", 872), (A, 4096, "float32", "true", 164), (A, 4096, "float32", "selective", 479),
         (B, 2048, "float32", "false", 724), (B, 2048, "float32", "true", 176), (B, 2048, "float32", "selective", 411),
         (C, 2048, "float32", "false", 981), (C, 2048, "float32", "true", 236), (C, 2048, "float32", "selective", 573),
         (A, 4096, "bfloat16", "false", 518), (A, 4096, "bfloat16", "true", 103), (A, 4096, "bfloat16", "selective", 255),
         (C, 2048, "bfloat16", "false", 643),
+      )),
+      *((*measured, ("lora.rank=8",)) for measured in (
+        (A, 4096, "float32", "false", 762), (A, 4096, "float32", "true", 152), (A, 4096, "float32", "selective", 781),
+        (A, 4096, "bfloat16", "false", 656), (A, 4096, "bfloat16", "true", 133), (A, 4096, "bfloat16", "selective", 581),
+        (C, 2048, "float32", "false", 866),
+      )),
+      *((*measured, ("lora.rank=8", 'lora.targets=["q_proj", "v_proj"]')) for measured in (
+        (A, 4096, "float32", "false", 595), (A, 4096, "float32", "selective", 504), (A, 4096, "bfloat16", "false", 424),
+      )),
+      *((*measured, ("lora.rank=16",)) for measured in (
+        (B, 2048, "float32", "false", 639), (B, 2048, "float32", "true", 148), (B, 2048, "float32", "selective", 655),
+      )),
+      *((*measured, ("lora.rank=32",)) for measured in (
+        (C, 2048, "bfloat16", "false", 763), (C, 2048, "bfloat16", "true", 214),
+      )),
     ],
 )  # fmt: skip
 def test_the_activations_of_a_row_are_estimated_as_they_were_measured(
-    tmp_path: Path, sizes: tuple[int, ...], tokens: int, dtype: str, checkpointing: str, peak_mib: int
+    tmp_path: Path, sizes: tuple[int, ...], tokens: int, dtype: str, checkpointing: str, peak_mib: int, adapters: tuple[str, ...]
 ) -> None:
-    """Peaks of resident memory in the forward and backward pass of one row of a Qwen3 model, beyond weights and gradients."""
+    """Measured: peak resident memory beyond weights and gradients, in a forward and backward pass of a Qwen3 model on one row."""
     save_model_folder(tmp_path / "model")
     names = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size",
@@ -301,10 +317,11 @@ def test_the_activations_of_a_row_are_estimated_as_they_were_measured(
     described = json.loads(file.read_text()) | dict(zip(names, sizes, strict=True)) | {"head_dim": 64}
     file.write_text(json.dumps(described))
     given = f"model.dtype={dtype}", f"trainer.row_tokens={tokens}", f"trainer.gradient_checkpointing={checkpointing}"
-    config = small_config(tmp_path, None, *given)
+    config = small_config(tmp_path, None, *given, *adapters)
     error = resources.activation_bytes(config) / 2**20 / peak_mib - 1
     assert abs(error) < (0.25 if (dtype, checkpointing) == ("bfloat16", "true") else 0.1), error
-    assert resources.activation_bytes(small_config(tmp_path, None, *given, "lora.rank=4")) == 0
+    other = small_config(tmp_path, None, *given, "lora.rank=4", 'lora.targets=["qkv_proj"]')
+    assert resources.activation_bytes(other) == 0, "how wide that layer is depends on the model"
     del described["intermediate_size"]
     file.write_text(json.dumps(described))
     assert resources.activation_bytes(config) == 0
@@ -312,18 +329,18 @@ def test_the_activations_of_a_row_are_estimated_as_they_were_measured(
 
 def test_a_trainer_that_shares_a_gpu_needs_room_beside_its_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_gpu_bytes", lambda: 80 * 2**30)
-    monkeypatch.setattr(resources, "_weights", lambda config: Weights(3 * 10**9, 1))  # 18 bytes each to train: 50 GiB
+    monkeypatch.setattr(resources, "_weights", lambda config: Weights(3 * 10**9, 1))  # training takes 18 bytes per weight: 50 GiB
 
-    def said(gpus: str, *given: str) -> tuple[str, str]:
+    def checked(gpus: str, *given: str) -> tuple[str, str]:
         overrides = ("generator.engine=vllm", "model.dtype=bfloat16", *given)
         found = only(resources.memory(small_config(tmp_path, None, *overrides), list(gpus)), "memory")
         return found.state, found.detail.rpartition("; ")[2]
 
-    assert said("01") == ("ok", "a GPU has 80.0 GiB")
-    assert said("0") == ("fault", "a GPU, beside its generators, has 44.0 GiB")
+    assert checked("01") == ("ok", "a GPU has 80.0 GiB")
+    assert checked("0") == ("fault", "a GPU, beside its generators, has 44.0 GiB")
     less = "generator.engine_options.gpu_memory_utilization=0.3"
-    assert said("0", less) == ("ok", "a GPU, beside its generators, has 56.0 GiB")
-    assert said("0", "sync.backend=nccl") == ("ok", "a GPU has 80.0 GiB"), "refused for another reason"
+    assert checked("0", less) == ("ok", "a GPU, beside its generators, has 56.0 GiB")
+    assert checked("0", "sync.backend=nccl") == ("ok", "a GPU has 80.0 GiB"), "refused for another reason"
 
 
 def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,15 +358,15 @@ def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, mon
 
 
 def test_infiniband_needs_locked_memory(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(limit: int) -> list[str]:
+    def remedies(limit: int) -> list[str]:
         monkeypatch.setattr("resource.getrlimit", lambda which: (limit, limit))
         return [one.remedy for one in machine.network(config, {}) if one.state == "fault"]
 
     monkeypatch.setattr(machine, "INFINIBAND", tmp_path)
-    assert [remedy.partition(" or")[0] for remedy in said(8 << 20)] == ["raise ulimit -l"]
-    assert said(RLIM_INFINITY) == said(2 << 30) == []
+    assert [remedy.partition(" or")[0] for remedy in remedies(8 << 20)] == ["raise ulimit -l"]
+    assert remedies(RLIM_INFINITY) == remedies(2 << 30) == []
     monkeypatch.setattr(machine, "INFINIBAND", tmp_path / "none")
-    assert said(8 << 20) == []
+    assert remedies(8 << 20) == []
 
 
 def test_a_check_that_crashes_does_not_stop_the_others() -> None:
@@ -365,7 +382,7 @@ async def test_a_release_is_checked_from_one_of_its_pods(
     tmp_path: Path, config: RunConfig, server: RedisServer, store: Store, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It checks what all pods share, not the pod itself; a service unreachable at its address is a problem."""
+    """It checks what all pods share, not the pod itself. A service that is unreachable at its address is a problem."""
     (tmp_path / "run.toml").write_text(to_toml(small_config(tmp_path, server, f"run.name={store.keys.name}")))
 
     async def look() -> tuple[int, dict[str, dict[str, str]]]:
@@ -396,7 +413,7 @@ async def test_users_that_can_log_in_are_named(tmp_path: Path, config: RunConfig
         found = [one async for one in server.server(guarded_config, guarded.url, guarded.password)]
         assert only(found, "Redis: users").detail == f"can log in: {', '.join(GRANTS)}"
         (guarded.users / "trainer").write_text("wrong")
-        (guarded.users / "tracker").unlink()  # as in a pod, which has only its own
+        (guarded.users / "tracker").unlink()  # as in a pod, which has only its own user's password
         found = [one async for one in server.server(guarded_config, guarded.url, "")]
         assert only(found, "Redis: user trainer").state == "fault"
         assert "tracker" not in only(found, "Redis: users").detail

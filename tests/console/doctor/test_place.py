@@ -1,4 +1,4 @@
-"""`grpo doctor` reports what `grpo run` would refuse because of what is already there: folder, name, ports, Redis."""
+"""`grpo doctor` reports conflicts for which `grpo run` would refuse to start: the folder, the name, ports, Redis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.harness import small_config
 
 
 def in_folder(config: RunConfig, *, trained: bool = True) -> RunFolder:
-    """Write the folder of a run."""
+    """Create the folder of a run."""
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True)
     folder.write(config)
@@ -39,14 +39,14 @@ def test_the_folder_of_another_run_is_a_fault_and_of_an_untrained_one_a_note(tmp
     config = small_config(tmp_path)
     assert looked(config) == []
     folder = in_folder(small_config(tmp_path, None, "sampling.temperature=0.7"), trained=False)
-    [(state, said)] = looked(config)
-    assert (state, "has trained no step: grpo run replaces it" in said) == ("note", True)
+    [(state, detail)] = looked(config)
+    assert (state, "has trained no step: grpo run replaces it" in detail) == ("note", True)
     folder.metrics.write_text("{}\n")
-    [(state, said)] = looked(config)
-    assert (state, "sampling.temperature is 0.7 there and 1.0 here" in said) == ("fault", True)
+    [(state, detail)] = looked(config)
+    assert (state, "sampling.temperature is 0.7 there and 1.0 here" in detail) == ("fault", True)
     folder.config.write_text("[run]\nsteps = true\n")
-    [(state, said)] = looked(config)
-    assert (state, "a configuration that this version cannot read" in said) == ("fault", True)
+    [(state, detail)] = looked(config)
+    assert (state, "a configuration that this version cannot read" in detail) == ("fault", True)
 
 
 def test_the_folder_of_this_run_is_looked_at_for_its_steps_and_whether_it_runs(tmp_path: Path) -> None:
@@ -54,11 +54,11 @@ def test_the_folder_of_this_run_is_looked_at_for_its_steps_and_whether_it_runs(t
     folder = in_folder(config)
     assert [state for state, _ in looked(config)] == ["ok"]
     with FolderLock(folder.path):
-        [(state, said)] = looked(config)
-    assert (state, "grpo run does not start it twice" in said) == ("note", True)
+        [(state, detail)] = looked(config)
+    assert (state, "grpo run does not start it twice" in detail) == ("note", True)
     write_checkpoint(folder.checkpoints, 9)
-    [(state, said)] = looked(small_config(tmp_path, None, "run.steps=5"))
-    assert (state, "run.steps = 5, but the run has trained 10: raise it" in said) == ("fault", True)
+    [(state, detail)] = looked(small_config(tmp_path, None, "run.steps=5"))
+    assert (state, "run.steps = 5, but the run has trained 10: raise it" in detail) == ("fault", True)
 
 
 async def test_another_run_of_this_name_in_the_redis_is_a_fault(tmp_path: Path, server: RedisServer, store: Store) -> None:
@@ -91,8 +91,8 @@ def test_keys_without_effect_on_the_redis_that_is_used_are_reported(
     small_config(tmp_path)
     file, given = str(tmp_path / "run.toml"), ["redis.ca_file=/ca.pem", "redis.users_dir=/users"]
     assert main(["doctor", file, *given]) == 1
-    said = capsys.readouterr().out
-    assert "redis.users_dir = '/users' has no effect without redis.url" in said
+    output = capsys.readouterr().out
+    assert "redis.users_dir = '/users' has no effect without redis.url" in output
     monkeypatch.setenv(CONFIG_ENV, file)
     main(["doctor", file, *given])
     assert "has no effect without redis.url" not in capsys.readouterr().out, "a pod's configuration is complete"

@@ -1,4 +1,4 @@
-"""`grpo run` ends when prompts keep failing, with the cause, and the next one has them generated again."""
+"""`grpo run` ends with the cause if prompts keep failing, and the next `grpo run` has them generated again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def store_of(run: Path) -> Store:
 
 
 async def fail_two_prompts(run: Path) -> None:
-    """Fail them as generators would, and pause as dataprep would."""
+    """Fail two prompts like generators, and pause the run like dataprep."""
     store = await store_of(run)
     leader = await store.run.lead("leader-0:boot", 60.0)
     assert leader is not None
@@ -28,7 +28,7 @@ async def fail_two_prompts(run: Path) -> None:
     await flow.issue(store, team, 2)
     for claim in await flow.claim(store, "generator-0", 2):
         assert await store.tickets.fail("generator-0", claim, WHY, 1)
-    await store.run.pause_failing(WHY)
+    await store.run.pause_failing(WHY, "1-0")
     await store.close()
 
 

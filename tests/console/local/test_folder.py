@@ -1,4 +1,4 @@
-"""The run folder: which run it belongs to, what may be deleted, which process holds its lock."""
+"""The run folder: which run it belongs to, what may be deleted, and which process holds its lock."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ def test_a_folder_is_locked_by_one_console_and_its_children(tmp_path: Path) -> N
         FolderLock(tmp_path),
     ):
         pass
-    said: list[str] = []
+    messages: list[str] = []
     with (tmp_path / "lock").open() as waits, subprocess.Popen(["sleep", "60"], pass_fds=(waits.fileno(),)) as other:
-        with FolderLock(tmp_path, 0.2, say=said.append):
+        with FolderLock(tmp_path, 0.2, say=messages.append):
             assert child.wait(10) == -signal.SIGKILL
         assert other.poll() is None, "it has the file open, but not the lock"
         other.kill()
-    assert said == [f"killing process {child.pid} (left behind when process 99999999 died): still there after 0.2 s"]
+    assert messages == [f"killing process {child.pid} (left behind when process 99999999 died): still there after 0.2 s"]
 
 
 def test_a_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
     second._open()
     folder.joinpath("lock").unlink()
     folder.rmdir()
-    os.close(first.fd)  # all as if its start was refused, while the second waits
+    os.close(first.fd)  # as if the first start had been refused while the second waits
     assert not second._take()
     assert second._take(), "of a file that others find"
     assert os.fstat(second.fd).st_nlink == 1

@@ -1,4 +1,4 @@
-"""`grpo run` end to end: real console, real Redis, real processes; only the services are fake."""
+"""`grpo run` end to end: the console, Redis and all processes are real; only the services are fake."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_run_finishes_and_writes_its_results(tmp_path: Path) -> None:
         "generators": 2, "restarts": {"dataprep-0": 0, "trainer": 0, "generator-0": 0, "generator-1": 0, "redis": 0},
     }  # fmt: skip
     assert expected.items() <= summary.items()
-    assert abs(summary["reward_first"] - sum(range(6)) / 72) < 1e-9  # means over half of the steps of step / 12
+    assert abs(summary["reward_first"] - sum(range(6)) / 72) < 1e-9  # means of step / 12 over half of the steps
     assert abs(summary["reward_last"] - sum(range(6, 12)) / 72) < 1e-9
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     config = load_resolved(run / "config.toml")
@@ -121,7 +121,7 @@ runpy.run_module("tests.console.local.launch", run_name="__main__", alter_sys=Tr
 
 
 def test_ctrl_c_is_not_lost_while_a_run_starts(tmp_path: Path) -> None:
-    """Python ignores the exception of one that comes in a hook of a fork."""
+    """Python ignores the KeyboardInterrupt of a Ctrl-C that arrives during an at-fork hook."""
     file, run = config_file(tmp_path), tmp_path / "small"
     argv = [sys.executable, "-c", IN_A_HOOK, "run", str(file), "--no-screen", "run.steps=30"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, env=environment(), check=False, cwd=ROOT)
@@ -144,7 +144,7 @@ def test_ctrl_c_stops_and_the_same_command_resumes(tmp_path: Path, capsys: pytes
     assert "resume it with: grpo run" in output
     assert processes_of(run) == {}
     with (run / "metrics.jsonl").open("a") as file_:
-        file_.write('{"step": 9')  # as a killed console would leave it
+        file_.write('{"step": 9')  # as a killed console leaves it
     assert main(["status", str(run)]) == main(["resume", str(run)]) == 0
     shown = capsys.readouterr().out
     assert ": lunch" in shown
@@ -162,8 +162,8 @@ def test_waiting_at_the_end_names_pods_and_time_limit(tmp_path: Path) -> None:
     with launched("run", file, "--no-screen", "run.steps=2", FAKE_DEAF="generator-0") as console:
         assert console.stdout is not None
         others = r".*\bgenerator-0\b"  # on a busy machine, others may still be running
-        for said in (rf"waiting up to 25 s for {others}.* to exit", rf"still running after the end of the run: {others}"):
-            assert any(re.search(said, line) for line in console.stdout), said
+        for message in (rf"waiting up to 25 s for {others}.* to exit", rf"still running after the end of the run: {others}"):
+            assert any(re.search(message, line) for line in console.stdout), message
             console.send_signal(signal.SIGINT)
         assert "finished: run small" in console.stdout.read()
         assert console.wait(LIMIT_S) == 0
@@ -171,7 +171,7 @@ def test_waiting_at_the_end_names_pods_and_time_limit(tmp_path: Path) -> None:
 
 
 def test_generators_are_scaled_up_and_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A draining generator that ignores SIGTERM is killed, which is not a crash. The last request survives a restart."""
+    """A draining generator that ignores SIGTERM is killed, which is not a crash. The latest request survives a restart."""
     file, run = config_file(tmp_path), tmp_path / "small"
     arguments = ("run", file, "run.steps=1000", "generator.count=1", "generator.drain_s=0", "--no-screen")
 
@@ -190,6 +190,8 @@ def test_generators_are_scaled_up_and_down(tmp_path: Path, capsys: pytest.Captur
         first = processes_of(run)["generator-0"]
         expected = f"generators: 2 running, 3 desired ({getpass.getuser()}: day)"
         wait_until(lambda: main(["status", str(run)]) == 0 and expected in capsys.readouterr().out, expected)
+        assert main(["resume", str(run), "--why", "checked"]) == main(["status", str(run)]) == 0
+        assert f"resumed by {getpass.getuser()}: checked, 20" in capsys.readouterr().out
         assert scale("0") == "run small: desired generators set to 0; the run waits until there is one\n"
         wait_until(lambda: generators() <= {"generator-2"}, "all gone but the deaf one, which is killed soon")
         scale("5")
@@ -243,7 +245,7 @@ def test_a_terminal_shows_the_live_screen(tmp_path: Path) -> None:
     console = subprocess.Popen(arguments, stdout=end, stderr=end, env=environment(TERM="xterm"), cwd=ROOT)
     os.close(end)
     shown = b""
-    with contextlib.suppress(OSError):  # how a terminal reports that the writer has closed it
+    with contextlib.suppress(OSError):  # a terminal raises this once its writer has closed it
         while chunk := os.read(terminal, 65536):
             shown += chunk
     os.close(terminal)
@@ -278,12 +280,13 @@ def test_a_requested_restore_is_not_a_failure(tmp_path: Path) -> None:
         async def request() -> None:
             config = load_resolved(run / "config.toml")
             store = await Store.connect(config.redis.url, "small", (run / "redis" / "password").read_text().strip())
-            await store.run.request_restore(1)
+            await store.run.request_restore(1, "ada: a spike")
             await store.close()
 
         asyncio.run(request())
         output, errors = console.communicate(timeout=LIMIT_S)
     assert (console.returncode, errors) == (0, "")
+    assert "restoring the checkpoint of step 1, requested by ada: a spike" in output
     assert "the trainer restarts to restore the checkpoint of step 1" in output
     assert "failed" not in output
     assert json.loads((run / "summary.json").read_text())["restarts"]["trainer"] == 0

@@ -84,11 +84,11 @@ def test_a_run_grows_by_generators_up_to_what_its_machine_allows(tmp_path: Path)
     assert max_generators(small, [], 2) == 8
     assert max_generators(grown, [], 1) == 6, "those that it starts with"
     assert max_generators(config(tmp_path, 'sync.backend="gloo"'), ["0", "1"], 2) == 8
-    assert max_generators(config(tmp_path, "generator.count=2"), ["0"], 2) == 8  # already shared
+    assert max_generators(config(tmp_path, "generator.count=2"), ["0"], 2) == 8  # the GPU is already shared
 
 
 def test_a_run_does_not_grow_beyond_the_memory_of_its_gpus(tmp_path: Path) -> None:
-    """One more engine would find no memory, and its second death ends the run."""
+    """One more engine would find no memory, and its second death would end the run."""
 
     def most(gpus: str, *overrides: str) -> int:
         return max_generators(config(tmp_path, "generator.engine=vllm", *overrides), list(gpus), 16)
@@ -160,8 +160,8 @@ def test_engines_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
     assert memory_share(pair, ["0"]) == 0.45
     assert memory_share(config(tmp_path, "generator.engine=vllm", "generator.count=3"), ["0", "1"]) == 0.45
     assert [memory_share(pair, gpus) for gpus in ([], ["0", "1"])] == [None, None], "the generator has its own GPU"
-    said = config(tmp_path, "generator.engine=vllm", "generator.engine_options.gpu_memory_utilization=0.3")
-    assert memory_share(said, ["0"]) is None
+    given = config(tmp_path, "generator.engine=vllm", "generator.engine_options.gpu_memory_utilization=0.3")
+    assert memory_share(given, ["0"]) is None
     assert memory_share(config(tmp_path), ["0"]) is None, "a custom engine has its own options"
     shared = resolve(pair, RunFolder.of(pair), memory_share=0.45)
     assert shared.generator.engine_options == {"gpu_memory_utilization": 0.45}

@@ -1,9 +1,11 @@
-"""metrics.jsonl, summary.json, and formatted numbers."""
+"""metrics.jsonl, summary.json and formatted numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,29 +30,64 @@ def test_each_step_is_mirrored_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = Mirror(path)
     assert [r["step"] for r in first.add([{"step": 0.0, "x": 1.5}, {"step": 1.0}, {"step": 1.0, "x": 2.0}])] == [0, 1]
-    first.close()
     with path.open("a") as torn:
         torn.write('{"step":2,"x"')
     second = Mirror(path)
     assert second.rows == {0: {"step": 0, "x": 1.5}, 1: {"step": 1}}
     assert [r["step"] for r in second.add([{"step": 1.0}, {"step": 2.0}])] == [2]
-    second.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0, "x": 1.5}, {"step": 1}, {"step": 2}]
 
 
-def test_a_record_written_in_part_is_an_error(tmp_path: Path) -> None:
-    """A full disk takes the part of a record for which it has space; more records after that would make the file unreadable."""
-    mirror = Mirror(tmp_path / "metrics.jsonl")
+def test_records_wait_for_space_on_a_full_disk(tmp_path: Path) -> None:
+    """A full disk stores only the part of a record that fits; further records after it would make the file unreadable."""
+    path = tmp_path / "metrics.jsonl"
+    mirror = Mirror(path)
     mirror.add([{"step": 0.0}])
+    with full_after(15):
+        assert mirror.add([{"step": 1.0}]) == [{"step": 1}]
+        assert path.stat().st_size == 15, "a part of the record"
+        assert mirror.fault == f"{path} cannot be written: File too large"
+        assert mirror.add([{"step": 1.0}, {"step": 2.0}]) == [{"step": 2}]
+        assert Mirror(path).rows == {0: {"step": 0}}, "as if the console had been killed now"
+        assert path.stat().st_size == 11
+    assert mirror.add([]) == []
+    assert mirror.fault == ""
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_file_that_somebody_deleted_or_emptied_is_written_again(empty: bool, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    mirror = Mirror(path)
+    mirror.add([{"step": 0.0}])
+    if empty:
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    mirror.add([{"step": 1.0}])
+    assert Mirror(path).rows == {0: {"step": 0}, 1: {"step": 1}}
+
+
+def test_a_full_disk_undoes_no_restore(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    mirror = Mirror(path)
+    mirror.add([{"step": step, "x": 1.0} for step in range(3)])
+    with full_after(15):
+        mirror.add([{"step": 1, "x": 2.0, "run/incarnation": 17.0}])
+        assert mirror.fault
+    mirror.add([{"step": 2, "x": 2.0, "run/incarnation": 17.0}])
+    assert [json.loads(line)["x"] for line in path.read_text().splitlines()] == [1.0, 2.0, 2.0]
+
+
+@contextlib.contextmanager
+def full_after(limit: int) -> Iterator[None]:
+    """Let no file grow beyond `limit` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            mirror.add([{"step": 1.0}])
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    mirror.close()
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1]
 
 
 def test_steps_recorded_after_a_restore_replace_earlier_ones(tmp_path: Path) -> None:
@@ -59,12 +96,10 @@ def test_steps_recorded_after_a_restore_replace_earlier_ones(tmp_path: Path) -> 
     mirror.add([{"step": step, "x": 1.0} for step in range(6)])
     back = {"run/incarnation": 17.0}
     assert [r["step"] for r in mirror.add([{"step": 3, "x": 2.0, **back}, {"step": 3, "x": 3.0, **back}])] == [3]
-    mirror.close()
     mirror = Mirror(path)
     assert {step: row["x"] for step, row in mirror.rows.items()} == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0}
     assert mirror.add([{"step": 3, "x": 4.0, **back}, {"step": 4, "x": 2.0, **back}]) == [{"step": 4, "x": 2.0, **back}]
     mirror.add([{"step": 6, "x": 3.0, "run/incarnation": 18.0}])
-    mirror.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 6]
 
 
@@ -87,16 +122,13 @@ def test_a_restore_removes_evaluations_of_undone_steps(tmp_path: Path) -> None:
     assert versions() == [0, 3, 4]
     rounds.add([{EVALUATED: 6, **back}])
     steps.add([{"step": 4, **back}, {"step": 5, **back}, {"step": 5, **again}])
-    steps.close()  # killed before it removed the round of version 6
-    rounds.close()
+    # as if killed before it removed the round of version 6
     steps, rounds = mirrors()
     rounds.outlive(steps)
     assert versions() == [0, 3, 4]
     steps.add([{"step": 0, "run/incarnation": 19.0}])
     rounds.outlive(steps)
     assert versions() == [0]
-    steps.close()
-    rounds.close()
 
 
 async def test_an_observer_counts_failed_prompts_like_the_summary(store: Store) -> None:
@@ -122,7 +154,7 @@ async def test_an_observer_passes_on_every_entry_once(store: Store) -> None:
     for step in range(BATCH + 5):
         await store.monitor.record({"step": float(step)})
     observer = Observer(store, ttl_s=5.0)
-    polls = await observer.poll_to_end()
+    polls = [poll async for poll in observer.poll_to_end()]
     assert [len(poll.records) for poll in polls] == [BATCH, 5]
     await store.monitor.record({"step": BATCH + 5.0})
     poll = await observer.poll()

@@ -1,4 +1,4 @@
-"""Which folder `grpo run` may use: a run that trained nothing is replaced; one that did is deleted only on confirmation."""
+"""Which folder `grpo run` may use: it replaces a run that trained nothing, and deletes any other only on confirmation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_run_that_trained_nothing_is_replaced(tmp_path: Path) -> None:
 
 
 def test_steps_known_only_to_redis_count(tmp_path: Path) -> None:
-    """The console was killed before it wrote the first step's record."""
+    """As if the console had been killed before it wrote the first step's record."""
     config, run = held(tmp_path, trained=False)
     server = start_server(run.redis, "everysec", config.run.name)
 
@@ -109,13 +109,13 @@ def test_notes_are_shown_when_a_run_starts(tmp_path: Path, capsys: pytest.Captur
 def test_json_goes_to_stdout_and_everything_else_to_stderr(tmp_path: Path) -> None:
     done = grpo("run", config_file(tmp_path), "run.steps=2", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["status"], told["steps"], told["lost"]) == ("finished", 2, 0)
+    summary = json.loads(done.stdout)
+    assert (summary["status"], summary["steps"], summary["lost"]) == ("finished", 2, 0)
     assert "step 1 (2/2)" in done.stderr
 
 
 def test_the_command_that_resumes_repeats_neither_resume_nor_fresh() -> None:
-    """Repeated, `--resume 5` would go back to step 5 again. The terminal's log does not get the password of Redis."""
+    """A repeated `--resume 5` would go back to step 5 again. The suggested command does not contain the password of Redis."""
     given = ["run", "my.toml", "--resume", "5", "run.steps=9", "--fresh", "--redis-url", "redis://ada:secret@host:6379/0"]
     assert again(given) == ["run", "my.toml", "run.steps=9", "--redis-url", "redis://ada:PASSWORD@host:6379/0"]
     assert again(["run", "--resume=7", "my.toml", "redis.url=redis://:secret@host"]) == [

@@ -1,4 +1,4 @@
-"""Readers of a stopped run share its server until a starting run takes over: real processes, real Redis."""
+"""Readers of a stopped run share its Redis server until a starting run takes over. Real processes, real Redis."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with reading(RunFolder(Path(sys.argv[1])), lambda _: None) as found:
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> RunFolder:
-    """A run that trained nothing and is not running."""
+    """Create a run that has trained nothing and is not running; return its folder."""
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     folder.write(config)
@@ -64,7 +64,7 @@ def test_readers_share_a_server_until_the_last_one_exits(stopped: RunFolder) -> 
     assert second.stdout is not None
     url = first.stdout.readline()
     assert second.stdout.readline() == url
-    first.kill()  # it exits without cleaning up
+    first.kill()  # so that it exits without cleaning up
     first.communicate()
     with reading(stopped, print) as found:
         assert found.url == url.strip()
@@ -73,7 +73,7 @@ def test_readers_share_a_server_until_the_last_one_exits(stopped: RunFolder) -> 
 
 
 def test_the_port_of_an_earlier_server_is_not_taken_for_that_of_the_next(stopped: RunFolder) -> None:
-    """Whoever takes the lock writes into it only a moment later; until then it has the line of its last holder."""
+    """A process writes into the lock shortly after it takes it. Until then, the file has the line of the previous holder."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     (stopped.path / "lock").write_text(f"{ended.pid} readers 1\n")
@@ -113,17 +113,17 @@ def test_the_rest_of_a_replaced_line_names_no_readers(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_run_are_named_and_awaited(stopped: RunFolder) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with FolderLock(stopped.path) as lock:
         left = subprocess.Popen(["sleep", "60"], pass_fds=(lock.fd,))
         (stopped.path / "lock").write_text("99999999\n")  # as if the console had been killed
     with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(lambda: wait_until(lambda: said, "a word on the wait") and left.send_signal(signal.SIGKILL))
-        with reading(stopped, said.append) as found:
+        wait = pool.submit(lambda: wait_until(lambda: messages, "a word on the wait") and left.send_signal(signal.SIGKILL))
+        with reading(stopped, messages.append) as found:
             assert found.holder.readers
         wait.result()
     left.wait()
-    assert said == [f"waiting up to 60 s for process {left.pid} (left behind when process 99999999 died) to exit"]
+    assert messages == [f"waiting up to 60 s for process {left.pid} (left behind when process 99999999 died) to exit"]
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_log(stopped: RunFolder) -> None:
