@@ -8,8 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
-# Tests want Debian's Redis beside the Valkey that comes as a Python wheel, Prometheus' promtool, and Chromium for the web console;
-# without root they do without.
+# Some tests need Debian's Redis (in addition to the Valkey of a Python wheel), Prometheus' promtool, or Chromium for the web console;
+# without root to install them, these tests are skipped.
 DEBIAN := $(if $(shell command -v redis-server),,redis-server) $(if $(shell command -v promtool),,prometheus) \
 	$(if $(shell command -v chromium-headless-shell),,chromium-headless-shell) \
 	$(if $(wildcard /usr/lib/*/faketime/libfaketime.so.1),,libfaketime)
@@ -22,12 +22,12 @@ demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/d
 	$(BIN)/python -m examples.arithmetic.warmstart --out build/arithmetic
 	$(BIN)/grpo run examples/arithmetic/config.toml --fresh
 
-demo-tools: $(INSTALLED)  ## warm-start a tiny model that knows how tools are called, have it learn what for, print its curve
+demo-tools: $(INSTALLED)  ## warm-start a tiny model that can call tools, train it to use them, print its learning curve
 	$(BIN)/python -m examples.tools.warmstart --out build/tools
 	$(BIN)/grpo run examples/tools/config.toml --fresh --yes
 	$(BIN)/python -m examples.tools.curve runs/tools
 
-# Hundreds of tests kill, stop and time real processes; those wait more than they compute, so there are more workers than cores.
+# Hundreds of tests kill, stop and time real processes; they wait more than they compute, so there are more workers than cores.
 # `make test-fast`, about a minute, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.
 WORKERS ?= 6
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
@@ -45,7 +45,7 @@ check: $(INSTALLED)
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_house.py
 
-generate: $(INSTALLED)  ## write every file that is made from the code: reference, dashboard, alerts, the chart's schema, users and README
+generate: $(INSTALLED)  ## write every file that is generated from the code: reference, dashboard, alerts, the chart's schema, users and README
 	$(BIN)/python -m documentation
 	$(BIN)/python -m monitoring
 	$(BIN)/python charts/make_schema.py
@@ -56,10 +56,10 @@ generate: $(INSTALLED)  ## write every file that is made from the code: referenc
 docs: generate  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-bench: $(INSTALLED)  ## measure everything, write benchmarks/results/ and docs/benchmarks.md; wants a quiet machine
+bench: $(INSTALLED)  ## measure everything, write benchmarks/results/ and docs/benchmarks.md; needs a quiet machine
 	$(BIN)/python -m benchmarks.suite run
 
-bench-check: $(INSTALLED)  ## measure everything and compare ratios with the last ones written
+bench-check: $(INSTALLED)  ## measure everything and compare ratios with the last record
 	$(BIN)/python -m benchmarks.suite check
 
 clean:
@@ -71,7 +71,7 @@ install: $(INSTALLED)
 debian:
 	@missing="$(strip $(DEBIAN))"; if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null \
-		|| echo "could not install $$missing: tests go on without"; fi
+		|| echo "could not install $$missing: tests that need it are skipped"; fi
 
 ifneq ($(CUDA),)
 $(INSTALLED): pyproject.toml

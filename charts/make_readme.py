@@ -15,11 +15,11 @@ import yaml
 
 HERE = Path(__file__).parent
 FILE = HERE / "README.md"
-LINE = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z]\w*):(?P<value> [^#]*?)?\s*(?:#\s*(?P<words>.*))?$")
+LINE = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z]\w*):(?P<value> [^#]*?)?\s*(?:#\s*(?P<meaning>.*))?$")
 HEAD = """# The grpo chart
 
 Installs a run of asynchronous GRPO on Kubernetes. [docs/kubernetes.md](../docs/kubernetes.md) explains how to install,
-scale, upgrade and repair it; [examples](examples) has values for common sizes. `values.schema.json` refuses wrong keys and types,
+scale, upgrade and repair it; [examples](examples) has values for common sizes. `values.schema.json` rejects wrong keys and types,
 including those of `config`.
 
 Every section of pods ({pods}) accepts the keys of `podDefaults`, too.
@@ -48,15 +48,15 @@ def comments(text: str) -> dict[str, str]:
             depth = len(match["indent"]) // 2
             path = [*path[:depth], match["key"]]
             last = ".".join(path)
-            words = " ".join([*above, match["words"] or ""]).strip()
-            if words:
-                found[last] = words
+            meaning = " ".join([*above, match["meaning"] or ""]).strip()
+            if meaning:
+                found[last] = meaning
         above = []
     return found
 
 
 def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield path and default of every value; a map without keys of the chart's own is one."""
+    """Yield path and default of every value; a map whose keys are not the chart's own counts as one value."""
     for key, value in tree.items():
         here = (*path, key)
         if isinstance(value, dict) and value and key not in ("requests", "limits", "startup", "liveness", "readiness"):
@@ -71,14 +71,14 @@ def make() -> str:
     from make_schema import PODS
 
     text = (HERE / "values.yaml").read_text(encoding="utf-8")
-    said = comments(text)
+    meanings = comments(text)
     rows: list[str] = []
     for path, value in leaves(yaml.safe_load(text)):
-        words = said.get(path, "").replace("|", r"\|")
-        if value is None and not words:
+        meaning = meanings.get(path, "").replace("|", r"\|")
+        if value is None and not meaning:
             continue
         default = "" if value is None else f"`{json.dumps(value, ensure_ascii=False)}`"
-        rows.append(f"| `{path}` | {default} | {words} |")
+        rows.append(f"| `{path}` | {default} | {meaning} |")
     return HEAD.format(pods=", ".join(f"`{pod}`" for pod in PODS)) + "\n".join(rows) + "\n"
 
 

@@ -15,7 +15,7 @@ RUN --mount=type=bind,source=docker/constraints/lean.txt,target=/constraints.txt
     && python lean.py /opt/grpo
 COPY services /src/services
 RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
-# A pod's root is read-only, so without this every start compiles anew. Some packages carry templates that are not valid Python.
+# A pod's root is read-only, so without this every start would compile everything again. Some packages carry templates that are not valid Python.
 RUN /opt/grpo/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib || true
 
 FROM docker.io/library/python:${PYTHON}

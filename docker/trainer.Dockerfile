@@ -16,7 +16,7 @@ WORKDIR /src
 COPY pyproject.toml ./
 RUN mkdir services && touch services/__init__.py README.md
 
-# Weights go to generators over NCCL by vLLM's communicator and packing.
+# Weights go to generators over NCCL, with vLLM's communicator and packing.
 FROM build AS build-cuda
 RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
     python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing,bucket]' vllm==0.32.0
@@ -32,7 +32,7 @@ RUN --mount=type=bind,source=docker/constraints/cpu.txt,target=/constraints.txt 
 FROM build-${VARIANT} AS built
 COPY services /src/services
 RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
-# A pod's root is read-only, so without this every start compiles anew. Some packages carry templates that are not valid Python.
+# A pod's root is read-only, so without this every start would compile everything again. Some packages carry templates that are not valid Python.
 RUN /opt/grpo/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib || true
 
 FROM base

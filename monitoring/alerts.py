@@ -20,8 +20,8 @@ class Alert:
 
     name: str
     expression: str
-    lasting: str
-    """How long the expression has to hold."""
+    duration: str
+    """How long the expression must hold before the alert fires."""
     severity: Literal["critical", "warning", "info"]
     """critical: the run is stopped or losing work; warning: it is slower or worse than it could be."""
     summary: str
@@ -38,13 +38,13 @@ class Alert:
         return {
             "alert": self.name,
             "expr": self.expression,
-            "for": self.lasting,
+            "for": self.duration,
             "labels": {"severity": self.severity},
             "annotations": {"summary": self.summary, "runbook": self.anchor},
         }
 
 
-def _while_it_works(expression: str) -> str:
+def _while_active(expression: str) -> str:
     """Restrict the expression to runs that are neither paused nor finished."""
     return f"({expression}) unless on (run) (max by (run) (grpo_run_ended) == 1 or max by (run) (grpo_run_paused) == 1)"
 
@@ -70,32 +70,32 @@ ALERTS = (
         "all pods.",
     ),
     Alert(
-        "GrpoNoLeader", _while_it_works("max by (run) (grpo_dataprep_leads) == 0"), "2m", "critical",
+        "GrpoNoLeader", _while_active("max by (run) (grpo_dataprep_leads) == 0"), "2m", "critical",
         f"{RUN} has no dataprep leader",
         "No step is prepared and no ticket issued. Check dataprep's log and exit code; `grpo status` names the leader. A leader "
         "that died is replaced after `fleet.ttl_s`; during a restore there is no leader.",
     ),
     Alert(
-        "GrpoNoTrainer", _while_it_works('max by (run) (grpo_run_pods{kind="trainer"}) == 0'), "5m", "critical",
+        "GrpoNoTrainer", _while_active('max by (run) (grpo_run_pods{kind="trainer"}) == 0'), "5m", "critical",
         f"{RUN} has no trainer",
         "Check the exit code and the last line of the trainer's log (the table of exit codes is below). The next trainer resumes "
         "the run from its last checkpoint and retrains the same plans.",
     ),
     Alert(
         "GrpoTooFewGenerators",
-        _while_it_works('max by (run) (grpo_run_pods{kind="generator"}) < max by (run) (grpo_run_wanted_generators)'), "10m",
+        _while_active('max by (run) (grpo_run_pods{kind="generator"}) < max by (run) (grpo_run_wanted_generators)'), "10m",
         "warning", f"{RUN} has fewer generators than desired",
         "The run continues with the ones it has. Look for pods that cannot be scheduled (GPUs), take long to load, or exit; "
         "`grpo scale N` changes the desired number.",
     ),
     Alert(
-        "GrpoPodNotReady", _while_it_works("max by (run, pod) (grpo_pod_ready) == 0"), "15m", "warning",
+        "GrpoPodNotReady", _while_active("max by (run, pod) (grpo_pod_ready) == 0"), "15m", "warning",
         f"{POD} is not ready",
         "`/health/ready` of the pod says why: weights other than the published ones (see GrpoGeneratorBehind), a full Redis "
         "(see GrpoRedisFull), a model that is still loading.",
     ),
     Alert(
-        "GrpoNoStep", _while_it_works("sum by (run) (increase(grpo_trainer_steps_total[30m])) == 0"), "15m", "critical",
+        "GrpoNoStep", _while_active("sum by (run) (increase(grpo_trainer_steps_total[30m])) == 0"), "15m", "critical",
         f"{RUN} has trained no step in half an hour",
         "`grpo_trainer_phase_seconds_total` shows what the trainer does, `grpo_dataprep_wait_seconds_total` why no step is "
         "prepared: `groups` - generators are too slow or missing; `older_ticket` - one long completion delays a step "
@@ -104,7 +104,7 @@ ALERTS = (
     ),
     Alert(
         "GrpoTrainerStarves",
-        _while_it_works('sum by (run) (rate(grpo_trainer_phase_seconds_total{phase="waiting for data"}[15m])) > 0.5'), "30m",
+        _while_active('sum by (run) (rate(grpo_trainer_phase_seconds_total{phase="waiting for data"}[15m])) > 0.5'), "30m",
         "info", "The trainer of run {{ $labels.run }} waits for data more than half of the time",
         "To speed it up, add generators (`grpo scale`), shorten completions (sampling.max_tokens), or use groups more "
         "often (replay.max_uses). Nothing is wrong.",
@@ -123,7 +123,7 @@ ALERTS = (
         "among them, see GrpoGeneratorBehind. Pods that come and go all the time cause a new group each time.",
     ),
     Alert(
-        "GrpoSyncSlow", _while_it_works('sum by (run) (rate(grpo_trainer_phase_seconds_total{phase="syncing"}[15m])) > 0.3'),
+        "GrpoSyncSlow", _while_active('sum by (run) (rate(grpo_trainer_phase_seconds_total{phase="syncing"}[15m])) > 0.3'),
         "30m", "warning", "Run {{ $labels.run }} spends more than 30 % of its time on weight syncs",
         "`grpo_trainer_sync_seconds` shows the phase, and the trainer's log the last member to answer (`slow sync phase`). "
         "`grpo_generator_sync_seconds` shows which generator waits least in `paused` and `joined`: the others wait for that one. "
@@ -150,7 +150,7 @@ ALERTS = (
         "or a long standstill with full tables.",
     ),
     Alert(
-        "GrpoTicketStuck", _while_it_works("max by (run) (grpo_run_oldest_ticket_seconds) > 3600"), "5m", "warning",
+        "GrpoTicketStuck", _while_active("max by (run) (grpo_run_oldest_ticket_seconds) > 3600"), "5m", "warning",
         "A ticket of run {{ $labels.run }} has been unsettled for more than an hour",
         "`grpo inspect ledger` and `grpo inspect group` show which pod has claimed it. A prompt that kills its generator becomes "
         "a dead letter after 16 expired leases; a verifier that hangs is stopped at its time limit.",

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: a hand-written overview, a row per package with a panel for every metric it declares, a row of vLLM."""
+"""The Grafana dashboard: a hand-written overview, a row per package with a panel for each of its metrics, and a row for vLLM."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ VLLM = (
     Panel("Preemptions", ((f"sum by (run, pod) (rate(vllm:num_preemptions_total{RATE}))", "{{pod}}"),),
         "Completions per second that lost their KV cache to others, and are prefilled again."),
 )  # fmt: skip
-"""Metrics of vLLM itself, which no service declares; tests/generator/test_engine.py checks that it has them."""
+"""Panels for vLLM's own metrics, which no service declares; tests/generator/test_engine.py checks that vLLM has them."""
 
 
 def panel_of(metric: Declared) -> Panel:
-    """Return the chart of one metric: a counter's rate, two quantiles of a histogram."""
+    """Return the chart of one metric: the rate of a counter, the value of a gauge, two quantiles of a histogram."""
     by, legend = (f"run, pod, {metric.label}", f"{{{{pod}}}} {{{{{metric.label}}}}}") if metric.label else ("run, pod", "{{pod}}")
     unit, name = UNITS.get(metric.unit, "short"), metric.name
     match metric.kind:
@@ -114,8 +114,8 @@ def _title(name: str) -> str:
 def panels() -> Iterator[tuple[str, list[Panel]]]:
     """Yield every row with its panels."""
     yield "Overview", list(OVERVIEW)
-    for room in declared.ROOMS:
-        yield TITLES[room], [panel_of(metric) for metric in declared.of(room)]
+    for section in declared.SECTIONS:
+        yield TITLES[section], [panel_of(metric) for metric in declared.of(section)]
     yield "vLLM", list(VLLM)
 
 

@@ -14,7 +14,7 @@ from services.sandbox.metrics import SandboxMetrics
 from services.tracker.metrics import TrackerMetrics
 from services.trainer.metrics import TrainerMetrics
 
-ROOMS: dict[str, tuple[type[Metrics], ...]] = {
+SECTIONS: dict[str, tuple[type[Metrics], ...]] = {
     "run": (RunMetrics,),
     "dataprep": (DataprepMetrics, EvaluationMetrics),
     "generator": (GeneratorMetrics,),
@@ -30,14 +30,14 @@ _NAME = re.compile(r"\b(grpo_\w+)(?:\{([^}]*)\})?")
 _MATCH = re.compile(r"(\w+)\s*(=~|!~|!=|=)\s*\"([^\"]*)\"")
 
 
-def of(room: str) -> list[Declared]:
+def of(section: str) -> list[Declared]:
     """Return the metrics under a heading."""
-    return [declared for metrics in ROOMS[room] for declared in declarations(metrics).values()]
+    return [declared for metrics in SECTIONS[section] for declared in declarations(metrics).values()]
 
 
 def everything() -> dict[str, Declared]:
     """Return all metrics by name."""
-    return {declared.name: declared for room in ROOMS for declared in of(room)}
+    return {declared.name: declared for section in SECTIONS for declared in of(section)}
 
 
 def series() -> dict[str, Declared]:

@@ -17,9 +17,9 @@ HEADINGS = {
 def metrics() -> str:
     """Return one table per package."""
     lines: list[str] = []
-    for room in declared.ROOMS:
-        lines += [f"**{HEADINGS[room]}**", "", "| metric | label | meaning |", "|---|---|---|"]
-        for metric in declared.of(room):
+    for section in declared.SECTIONS:
+        lines += [f"**{HEADINGS[section]}**", "", "| metric | label | meaning |", "|---|---|---|"]
+        for metric in declared.of(section):
             values = ", ".join(f"`{value}`" for value in metric.values) or metric.bound
             label = f"`{metric.label}`: {values}" if metric.label else ""
             lines.append(f"| `{metric.name}` ({metric.kind}) | {label} | {metric.help} |")
@@ -32,8 +32,8 @@ def alerts() -> str:
     lines: list[str] = []
     for alert in ALERTS:
         summary = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda label: label[1].upper(), alert.summary)
-        lasting = "" if alert.lasting == "0m" else f", after {alert.lasting}"
-        lines += [f"#### {alert.name}", "", f"{summary} ({alert.severity}{lasting}). {alert.runbook}", ""]
+        duration = "" if alert.duration == "0m" else f", after {alert.duration}"
+        lines += [f"#### {alert.name}", "", f"{summary} ({alert.severity}{duration}). {alert.runbook}", ""]
     return "\n".join(lines).rstrip()
 
 

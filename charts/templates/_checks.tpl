@@ -1,4 +1,4 @@
-{{/* Refuses invalid combinations that a schema cannot express, each with its remedy. */}}
+{{/* Rejects invalid combinations that a schema cannot express, each with its remedy. */}}
 
 {{- define "grpo.checks" -}}
 {{- $v := .Values }}

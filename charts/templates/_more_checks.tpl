@@ -1,4 +1,4 @@
-{{/* Further refusals: the model, numbers of pods, environments, and what the cluster lacks. */}}
+{{/* Further checks: the model, numbers of pods, environments, and what the cluster lacks. */}}
 
 {{- define "grpo.modelChecks" -}}
 {{- $v := .Values }}
@@ -39,7 +39,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Files of prompts are on a volume of dataprep's pods, or in its image. */}}
+{{/* Files of prompts must be on a volume of dataprep's pods, or in its image. */}}
 {{- define "grpo.dataChecks" -}}
 {{- $v := .Values }}
 {{- $mounted := list }}
@@ -135,7 +135,7 @@
 {{- end }}
 {{- end }}
 
-{{/* The file that a function names is in the values. Takes key, function, folder, files, map and value. */}}
+{{/* The file that a function names must be in the values. Takes key, function, folder, files, map and value. */}}
 {{- define "grpo.fileCheck" -}}
 {{- $file := regexFind "^.+\\.py:" .function | trimSuffix ":" }}
 {{- if and $file (not (hasPrefix "/" $file)) }}
@@ -146,11 +146,11 @@
 {{- end }}
 {{- end }}
 
-{{/* Some entry of `by`, or another file, mentions each file of code. Takes files, by, value and where. */}}
+{{/* Each code file must be mentioned by an entry of `by` or by another file. Takes files, by, value and where. */}}
 {{- define "grpo.unnamedFileCheck" -}}
 {{- range $name := keys .files | sortAlpha }}
-{{- $told := printf "%s %s" (toJson $.by) (toJson (omit $.files $name)) }}
-{{- if and (hasSuffix ".py" $name) (not (regexMatch (printf "\\b%s\\b" (regexQuoteMeta (trimSuffix ".py" $name))) $told)) }}
+{{- $mentions := printf "%s %s" (toJson $.by) (toJson (omit $.files $name)) }}
+{{- if and (hasSuffix ".py" $name) (not (regexMatch (printf "\\b%s\\b" (regexQuoteMeta (trimSuffix ".py" $name))) $mentions)) }}
 {{- fail (printf "%s has %q, which has no effect, since no function of %s names it: name it there, or remove it" $.value $name $.where) }}
 {{- end }}
 {{- end }}
@@ -184,7 +184,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Kinds of others' operators that the values ask for and this cluster lacks. Without a cluster (helm template) nothing is known. */}}
+{{/* Kinds of other operators that the values need must exist in the cluster. Without a cluster (helm template), this is unknown. */}}
 {{- define "grpo.clusterChecks" -}}
 {{- $v := .Values }}
 {{- if and (or $v.web.ingress.enabled $v.web.route.enabled) (not $v.web.enabled) }}
@@ -220,7 +220,7 @@
 {{- end }}
 {{- end }}
 
-{{/* The labels by which pods are selected are the chart's own. */}}
+{{/* The labels that select pods are reserved for the chart. */}}
 {{- define "grpo.labelChecks" -}}
 {{- $own := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" }}
 {{- $labels := dict "commonLabels" .Values.commonLabels }}

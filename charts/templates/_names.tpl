@@ -129,22 +129,22 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{- end }}
 {{- end }}
 
-{{/* true if the release is a whole run, and not only generators of another one's. */}}
+{{/* true if the release is a whole run, and not only generators of another release's run. */}}
 {{- define "grpo.whole" -}}
 {{- if eq .Values.role "run" }}true{{ end }}
 {{- end }}
 
-{{/* True with the scaler, which sets the numbers of generators and trainer pods; otherwise whoever installs. */}}
+{{/* true if the scaler sets the numbers of generators and trainer pods; otherwise the user does. */}}
 {{- define "grpo.scaled" -}}
 {{- if and .Values.scaler.enabled (include "grpo.whole" .) }}true{{ end }}
 {{- end }}
 
-{{/* True with pods for code that the policy writes. */}}
+{{/* true if code that the policy writes runs in its own pods. */}}
 {{- define "grpo.sandboxed" -}}
 {{- if and .Values.sandbox.enabled (include "grpo.whole" .) }}true{{ end }}
 {{- end }}
 
-{{/* Address of the service that keeps them. */}}
+{{/* Address of the service that manages these pods. */}}
 {{- define "grpo.sandboxUrl" -}}
 http{{ if include "grpo.apiTls" . }}s{{ end }}://{{ .Release.Name }}-sandbox.{{ include "grpo.domain" . }}:{{ .Values.apiPort }}
 {{- end }}
@@ -175,7 +175,7 @@ http://{{ .Release.Name }}-judge.{{ include "grpo.domain" . }}:{{ .Values.judge.
 {{- if ne .Values.generator.autoscaling.kind "none" }}true{{ end }}
 {{- end }}
 
-{{/* Seconds that a generator may take to drain: generator.drain_s, the steps that follow it, and a margin. */}}
+{{/* Seconds that a generator or an environment pod may take to drain: generator.drain_s, the steps that follow it, and a margin. */}}
 {{- define "grpo.generatorGrace" -}}
 {{- $generator := .Values.config.generator | default dict }}
 {{- add (ceil (dig "drain_s" 10 $generator)) 20 -}}

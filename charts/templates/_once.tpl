@@ -1,11 +1,11 @@
 {{/*
-Pods that do one thing and end: the check, the preload and the smoke test.
+Pods that run to completion: the check, the preload and the smoke test.
 
 "grpo.onceMetadata" and "grpo.onceSpec" take root, component and kind; the spec also takes
   restart    restartPolicy
   command    of the container
   account    name of its service account; default: the namespace's own
-  env, mounts, volumes   YAML, beside /tmp and what the values add
+  env, mounts, volumes   YAML, in addition to /tmp and what the values add
 */}}
 
 {{- define "grpo.onceMetadata" -}}

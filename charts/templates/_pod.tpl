@@ -6,7 +6,7 @@ The parts that the pods of all services share.
   drain      command of the preStop hook
   grace      seconds from SIGTERM, or from the hook, to SIGKILL
   gpus       number of GPUs
-  unhurried  true if it starts without waiting for the model, whose tokenizer it reads when it is there
+  unhurried  true if it starts without waiting for the model, whose tokenizer it reads once it is there
   runs, models, data, rewards, environments, collective   volumes and settings that it needs
   account    name of its service account, if it calls the cluster's API; its token is then mounted
   gang       how all of its pods are scheduled at once: kubernetes, coscheduling or volcano
@@ -50,7 +50,7 @@ spec:
   serviceAccountName: {{ .account | default (printf "%s-services" .root.Release.Name) }}
   automountServiceAccountToken: {{ if .account }}true{{ else }}false{{ end }}
   enableServiceLinks: false
-  {{- /* The first process of a namespace ignores a SIGTERM until it installs a handler, which takes Python seconds. */}}
+  {{- /* The first process of a namespace ignores a SIGTERM until it installs a handler, which takes Python several seconds. */}}
   shareProcessNamespace: true
   terminationGracePeriodSeconds: {{ .grace | default 30 }}
   {{- if and .collective $values.interconnect.hostNetwork }}
@@ -262,8 +262,8 @@ spec:
 {{- end }}
 
 {{/*
-What becomes of a hook's pod. Helm 4 prints its output and the pod goes; Helm 3 prints nothing, so the pod stays to be read. Takes root,
-and `before`, the policy of Helm 3.
+Deletion policy of a hook's pod. Helm 4 prints the pod's output and deletes it; Helm 3 prints nothing, so the pod is kept for its log.
+Takes root, and `before`, the policy for Helm 3.
 */}}
 {{- define "grpo.hookPolicy" -}}
 {{- if semverCompare ">=4.0.0-0" .root.Capabilities.HelmVersion.Version -}}

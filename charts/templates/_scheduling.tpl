@@ -34,7 +34,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* How a pod says of which PodGroup it is: a label, an annotation or a field. Takes `.gang`, its kind, and `.where`. */}}
+{{/* How a pod names its PodGroup: a label, an annotation or a field. Takes `.gang`, its kind, and `.where`. */}}
 {{- define "grpo.gang" -}}
 {{- $group := printf "%s-%s" .it.root.Release.Name .it.component }}
 {{- $said := dict "label" (dict "coscheduling" (printf "scheduling.x-k8s.io/pod-group: %s" $group))
@@ -43,7 +43,7 @@ spec:
 {{- get (get $said .where) (.it.gang | default "none") }}
 {{- end }}
 
-{{/* true if devices are claimed (DRA) and not counted (device plugins). */}}
+{{/* true if devices are claimed (DRA) rather than counted (device plugins). */}}
 {{- define "grpo.claimed" -}}
 {{- if and .gpus (eq .root.Values.devices.kind "claim") (eq .root.Values.accelerator "nvidia") }}true{{ end }}
 {{- end }}

@@ -1,11 +1,11 @@
-{{/* What values say of pods: defaults and exceptions, probes, rollouts, placement, resources. */}}
+{{/* Settings of pods from the values: defaults and overrides, probes, rollouts, placement, resources. */}}
 
-{{/* Sets `settings`: the component's values over podDefaults. */}}
+{{/* Sets `settings`: podDefaults, overridden by the component's values. */}}
 {{- define "grpo.settle" -}}
 {{- $_ := set . "settings" (mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy (index .root.Values .component))) }}
 {{- end }}
 
-{{/* Probes of a container: settings, and the action (`of`) with which it is asked whether it is live and ready. */}}
+{{/* Probes of a container: takes settings, and the action (`of`) that checks whether it is live and ready. */}}
 {{- define "grpo.probes" -}}
 {{- $probes := .settings.probes }}
 startupProbe:
@@ -23,12 +23,12 @@ readinessProbe:
 {{ .probes.startup.failureThreshold | default (ceil (divf .startupSeconds .probes.startup.periodSeconds)) | int }}
 {{- end }}
 
-{{/* Seconds until the startup probe fails for good; what a pod says of itself must come before. */}}
+{{/* Seconds that a pod may wait before it reports an error: just less than until the startup probe fails for good. */}}
 {{- define "grpo.patience" -}}
 {{ max 1 (sub (mul (include "grpo.startupTries" . | int) (int .probes.startup.periodSeconds)) 15) }}
 {{- end }}
 
-{{/* What a Deployment or StatefulSet says beside its pods. */}}
+{{/* Fields of a Deployment or StatefulSet other than its pods. */}}
 {{- define "grpo.rollout" -}}
 {{- include "grpo.settle" . }}
 revisionHistoryLimit: {{ .settings.revisionHistoryLimit }}

@@ -1,4 +1,4 @@
-"""The chart renders with its defaults, every example and each value changed, and the objects are valid for Kubernetes."""
+"""The chart renders with its defaults, with every example and with each value changed, to objects that Kubernetes accepts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ OPERATORS = {
     (schema["properties"]["apiVersion"]["const"], schema["properties"]["kind"]["const"]): jsonschema.Draft202012Validator(schema)
     for schema in (json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "support" / "crds").glob("*.json")))
 }
-"""Kinds of third-party operators, by the structure of their custom resource definitions."""
+"""Kinds of third-party operators, with the schemas of their custom resource definitions."""
 
 VARIES = re.compile(
     r'"(checksum/config|api-token|api-read-token|redis-password|config.toml|' + "|".join(GRANTS) + r')": "(?:[^"\\]|\\.)*"'
 )
-"""Text that differs between renderings."""
+"""Text that differs from one rendering to the next."""
 
 SCORED = {"config": {"verifiers": [{"kind": "python", "function": "my_reward:score"}]}}
 """A verifier whose function is in an image and may use files."""
@@ -115,7 +115,7 @@ def accepted(text: str, version: str) -> None:
 
 
 schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
-"""Megabytes of JSON that the library would otherwise reread for every object."""
+"""Megabytes of JSON that the library would otherwise read again for every object."""
 
 
 def check(objects: list[chart.Object], folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_chart_renders_with_its_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("path", "value"), CHANGES, ids=[path for path, _ in CHANGES])
 def test_each_value_changes_the_rendering_and_keeps_it_valid(path: str, value: Any, tmp_path: Path) -> None:
-    base = SCORED if path in ("rewards.files", "rewards.existingConfigMap") else {}  # without effect otherwise
+    base = SCORED if path in ("rewards.files", "rewards.existingConfigMap") else {}  # otherwise it has no effect
     objects = chart.render(chart.changed(base, path, value))
     check(objects, tmp_path)
     assert chart.as_text(objects) != chart.as_text(chart.render(base))
@@ -219,6 +219,14 @@ def test_grace_periods_are_long_enough(tmp_path: Path) -> None:
     stop = next(float(entry["value"]) for entry in container["env"] if entry["name"] == "GRPO_STOP_S")
     assert hook[0] == "timeout"
     assert float(hook[1]) + stop + LAST_WORDS_S < trainer["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize(("minimum", "remedy"), [(2, ": run `helm uninstall` to free their GPUs."), (0, ".")])
+def test_the_notes_say_that_an_autoscaler_keeps_generators(minimum: int, remedy: str) -> None:
+    notes = chart.notes({"generator": {"autoscaling": {"kind": "keda", "minReplicas": minimum}}})
+    assert "the pods of the trainer are scaled to 0" in notes
+    assert f"the generators to its minimum, {minimum}{remedy}\n" in notes
+    assert "trainer and generators are scaled to 0" in chart.notes()
 
 
 def test_an_autoscaler_is_the_only_owner_of_replicas() -> None:
@@ -312,7 +320,7 @@ def test_a_new_version_of_the_chart_does_not_repeat_the_preload() -> None:
 
 
 def preload(objects: list[chart.Object]) -> chart.Object:
-    """The Job that downloads the model."""
+    """Return the Job that downloads the model."""
     (job,) = (found for found in chart.of_kind(objects, "Job") if "preload" in found["metadata"]["name"])
     return job
 

@@ -34,7 +34,7 @@ each = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """Instructions of a Dockerfile with their arguments, continued lines joined."""
+    """Return the instructions of a Dockerfile with their arguments, continued lines joined."""
     text = re.sub(r"\\\n\s*", " ", "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#")))
     return [(words[0], words[1]) for line in text.splitlines() if len(words := line.split(None, 1)) == 2]
 
@@ -44,7 +44,7 @@ def hadolint() -> str | None:
 
 
 def in_stages(path: Path) -> dict[str, list[tuple[str, str]]]:
-    """Instructions by the name of their stage; the last stage is ""."""
+    """Return the instructions by the name of their stage; the last stage is ""."""
     stages, name = dict[str, list[tuple[str, str]]](), ""
     for instruction, words in instructions(path):
         if instruction == "FROM":
@@ -100,7 +100,7 @@ def test_layers_with_dependencies_do_not_depend_on_the_code(path: Path) -> None:
 
 
 COMPILED = ("-m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib", "/opt/grpo/bin/python /tmp/bytecode.py ")
-"""Commands that compile an environment: all of it, or what dataprep's image loads. The files contain no timestamps."""
+"""Commands that compile an environment: all of it, or what dataprep's image loads. The compiled files contain no timestamps."""
 IGNORING = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONOPTIMIZE", "PYTHONHOME"}
 """Variables that make Python skip writing such files, or look for others."""
 
@@ -126,22 +126,22 @@ def test_every_image_contains_compiled_modules(path: Path) -> None:
 @pytest.mark.parametrize("service", ["generator", "trainer"])
 def test_images_that_exchange_weights_support_buckets(service: str) -> None:
     """Each variant installs what `sync.folder = "s3://…"` needs."""
-    asked = [
+    requested = [
         extras.split(",")
         for name, words in instructions(DOCKER / f"{service}.Dockerfile")
         if name == "RUN"
         for extras in re.findall(r"'\.\[([\w,]+)\]'", words)
     ]
-    assert len(asked) == 2
-    for extras in asked:
+    assert len(requested) == 2
+    for extras in requested:
         assert set(extras) == {service, "tracing", "bucket"}
 
 
 def test_the_trainers_cuda_image_has_what_sends_weights_over_nccl() -> None:
-    """vLLM, which the trainer's own extra does not name, because trainers without GPUs do without it."""
+    """The trainer's own extra does not name vLLM, because trainers without GPUs do without it."""
     (install,) = (words for name, words in in_stages(DOCKER / "trainer.Dockerfile")["build-cuda"] if name == "RUN")
-    asked = {canonicalize_name(requirement.name) for requirement in asked_for(shlex.split(install))}
-    assert {module.partition(".")[0] for module in VLLM_MODULES} <= asked
+    requested = {canonicalize_name(requirement.name) for requirement in requested_by(shlex.split(install))}
+    assert {module.partition(".")[0] for module in VLLM_MODULES} <= requested
 
 
 @each
@@ -163,7 +163,7 @@ def test_copied_and_installed_files_exist(path: Path) -> None:
 
 
 def pins(name: str) -> dict[str, str]:
-    """A file of constraints."""
+    """Return the pins in a file of constraints."""
     lines = [line for line in (DOCKER / "constraints" / name).read_text().splitlines() if not line.startswith("#")]
     return dict(line.split("==") for line in lines)
 
@@ -175,7 +175,7 @@ def test_a_build_needs_only_the_base_image(path: Path) -> None:
 
 @each
 def test_every_package_of_an_image_is_pinned(path: Path) -> None:
-    """Requested packages are pinned, and so are their dependencies, as far as they are installed here in that version."""
+    """Requested packages are pinned, as are their dependencies where the same version is installed here."""
     stages = [
         words
         for name, words in instructions(path)
@@ -186,18 +186,18 @@ def test_every_package_of_an_image_is_pinned(path: Path) -> None:
         match = re.search(r"source=docker/constraints/(\w+\.txt),target=/constraints\.txt ", words)
         assert match, words
         pinned = pins(match[1])
-        assert any(asked_for(shlex.split(command)) for command in words.split("&&"))
+        assert any(requested_by(shlex.split(command)) for command in words.split("&&"))
         for command in words.split("&&"):
-            asked = asked_for(shlex.split(command))
-            if asked and "--no-deps" not in command:
+            requested = requested_by(shlex.split(command))
+            if requested and "--no-deps" not in command:
                 assert "--constraint /constraints.txt" in command
-                assert unpinned(asked, pinned) == set()
-            for requirement in asked:
+                assert unpinned(requested, pinned) == set()
+            for requirement in requested:
                 assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
 
 
-def asked_for(words: list[str]) -> list[Requirement]:
-    """Packages that a pip command installs, without the code itself."""
+def requested_by(words: list[str]) -> list[Requirement]:
+    """Return the packages that a pip command installs, without the code itself."""
     if "install" not in words:
         return []
     lines = [word for word in words if "==" in word]
@@ -212,9 +212,9 @@ def asked_for(words: list[str]) -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-def unpinned(asked: list[Requirement], pinned: dict[str, str]) -> set[str]:
-    """Unpinned names among the requested packages and their dependencies."""
-    waiting, seen, missing = list(asked), set[tuple[str, str]](), set[str]()
+def unpinned(requested: list[Requirement], pinned: dict[str, str]) -> set[str]:
+    """Return the unpinned names among the requested packages and their dependencies."""
+    waiting, seen, missing = list(requested), set[tuple[str, str]](), set[str]()
     while waiting:
         wanted = waiting.pop()
         name = canonicalize_name(wanted.name)
@@ -262,11 +262,15 @@ def test_compose_is_consistent(tmp_path: Path) -> None:
     assert set(overlay) <= set(services)
     drain = float(services["generator"]["stop_grace_period"].rstrip("s"))
     assert drain > config.generator.drain_s + 10
+    grace = 60 * float(services["trainer"]["stop_grace_period"].removesuffix("m"))
+    environment = services["trainer"]["environment"]
+    assert grace / 2 < float(environment["GRPO_STOP_S"]) < grace
+    assert services["generator"]["environment"].items() <= environment.items()
 
 
 @pytest.fixture
 def rehearse(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """docker/rehearse.py."""
+    """Import docker/rehearse.py."""
     monkeypatch.syspath_prepend(str(DOCKER))
     return importlib.import_module("rehearse")
 

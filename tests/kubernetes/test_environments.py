@@ -64,6 +64,12 @@ def test_the_pod_has_what_it_needs_and_no_fixed_replicas() -> None:
     assert not [found for found in chart.render() if found["metadata"]["name"] == "demo-environment"]
 
 
+@pytest.mark.parametrize(("drain_s", "grace"), [(10.0, 60), (120.5, 141)])
+def test_the_pod_has_time_to_drain(drain_s: float, grace: int) -> None:
+    objects = chart.render(chart.changed(VALUES, "config.generator.drain_s", drain_s))
+    assert template(objects, "environment")["spec"]["terminationGracePeriodSeconds"] == grace
+
+
 def test_the_pod_reaches_redis_generators_and_listed_egress() -> None:
     own = {"to": [{"podSelector": {"matchLabels": {"app": "sandbox"}}}], "ports": [{"port": 9000}]}
     objects = chart.render(chart.changed(VALUES, "environment.egress", [own]))
@@ -113,7 +119,7 @@ def chosen(policy: chart.Object, labels: dict[str, str]) -> bool:
 
 
 def matches(selector: chart.Object, labels: dict[str, str]) -> bool:
-    """Whether a selector matches a pod; `In` is the only expression that the chart uses."""
+    """Return whether a selector matches a pod; `In` is the only expression that the chart uses."""
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
         labels[each["key"]] in each["values"] for each in selector.get("matchExpressions", [])
     )

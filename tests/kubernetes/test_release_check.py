@@ -1,4 +1,4 @@
-"""The check before an install or upgrade rejects changes that the run cannot resume with, on one line, and cleans up."""
+"""The check before an install or upgrade rejects changes that prevent the run from resuming, on one line, and cleans up."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ async def test_an_upgrade_that_redefines_the_run_is_rejected(
     assert await asyncio.to_thread(main, arguments) == 0, "there is no run yet"
     await store.run.create(digest(load(before)), "data", 4, 8)
     assert await asyncio.to_thread(main, arguments) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"config.loss.kl_beta was {config.loss.kl_beta} and is {config.loss.kl_beta + 0.25}" in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert f"config.loss.kl_beta was {config.loss.kl_beta} and is {config.loss.kl_beta + 0.25}" in output
     for words in (f"run '{store.keys.name}' exists", "Set config.run.name to a new name", "nothing was changed"):
-        assert words in said
+        assert words in output
 
 
 async def test_allowed_changes_and_another_name_pass(config: RunConfig, store: Store, tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ async def test_a_changed_function_is_rejected(config: RunConfig, store: Store) -
 def test_invalid_values_are_reported_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text("[model]\npath = 'a/b'\nshape = 3\n")
     assert main([str(tmp_path / "config.toml"), "--offline"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "model.shape" in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert "model.shape" in output
 
 
 def test_an_unreachable_redis_rejects_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from services.protocol.messages import PodStatus
 from services.runtime.cluster.account import ClusterError
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.service import Service
+from services.scaler import deletion_cost
 from services.scaler.__main__ import ReleaseFollower, ScalerSettings
 from services.scaler.deletion_cost import DeletionCosts
 from services.scaler.reconcile import EMPTYING, FINISHED, Decision, decide, whole_or_none
@@ -47,7 +49,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[tuple[ApiServer, KubernetesAp
 async def following(
     store: Store, server: RedisServer, folder: Path, cluster: KubernetesApi, settings: ScalerSettings = SETTINGS
 ) -> AsyncIterator[ReleaseFollower]:
-    """A scaler, polled explicitly."""
+    """Yield a scaler that a test polls explicitly."""
     async with open_service("scaler", small_config(folder, server, f"run.name={store.keys.name}"), "scaler-0") as service:
         yield ReleaseFollower(service, settings, cluster)
 
@@ -66,14 +68,14 @@ def test_the_scaler_follows_the_last_change() -> None:
 
 
 def test_a_new_deployment_gets_the_initial_or_last_requested_size() -> None:
-    """A manifest without replicas gets 1. Any other number was set by somebody."""
+    """A manifest without replicas gets 1. Any other number was set by someone."""
     assert decide(Scale(), 1, "new", 3) == Decision(replicas=3, followed=3, object="new")
     assert decide(Scale(), 3, "new", 3) == Decision(requested=3, followed=3, object="new")
     assert decide(Scale(wanted=6, followed=6, object="old"), 1, "new", 3) == Decision(replicas=6, followed=6, object="new")
     assert decide(Scale(wanted=6, followed=6, object="old"), 4, "new", 3) == Decision(requested=4, followed=4, object="new")
-    # from a version that set replicas in the manifest, with a request not followed yet
+    # from a version that set replicas in the manifest, with a request that is not yet followed
     assert decide(Scale(wanted=5, followed=3), 3, "new", 2) == Decision(replicas=5, followed=5, object="new")
-    # scaled to zero when the run finished, and resumed
+    # scaled to zero when the run finished, then resumed
     for mark in (EMPTYING, FINISHED):
         assert decide(Scale(wanted=6, followed=0, object=mark), 0, "it", 3) == Decision(replicas=6, followed=6, object="it")
         assert decide(Scale(wanted=6, followed=0, object=mark), 2, "it", 3) == Decision(requested=2, followed=2, object="it")
@@ -146,7 +148,7 @@ async def test_a_reinstalled_release_keeps_its_former_size(
         await follower.once(await store.run.state())
         assert api.replicas == 6
         await follower.once(await store.run.state())
-        api.scale(1)  # as the Deployment started
+        api.scale(1)  # the number that the Deployment started with
         await follower.once(await store.run.state())
         state = await store.run.state()
         assert state is not None
@@ -165,7 +167,7 @@ async def test_a_finished_run_frees_its_gpus_once_and_gets_them_back(
         await store.run.finish("4 steps trained")
         await follower.once(await store.run.state())
         assert (api.replicas, api.trainer.replicas) == (0, 0)
-        api.trainer.set(1)  # an operator starts a pod to look at checkpoints
+        api.trainer.set(1)  # an operator starts a pod to inspect checkpoints
         await follower.once(await store.run.state())
         assert api.trainer.replicas == 1
         api.trainer.set(0)
@@ -292,6 +294,37 @@ async def test_pods_are_annotated_with_their_deletion_cost(cluster: tuple[ApiSer
     for load in (0.1, 0.9, 0.1):
         await mark(idle=0.9, busy=load)
     assert api.missed == ["busy"], "it is looked up once"
+
+
+class SlowCluster:
+    """Marks pods, each after a delay; `marked` holds their names, `most` how many it marked at a time."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s, self.marked, self.at_once, self.most = delay_s, list[str](), 0, 0
+
+    async def mark(self, pod: str, cost: int) -> None:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        await asyncio.sleep(self.delay_s)
+        self.at_once -= 1
+        self.marked.append(pod)
+
+
+async def test_a_large_fleet_is_marked_in_several_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn that marked all pods would fail the scaler's liveness, and the next one would begin again."""
+    monkeypatch.setattr(deletion_cost, "TURN_S", 0.25)
+    slow = SlowCluster(delay_s=0.1)
+    costs = DeletionCosts(cast("KubernetesApi", slow))
+    fleet = [PodStatus("generator", f"generator-{i}", "b", "here", 1, "", "ready", 0, 1, {}) for i in range(100)]
+    turns = 0
+    while len(slow.marked) < len(fleet) and turns < 100:
+        before = len(slow.marked)
+        await costs.follow(fleet)
+        turns += 1
+        assert len(slow.marked) - before <= 3 * deletion_cost.AT_ONCE
+    assert turns > 1
+    assert sorted(slow.marked) == sorted(pod.name for pod in fleet), "each is marked once, without waiting for the next round"
+    assert slow.most == deletion_cost.AT_ONCE
 
 
 async def test_concurrent_changes_are_not_overwritten(cluster: tuple[ApiServer, KubernetesApi]) -> None:

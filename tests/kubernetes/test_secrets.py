@@ -45,7 +45,7 @@ WHOLE = {
 
 
 def items(template: chart.Object, secret: str) -> dict[str, str]:
-    """Files of a Secret that a pod mounts: path -> key."""
+    """Return the files of a Secret that a pod mounts: path -> key."""
     found: dict[str, str] = {}
     for volume in template["spec"]["volumes"]:
         for source in volume.get("projected", {}).get("sources", []):
@@ -102,18 +102,18 @@ class Server:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Environment of its scripts."""
+        """Return the environment of the pod's scripts."""
         return {"PATH": f"{self.folder}/bin:/usr/bin:/bin"}
 
     def login(self, user: str, password: str) -> redis.Redis:
-        """A client."""
+        """Return a client."""
         return redis.Redis(
             host="127.0.0.1", port=self.port, username=user, password=password, socket_timeout=10, retry=Retry(NoBackoff(), 0),
             ssl=self.tls, ssl_ca_certs=str(self.folder / "tls" / "ca.crt"),
         )  # fmt: skip
 
     def log(self) -> str:
-        """Its output."""
+        """Return the log of its output."""
         return (self.folder / "log").read_text()
 
     def probe(self) -> None:
@@ -220,6 +220,6 @@ def test_the_charts_redis_loads_a_renewed_certificate_on_probe(tmp_path: Path) -
         assert not reached()
         started.probe()
         assert reached()
-        said = started.log()
+        log = started.log()
         started.probe()
-        assert started.log() == said, "it is loaded once"
+        assert started.log() == log, "it is loaded once"

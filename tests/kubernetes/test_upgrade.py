@@ -24,7 +24,7 @@ USERS = {"generator": "that of the generators", "trainer": "that of the only tra
 
 @pytest.fixture
 def server() -> Iterator[ClusterApi]:
-    """A namespace with the Secrets of an earlier revision."""
+    """Yield a namespace with the Secrets of an earlier revision."""
     objects = chart.render()
     own = {"meta.helm.sh/release-name": "demo", "meta.helm.sh/release-namespace": "ml"}
     secrets = [
@@ -42,7 +42,7 @@ def server() -> Iterator[ClusterApi]:
 
 
 def rendered(server: ClusterApi, values: dict[str, Any]) -> list[chart.Object]:
-    """Objects that Helm would apply."""
+    """Return the objects that Helm would apply."""
     from helm_python.config import Config
 
     with Config(kubeconfig_content=server.kubeconfig(), namespace="ml") as helm:
@@ -67,7 +67,7 @@ def test_secrets_from_elsewhere_are_not_created(server: ClusterApi) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"monitoring": {"podMonitor": True}}, "needs the Prometheus operator, but this cluster has no kind PodMonitor"),
         ({"tls": {"issuer": {"name": "ours"}}}, "needs cert-manager, but this cluster has no kind Certificate"),
@@ -86,8 +86,8 @@ def test_secrets_from_elsewhere_are_not_created(server: ClusterApi) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_kind_missing_from_the_cluster_is_rejected(server: ClusterApi, values: dict[str, Any], said: str) -> None:
+def test_a_kind_missing_from_the_cluster_is_rejected(server: ClusterApi, values: dict[str, Any], message: str) -> None:
     with pytest.raises(HelmError) as refusal:
         rendered(server, values)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert chart.render(values), "without a cluster no kind is known to be missing"

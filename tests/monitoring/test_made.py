@@ -47,14 +47,14 @@ def test_every_metric_is_on_the_dashboard_and_the_page() -> None:
 
 
 def test_declarations_are_complete() -> None:
-    names = [metric.name for room in declared.ROOMS for metric in declared.of(room)]
+    names = [metric.name for section in declared.SECTIONS for metric in declared.of(section)]
     assert len(names) == len(set(names)) > 80
     for metric in declared.everything().values():
         assert metric.help.endswith(".")
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert bool(metric.label) == bool(metric.values or metric.bound)
         assert UNITS.get(metric.unit, "") in metric.name
-    assert all(declarations(metrics) for rooms in declared.ROOMS.values() for metrics in rooms)
+    assert all(declarations(metrics) for classes in declared.SECTIONS.values() for metrics in classes)
 
 
 def test_a_page_without_its_markers_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""A whole run as operators see it: metrics of every service, a trace per group, one stream of JSON logs, a hanging tracker."""
+"""A whole run as operators see it: every service's metrics, a trace per group, JSON logs in one stream, a hanging tracker."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.support.servers.collector import Collector, Span, collecting
 from tests.support.whole_runs import finish, pids_of, start, summary, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-LIMIT_S = 400.0  # for everything to appear; about twenty seconds on an idle machine
+LIMIT_S = 400.0  # for everything to appear, which takes about twenty seconds on an idle machine
 LIFE = ["issue", "claim", "generate", "verify", "submit", "settle", "plan", "train"]
 
-ROOM_OF = {"dataprep": ("run", "dataprep"), "generator": ("generator",), "trainer": ("trainer",), "tracker": ("tracker",)}
+SECTIONS_OF = {"dataprep": ("run", "dataprep"), "generator": ("generator",), "trainer": ("trainer",), "tracker": ("tracker",)}
 ONLY_IN_TROUBLE = {
     "grpo_pod_loop_failures_total", "grpo_run_oldest_ticket_seconds", "grpo_run_doubled_tickets", "grpo_run_dead_letters",
     "grpo_run_paused", "grpo_redis_memory_limit_bytes", "grpo_dataprep_stale_groups_total",
@@ -45,35 +45,35 @@ ONLY_IN_TROUBLE = {
     "grpo_tracker_failures_total", "grpo_tracker_missed_groups", "grpo_trainer_condemned_groups_total",
     "grpo_generator_catch_ups_total",
 }  # fmt: skip
-"""Metrics that do not change in a run without problems; tests/monitoring/test_movement.py, test_trouble.py and
+"""Metrics that do not change in a run without problems. tests/monitoring/test_movement.py, test_trouble.py and
 tests/weights/versions/test_store_rounds.py change them."""
 OF_EVALUATION = {metric.name for metric in declarations(EvaluationMetrics).values()}
-"""Metrics of evaluations, which this run lacks; tests/runs/test_evaluation.py changes them."""
+"""Metrics of evaluations, which this run does not have. tests/runs/test_evaluation.py changes them."""
 OF_A_MOMENT = {
     "grpo_generator_kv_usage_ratio", "grpo_generator_evaluating", "grpo_generator_rollouts", "grpo_generator_requests",
     "grpo_run_ended", "grpo_run_replay_groups",
 }  # fmt: skip
-"""Metrics that a scrape may miss in so short a run, or that do not occur in it."""
+"""Metrics that a scrape may miss in such a short run, or that do not occur in it."""
 
 
 @dataclass
 class Observed:
-    """Observations of the run while it was running."""
+    """What was observed of the run while it was running."""
 
     folder: Path
     collector: Collector
     texts: dict[str, str] = field(default_factory=dict)  # kind of pod -> its last scrape
-    moved: set[tuple[str, str]] = field(default_factory=set)  # kind of pod, name of a series that was neither 0 nor -1
-    backlog: float = 0.0  # of W&B
-    written: float = 0.0  # by TensorBoard
+    moved: set[tuple[str, str]] = field(default_factory=set)  # (kind of pod, name of a series that was neither 0 nor -1)
+    backlog: float = 0.0  # steps that W&B has not taken
+    written: float = 0.0  # records that TensorBoard has written
 
     @property
     def whole(self) -> list[list[Span]]:
-        """Traces that cover the whole life of a group."""
+        """Return the traces that cover the whole life of a group."""
         return [spans for spans in self.collector.by_trace().values() if [span.name for span in spans] == LIFE]
 
     def logs(self) -> dict[str, list[str]]:
-        """Lines by pod."""
+        """Return the lines of each pod's log."""
         return {path.stem: path.read_text().splitlines() for path in (self.folder / "observed" / "logs").glob("*.log")}
 
     def scrape(self) -> None:
@@ -85,25 +85,25 @@ class Observed:
                 with urllib.request.urlopen(f"{pod.url}/metrics", timeout=30) as answer:
                     text = self.texts[pod.kind] = answer.read().decode()
             except OSError:
-                continue  # it has just started
+                continue  # the pod has just started
             if pod.kind == "tracker":
                 self.backlog = value(text, "grpo_tracker_backlog_steps", tracker="wandb")
                 self.written = value(text, "grpo_tracker_written_records_total", tracker="tensorboard")
             self.moved |= {(pod.kind, one.name) for one in samples(text) if one.value not in (0.0, -1.0)}
 
     def still(self, kind: str) -> list[str]:
-        """Declared metrics of a service that have not changed."""
+        """Return the declared metrics of a service that have not changed."""
         return [
             metric.name
             for metric in shown_by(kind)
             if (kind, series_of(metric)) not in self.moved
             and metric.name not in ONLY_IN_TROUBLE | OF_A_MOMENT | OF_EVALUATION
-            and (kind, metric.name) != ("tracker", "grpo_pod_spans_total")  # it does not handle groups
+            and (kind, metric.name) != ("tracker", "grpo_pod_spans_total")  # the tracker does not handle groups
         ]
 
 
 def shown_by(kind: str) -> list[Declared]:
-    return [metric for room in (*ROOM_OF[kind], "pod") for metric in declared.of(room)]
+    return [metric for section in (*SECTIONS_OF[kind], "pod") for metric in declared.of(section)]
 
 
 def series_of(metric: Declared) -> str:
@@ -121,7 +121,7 @@ async def pods(folder: Path) -> list[PodStatus]:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    """A run with tracing and both trackers, of which W&B hangs; stopped once everything has been observed."""
+    """Observe a run with tracing and both trackers, of which W&B hangs, and stop it once everything has been seen."""
     folder = tmp_path_factory.mktemp("observed")
     save_model_folder(folder / "model")
     with collecting() as collector, black_hole() as (hole, _), pytest.MonkeyPatch.context() as environment:
@@ -131,6 +131,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         path = write_run(
             folder, "observed", "run.steps=1000", "filters.exclude_pass_rate=0", "fleet.ttl_s=5", "samples.keep=100000",
             f"tracing.endpoint={collector.url}", "tracking.tensorboard=true", "tracking.wandb=project", "sync.backend=store",
+            "trainer.deterministic=false",
         )  # fmt: skip
         observed = Observed(folder, collector)
         process = start(path)
@@ -141,10 +142,10 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
                 if (folder / "observed" / "metrics.jsonl").exists():
                     observed.scrape()
                     tracked = min(observed.backlog, observed.written) >= 3
-                    if tracked and len(observed.whole) >= 16 and not any(map(observed.still, ROOM_OF)):
+                    if tracked and len(observed.whole) >= 16 and not any(map(observed.still, SECTIONS_OF)):
                         break
                 time.sleep(0.5)
-            for pid in pids_of(folder, "observed", "tracker-0"):  # `grpo run` would wait for the hanging one
+            for pid in pids_of(folder, "observed", "tracker-0"):  # `grpo run` would wait for the hanging tracker
                 with contextlib.suppress(ProcessLookupError):  # it exited with its parent
                     os.kill(pid, signal.SIGKILL)
             subprocess.run([sys.executable, "-m", "services.console", "stop", str(folder / "observed")], check=True)
@@ -164,7 +165,7 @@ def test_an_observed_run_loses_nothing(observed: Observed) -> None:
     assert (facts["lost"], facts["doubled"]) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", sorted(ROOM_OF))
+@pytest.mark.parametrize("kind", sorted(SECTIONS_OF))
 def test_every_declared_metric_exists_and_changes(observed: Observed, kind: str) -> None:
     families = {family.name: family for family in text_string_to_metric_families(observed.texts[kind])}
     for metric in shown_by(kind):
@@ -180,7 +181,7 @@ def test_every_declared_metric_exists_and_changes(observed: Observed, kind: str)
     assert observed.still(kind) == []
 
 
-@pytest.mark.parametrize("kind", sorted(ROOM_OF))
+@pytest.mark.parametrize("kind", sorted(SECTIONS_OF))
 def test_metric_names_pass_promtool(observed: Observed, kind: str, promtool: str) -> None:
     ours = [line for line in observed.texts[kind].splitlines() if "grpo_" in line]
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """Just enough of a cluster to run a release: controllers that create pods, the scale subresource, the names of Services.
 
-Pods of a release start at once, as on a cluster, and are restarted when they exit.
+Pods of a release start immediately, as on a cluster, and are restarted when they exit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.kubernetes.support.network import Network
 from tests.kubernetes.support.pod import PYTHON, Objects, Pod
 
 TICK_S = 0.2
-RESTARTS = 8  # of a container; more than this is not just a slow start
+RESTARTS = 8  # of a container; more of them mean more than a slow start
 DOMAIN = "svc.cluster.local"
 
 CLIENT = f"""#!{PYTHON}/bin/python
@@ -30,17 +30,17 @@ print("PONG" if redis.Redis(port=int(sys.argv[2]), password=os.environ["REDISCLI
 
 
 class Cluster:
-    """One release on this machine, as user 10001, in separate namespaces."""
+    """One release on this machine, run as user 10001 in separate namespaces."""
 
     def __init__(
         self, objects: list[chart.Object], folder: Path, secrets: dict[str, dict[str, bytes]], namespace: str = "ml",
         release: str = "demo",
     ) -> None:  # fmt: skip
-        """`secrets` already exist, by name."""
+        """Prepare the release; `secrets` already exist, by name."""
         self.objects, self.release, self.namespace = objects, release, namespace
         self.network = Network()
         self.pods: dict[str, Pod] = {}
-        self.gone: dict[str, int] = {}  # pods that were terminated, with their exit codes
+        self.gone: dict[str, list[int]] = {}  # pods that were terminated, with the exit codes of their containers
         self.folder = folder
         self.api = ApiServer(folder / "account", self.network.gateway, namespace, f"{release}-generator", 1, f"{release}-trainer")
         self.held = Objects.of(objects, folder / "volumes", folder / "account")
@@ -78,7 +78,7 @@ class Cluster:
         self._add(owner, f"{owner['metadata']['name']}-{index}", {"apps.kubernetes.io/pod-index": str(index)})
 
     def run(self, found: chart.Object, limit_s: float = 400.0) -> tuple[int, str]:
-        """Run a single pod, such as a hook's, to completion; return exit code and output."""
+        """Run a single pod, such as a hook's, to completion; return its exit code and output."""
         name = found["metadata"]["name"]
         space, address = self.network.add(name)
         pod = Pod(name, found, self.held, space, address, self.folder / "pods" / name)
@@ -105,7 +105,7 @@ class Cluster:
         return pod
 
     def of(self, component: str) -> list[Pod]:
-        """Pods of a component that are not terminating, oldest first."""
+        """Return the pods of a component that are not terminating, oldest first."""
         key = "app.kubernetes.io/component"
         pods = list(self.pods.values())  # the controllers may add others concurrently
         return [pod for pod in pods if pod.template["metadata"]["labels"][key] == component and not pod.leaving]
@@ -131,17 +131,18 @@ class Cluster:
                 pod.keep()
 
     def _terminate(self, pod: Pod) -> None:
-        self.gone[pod.name] = pod.terminate()
+        code = pod.terminate()
+        self.gone[pod.name] = [*pod.codes, code]
 
     def ready(self, component: str) -> list[str]:
-        """Why pods of a component are not ready, if any; also runs their startup and liveness probes."""
+        """Return why pods of a component are not ready, if they are not. Also runs their startup and liveness probes."""
         pods = self.of(component)
         if not pods:
             return [f"no {component} yet"]
         return [why for pod in pods for kind in ("startupProbe", "livenessProbe", "readinessProbe") if (why := pod.probe(kind))]
 
     def wait(self, true: Callable[[], object], what: str, limit_s: float = 200.0, every_s: float = TICK_S) -> None:
-        """Wait for a condition, checked every `every_s`. Fails with the end of every log."""
+        """Wait for a condition, checked every `every_s`. A failure shows the end of every log."""
         deadline = time.monotonic() + limit_s
         while not true():
             assert time.monotonic() < deadline, f"{what}\n{self.words()}"
@@ -150,13 +151,13 @@ class Cluster:
             time.sleep(every_s)
 
     def words(self) -> str:
-        """The end of every pod's log."""
+        """Return the end of every pod's log."""
         pods = list(self.pods.values())
         last = [pod.log.read_text(errors="replace")[-2500:] if pod.log.exists() else "" for pod in pods]
         return "\n".join(f"== {pod.name} {pod.codes}\n{text}" for pod, text in zip(pods, last, strict=True))
 
     def close(self) -> None:
-        """End everything."""
+        """Stop everything."""
         self._ending.set()
         if self._keeper.is_alive():
             self._keeper.join()

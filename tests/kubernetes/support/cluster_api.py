@@ -1,7 +1,7 @@
 """The part of a cluster's API that Helm uses, so that the real Helm installs, upgrades, rolls back and uninstalls the chart.
 
-Objects are kept in memory and applied by the rules of field_managers.py. Fields immutable in a cluster are immutable here. No pod
-ever starts: a Job or a Pod of a hook ends as soon as it is created, as `fails` says.
+Objects are kept in memory and applied by the rules of field_managers.py. Fields that are immutable in a cluster are immutable
+here. No pod ever starts: the Job or Pod of a hook ends as soon as it is created, with the outcome that `fails` sets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.kubernetes.support.field_managers import REPLICAS, FieldConflict, Liv
 CLUSTER_WIDE = ("Namespace",)
 SCALED = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 SCHEMAS, PROTOBUF = "/openapi/v2", "application/octet-stream"
-"""Schemas are requested as protobuf; empty bytes are a document without schemas, so nothing is validated here."""
+"""Schemas are requested as protobuf; empty bytes are a document without schemas, so nothing is validated."""
 IMMUTABLE = {
     "Job": (("spec", "template"),), "Deployment": (("spec", "selector"),),
     "StatefulSet": (("spec", "selector"), ("spec", "serviceName"), ("spec", "volumeClaimTemplates")),
@@ -36,7 +36,7 @@ ENDED: dict[tuple[str, bool], Object] = {
     ("Pod", True): {"phase": "Failed"},
     ("Pod", False): {"phase": "Succeeded", "conditions": [{"type": "Ready", "status": "False", "reason": "PodCompleted"}]},
 }
-"""(Kind, whether it fails) -> status."""
+"""(kind, whether it fails) -> status."""
 
 
 class ApiError(Exception):
@@ -60,7 +60,7 @@ class Held:
         self.status: Object = {}
 
     def tree(self) -> Object:
-        """The object as returned by the API."""
+        """Return the object as the API does."""
         found: Object = {}
         for path, value in self.live.fields.items():
             if path == REPLICAS and self.kind not in SCALED:
@@ -75,14 +75,14 @@ class Held:
         return {**found, **self.head, "status": {"observedGeneration": 1, **self.status}}
 
     def has_label(self, selector: str) -> bool:
-        """Whether a label selector matches it."""
+        """Return whether a label selector matches it."""
         labels = self.tree()["metadata"].get("labels", {})
         wanted = (term.replace("==", "=").split("=") for term in selector.split(",") if term)
         return all(labels.get(key) == value for key, value in wanted)
 
 
 class ClusterApi:
-    """Serves the kinds in `known`, starting with only the namespace."""
+    """Serves the kinds in `known`, and starts with only the namespace."""
 
     def __init__(self, known: list[Object], namespace: str = "ml") -> None:
         self.kinds: dict[str, dict[str, str]] = {}
@@ -99,7 +99,7 @@ class ClusterApi:
         self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def kubeconfig(self) -> str:
-        """The kubeconfig of this API."""
+        """Return the kubeconfig for this API."""
         return yaml.safe_dump({
             "apiVersion": "v1", "kind": "Config", "current-context": "here", "users": [{"name": "me", "user": {}}],
             "clusters": [{"name": "here", "cluster": {"server": self.address}}],
@@ -107,12 +107,12 @@ class ClusterApi:
         })  # fmt: skip
 
     def names(self, *but: str) -> set[tuple[str, str]]:
-        """Kind and name of every object, except those of some kinds."""
+        """Return kind and name of every object, except those of some kinds."""
         found = (held.tree() for held in self.held.values() if held.kind not in ("Namespace", *but))
         return {(tree["kind"], tree["metadata"]["name"]) for tree in found}
 
     def named(self, kind: str, name: str) -> Held:
-        """The object of this kind and name."""
+        """Return the object of this kind and name."""
         (held,) = (held for path, held in self.held.items() if held.kind == kind and path.endswith(f"/{name}"))
         return held
 
@@ -160,22 +160,22 @@ class ClusterApi:
         return {"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 200}
 
     def get(self, path: str) -> Held:
-        """The object at a path. Raises `ApiError`."""
+        """Return the object at a path. Raises `ApiError`."""
         if path not in self.held:
             raise ApiError(404, "NotFound", f"{path} not found")
         return self.held[path]
 
-    def list(self, folder: str, asked: Mapping[str, str]) -> Object:
-        """The objects in a folder."""
+    def list(self, folder: str, query: Mapping[str, str]) -> Object:
+        """Return the objects in a folder."""
         version, kind = self._kind(folder)
         return {
             "kind": f"{kind}List", "apiVersion": version, "metadata": {"resourceVersion": str(next(self.revisions))},
-            "items": [held.tree() for path, held in sorted(self.held.items()) if self._chosen(path, held, folder, asked)],
+            "items": [held.tree() for path, held in sorted(self.held.items()) if self._chosen(path, held, folder, query)],
         }  # fmt: skip
 
-    def watch(self, folder: str, asked: Mapping[str, str]) -> Iterator[Object]:
-        """Events of a folder since a revision, as they arrive; ends after a second without any."""
-        since, at = int(asked.get("resourceVersion") or 0), 0
+    def watch(self, folder: str, query: Mapping[str, str]) -> Iterator[Object]:
+        """Yield the events of a folder since a revision, as they arrive; end after a second without any."""
+        since, at = int(query.get("resourceVersion") or 0), 0
         while True:
             with self.changed:
                 if at == len(self.events) and not self.changed.wait(1.0):
@@ -186,7 +186,7 @@ class ClusterApi:
                     yield {"type": what, "object": tree}
 
     def discover(self, path: str) -> Object:
-        """Available versions and kinds. Raises `ApiError`."""
+        """Return the available versions and kinds. Raises `ApiError`."""
         if path == "/version":
             return {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}
         if path == "/api":
@@ -206,7 +206,7 @@ class ClusterApi:
         return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
 
     def is_folder(self, path: str) -> bool:
-        """Whether a path is that of all objects of a kind instead of one of them."""
+        """Return whether a path is that of all objects of a kind, rather than of one of them."""
         return (
             any(path.endswith(f"/{name}") for kinds in self.kinds.values() for name in kinds.values()) and path not in self.held
         )
@@ -216,10 +216,10 @@ class ClusterApi:
         self.server.shutdown()
         self.server.server_close()
 
-    def _chosen(self, path: str, held: Held, folder: str, asked: Mapping[str, str]) -> bool:
-        name = asked.get("fieldSelector", "").removeprefix("metadata.name=")
+    def _chosen(self, path: str, held: Held, folder: str, query: Mapping[str, str]) -> bool:
+        name = query.get("fieldSelector", "").removeprefix("metadata.name=")
         inside = path.rpartition("/")[0] == folder and name in ("", path.rpartition("/")[2])
-        return inside and held.has_label(asked.get("labelSelector", ""))
+        return inside and held.has_label(query.get("labelSelector", ""))
 
     def _kind(self, folder: str) -> tuple[str, str]:
         name = folder.rpartition("/")[2]
@@ -245,7 +245,7 @@ class ClusterApi:
 
 
 def plural(kind: str) -> str:
-    """The plural name of a kind in the API."""
+    """Return the plural name of a kind in the API."""
     lower = kind.lower()
     if lower.endswith(("s", "x")):
         return f"{lower}es"
@@ -265,26 +265,26 @@ def _handler(api: ClusterApi) -> type[BaseHTTPRequestHandler]:
 
         def _serve(self) -> None:
             url = urlsplit(self.path)
-            asked = {key: values[-1] for key, values in parse_qs(url.query).items()}
+            query = {key: values[-1] for key, values in parse_qs(url.query).items()}
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             try:
-                if asked.get("watch") in ("1", "true"):
-                    self._watch(url.path, asked)
+                if query.get("watch") in ("1", "true"):
+                    self._watch(url.path, query)
                     return
-                self._send(200, None if url.path == SCHEMAS else self._done(url.path, asked, body))
+                self._send(200, None if url.path == SCHEMAS else self._done(url.path, query, body))
             except ApiError as error:
                 self._send(error.code, error.status)
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
 
-        def _done(self, path: str, asked: Mapping[str, str], body: bytes) -> Object:
+        def _done(self, path: str, query: Mapping[str, str], body: bytes) -> Object:
             if self.command == "GET" and path in api.held:
                 return api.get(path).tree()
             if self.command == "GET":
-                return api.list(path, asked) if api.is_folder(path) else api.discover(path)
+                return api.list(path, query) if api.is_folder(path) else api.discover(path)
             if self.command == "DELETE":
                 return api.delete(path)
-            sent, manager = yaml.safe_load(body), asked.get("fieldManager", "helm")
+            sent, manager = yaml.safe_load(body), query.get("fieldManager", "helm")
             if self.command == "POST":
                 if f"{path}/{sent['metadata']['name']}" in api.held:
                     raise ApiError(409, "AlreadyExists", f"{path}/{sent['metadata']['name']} already exists")
@@ -293,18 +293,18 @@ def _handler(api: ClusterApi) -> type[BaseHTTPRequestHandler]:
             if self.command == "PATCH" and "apply-patch" not in self.headers["Content-Type"]:
                 sent = _merged(api.get(path).tree(), sent)
             sent["metadata"].setdefault("name", name)
-            force = asked.get("force") == "true" or self.command == "PUT"
+            force = query.get("force") == "true" or self.command == "PUT"
             return api.put(folder, sent, manager, force)
 
-        def _watch(self, folder: str, asked: Mapping[str, str]) -> None:
-            if "sendInitialEvents" in asked:
+        def _watch(self, folder: str, query: Mapping[str, str]) -> None:
+            if "sendInitialEvents" in query:
                 raise ApiError(422, "Invalid", "sendInitialEvents is not known here")
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             with contextlib.suppress(ConnectionError):  # the watcher hung up
-                for event in api.watch(folder, asked):
+                for event in api.watch(folder, query):
                     data = json.dumps(event).encode() + b"\n"
                     self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
                     self.wfile.flush()
@@ -325,7 +325,7 @@ def _handler(api: ClusterApi) -> type[BaseHTTPRequestHandler]:
 
 
 def _merged(tree: Object, patch: Object) -> Object:
-    """An object after a merge patch."""
+    """Return an object after a merge patch."""
     found = dict(tree)
     for key, value in patch.items():
         if value is None:
