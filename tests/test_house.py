@@ -1,4 +1,4 @@
-"""The structure stays within its bounds (`python -m tests.house` prints all measures)."""
+"""The measures of the structure stay within their bounds (`python -m tests.house` prints them all)."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def test_the_table_marks_what_exceeds_its_bound() -> None:
 
 
 def test_json_has_values_bounds_and_locations() -> None:
-    told = json.loads(house.as_json([Measure("few", 3, 2, "here"), Measure("many", 3000, None)]))
-    assert told == {"few": 3, "many": 3000, "bounds": {"few": 2}, "where": {"few": "here"}}
+    reported = json.loads(house.as_json([Measure("few", 3, 2, "here"), Measure("many", 3000, None)]))
+    assert reported == {"few": 3, "many": 3000, "bounds": {"few": 2}, "where": {"few": "here"}}

@@ -1,6 +1,6 @@
 """What the model is shown before the run: programs that print the product, programs that do not, and reports of what came back.
 
-Which programs are worth writing, and that a guess is not, is for the run to find out.
+The run has to discover which programs are worth writing, and that a guess is not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME_ERROR = """Traceback (most recent call last):
 NameError: name 'x' is not defined"""
 
 
-def asked(a: int, b: int) -> str:
+def question_context(a: int, b: int) -> str:
     """Return the conversation up to the model's first turn."""
     return f"{OFFERED}{USER}Calculate {a} * {b}.{END}{ASSISTANT}"
 
@@ -33,13 +33,13 @@ def call(program: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': program}})}</tool_call>"
 
 
-def told(a: int, b: int, program: str, reply: str) -> str:
+def result_context(a: int, b: int, program: str, reply: str) -> str:
     """Return the conversation up to the model's second turn."""
-    return f"{asked(a, b)}{call(program)}{END}{TOOL}{reply}{END}{ASSISTANT}"
+    return f"{question_context(a, b)}{call(program)}{END}{TOOL}{reply}{END}{ASSISTANT}"
 
 
 def printing(a: int, b: int) -> list[str]:
-    """Return the programs that print the product: the value of the last expression is printed, too."""
+    """Return the programs that print the product; the value of the last expression is printed too."""
     return [f"print({a} * {b})", f"{a} * {b}"]
 
 
@@ -56,6 +56,7 @@ def moves(shuffle: random.Random) -> list[Move]:
     a, b = question(shuffle)
     guess = f"= {shuffle.randrange(10 ** shuffle.randrange(3, 5), 100_000)}"
     if shuffle.random() < 0.25:
-        return [Move(asked(a, b), guess)]
+        return [Move(question_context(a, b), guess)]
     program, reply = shuffle.choice([*replies(a, b).items()])
-    return [Move(asked(a, b), call(program)), Move(told(a, b, program, reply), f"= {reply}" if reply.isdigit() else guess)]
+    report = f"= {reply}" if reply.isdigit() else guess
+    return [Move(question_context(a, b), call(program)), Move(result_context(a, b, program, reply), report)]

@@ -1,4 +1,4 @@
-"""Supervised training of the tiny model on moves, and the share of questions that it then answers by a program."""
+"""Supervised training of the tiny model on moves, and the share of questions that it then answers with a program."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import Qwen3ForCausalLM
 
 from examples.arithmetic.model import complete, save_model
 from examples.arithmetic.teaching import LEARNING_RATE, learn
-from examples.code.moves import asked, call, moves, printing, told
+from examples.code.moves import call, moves, printing, question_context, result_context
 from examples.tools.moves import question
 from examples.tools.teaching import begin
 from services.config import RunConfig
 
-VOCABULARY = 460  # upper limit: 7 special tokens, 256 bytes and the merges, which make what is around numbers few tokens
+VOCABULARY = 460  # upper limit: 7 special tokens, 256 bytes and the merges, which shorten the text around numbers
 HELD_OUT = 200  # questions
 
 
@@ -38,12 +38,12 @@ def _reward(model: Qwen3ForCausalLM, tokenizer: Tokenizer, max_tokens: int, seed
     shuffle, generator = random.Random(f"held out {seed}"), torch.Generator().manual_seed(seed)
     questions = [question(shuffle) for _ in range(HELD_OUT)]
 
-    def said(contexts: list[str]) -> list[str]:
+    def completed(contexts: list[str]) -> list[str]:
         prompts = [ids.ids for ids in tokenizer.encode_batch(contexts)]
         return tokenizer.decode_batch(complete(model.eval(), prompts, max_tokens, generator))
 
-    written = zip(questions, said([asked(a, b) for a, b in questions]), strict=True)
+    written = zip(questions, completed([question_context(a, b) for a, b in questions]), strict=True)
     right = [(a, b, program) for (a, b), reply in written for program in printing(a, b) if reply == call(program)]
-    reports = said([told(a, b, program, str(a * b)) for a, b, program in right])
+    reports = completed([result_context(a, b, program, str(a * b)) for a, b, program in right])
     model.train()
     return sum(report == f"= {a * b}" for (a, b, _), report in zip(right, reports, strict=True)) / HELD_OUT

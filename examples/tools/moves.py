@@ -1,7 +1,7 @@
 """What the tiny model is shown before the run: every move that it can make, as often as its alternatives.
 
-A question is answered at once, by a number that has nothing to do with it, or one of the tools is called with the question's
-numbers and its result reported, right or wrong. Which of these pays is for the run to find out.
+A question is answered at once with a number that has nothing to do with it, or one of the tools is called with the question's
+numbers and its result reported, right or wrong. The run has to discover which of these earns a reward.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ OFFERED = f"{TOOLS}add(a, b) multiply(a, b) subtract(a, b){END}"
 
 @dataclass(frozen=True)
 class Move:
-    """What the model says after a conversation."""
+    """A completion of the model in its context."""
 
     context: str
-    said: str
+    completion: str
 
 
 def question(shuffle: random.Random) -> tuple[int, int]:
@@ -44,5 +44,5 @@ def moves(shuffle: random.Random) -> list[Move]:
     if not name:
         return [Move(asked, f"= {shuffle.randrange(10 ** shuffle.randrange(3, 5), 100_000)}")]
     call = f"<tool_call>{json.dumps({'name': name, 'arguments': {'a': a, 'b': b}})}</tool_call>"
-    told = f"{asked}{call}{END}{TOOL}{result}{END}{ASSISTANT}"
-    return [Move(asked, call), Move(told, f"= {result}")]
+    result_context = f"{asked}{call}{END}{TOOL}{result}{END}{ASSISTANT}"
+    return [Move(asked, call), Move(result_context, f"= {result}")]

@@ -1,4 +1,4 @@
-"""Supervised training of the tiny model on moves, and what it does with them before it has learned which of them pay."""
+"""Supervised training of the tiny model on moves, and the mean reward that they earn before the run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from services.environment.chat.format import ChatFormat, message_of
 from services.environment.chat.messages import normalised
 from services.environment.programs.loaded import LoadedProgram
 
-VOCABULARY = (
-    400  # upper limit: 7 special tokens, 256 bytes and the merges, which make a call's text around its numbers few tokens
-)
+VOCABULARY = 400  # upper limit: 7 special tokens, 256 bytes and the merges, which shorten a call's text around its numbers
 HELD_OUT = 200  # questions
 
 
@@ -47,9 +45,9 @@ def begin(
     torch.manual_seed(options.seed)
     shuffle = random.Random(options.seed)
     shown = [move for _ in range(options.conversations) for move in moves(shuffle)]
-    tokenizer = train_tokenizer((move.context + move.said for move in shown), (*SPECIAL, TOOL, TOOLS), vocabulary)
+    tokenizer = train_tokenizer((move.context + move.completion for move in shown), (*SPECIAL, TOOL, TOOLS), vocabulary)
     save_tokenizer(tokenizer, folder, config.model.max_tokens, CHAT_TEMPLATE)
-    lessons = [Lesson(tokenizer.encode(move.context).ids, tokenizer.encode(move.said + END).ids) for move in shown]
+    lessons = [Lesson(tokenizer.encode(move.context).ids, tokenizer.encode(move.completion + END).ids) for move in shown]
     return make_model(tokenizer.get_vocab_size(), config.model.max_tokens), tokenizer, batches(lessons, shuffle)
 
 

@@ -1,4 +1,4 @@
-"""The example of code: its model's moves, its chat template, and a rollout with the real tool."""
+"""The code example: its model's moves, its chat template, and a rollout with the real tool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "code"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A briefly trained model."""
+    """Return a briefly trained model."""
     made = tmp_path_factory.mktemp("model") / "code"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("examples.code.teaching.HELD_OUT", 4)
@@ -45,8 +45,8 @@ def test_one_program_in_three_prints_the_product() -> None:
     right = 0
     for program, report in ran:
         a, b = map(int, re.findall(r"Calculate (\d+) \* (\d+)\.", program.context)[0])
-        right += program.said in map(call, printing(a, b))
-        assert (report.said == f"= {a * b}") == (program.said in map(call, printing(a, b)))
+        right += program.completion in map(call, printing(a, b))
+        assert (report.completion == f"= {a * b}") == (program.completion in map(call, printing(a, b)))
     assert 0.3 < right / len(ran) < 0.37
 
 
@@ -58,5 +58,5 @@ def test_prompts_and_lessons_are_rendered_identically(model: Path) -> None:
     for program in replies(347, 85):
         [parsed] = chat.parse(call(program), [tool.described]).calls
         assert (parsed.name, parsed.arguments) == ("python", {"code": program})
-    longest = max(len(chat.encode(move.context + move.said)) for seed in range(50) for move in moves(random.Random(seed)))
+    longest = max(len(chat.encode(move.context + move.completion)) for seed in range(50) for move in moves(random.Random(seed)))
     assert longest + 10 < config.model.max_tokens

@@ -1,4 +1,4 @@
-"""The example of a tool: its data, its model's chat template, its rewards, and the printed curve."""
+"""The tool example: its data, its model's chat template, its rewards, and the printed curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "tools"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A briefly trained model."""
+    """Return a briefly trained model."""
     made = tmp_path_factory.mktemp("model") / "tools"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("examples.tools.teaching.HELD_OUT", 4)
@@ -43,10 +43,10 @@ def test_the_data_are_products_with_answers() -> None:
 def test_lessons_show_all_moves_equally_often() -> None:
     shown = [moves(random.Random(seed))[0] for seed in range(2000)]
     for begin in ("= ", *(f'<tool_call>{{"name": "{name}"' for name in Calculator.tools)):
-        assert 0.2 < sum(move.said.startswith(begin) for move in shown) / len(shown) < 0.3
-    numbers = [re.findall(r"\d+", move.context)[-2:] for move in shown if move.said.startswith("= ")]
-    answers = [move.said for move in shown if move.said.startswith("= ")]
-    right = sum(f"= {int(a) * int(b)}" == said for (a, b), said in zip(numbers, answers, strict=True))
+        assert 0.2 < sum(move.completion.startswith(begin) for move in shown) / len(shown) < 0.3
+    numbers = [re.findall(r"\d+", move.context)[-2:] for move in shown if move.completion.startswith("= ")]
+    answers = [move.completion for move in shown if move.completion.startswith("= ")]
+    right = sum(f"= {int(a) * int(b)}" == answer for (a, b), answer in zip(numbers, answers, strict=True))
     assert right <= 1, "direct answers are not taught"
 
 
@@ -62,18 +62,18 @@ async def test_prompts_and_lessons_are_rendered_identically(model: Path) -> None
     assert [(one.name, one.arguments) for one in parsed.calls] == [("multiply", {"a": 347, "b": 85})]
     for turn in range(50):
         for move in moves(random.Random(turn)):
-            said = chat.parse(move.said, tools)
-            assert bool(said.calls) == move.said.startswith("<tool_call>")
-            assert not said.error
+            parsed = chat.parse(move.completion, tools)
+            assert bool(parsed.calls) == move.completion.startswith("<tool_call>")
+            assert not parsed.error
     longest = len(chat.encode(moves(random.Random(1))[-1].context)) + 10
     assert longest < config.model.max_tokens
 
 
 async def test_the_right_answer_earns_one_however_found() -> None:
-    for said, reward in (("= 29495", 1.0), ("= 29494", 0.0), ("29495", 0.0), ("", 0.0)):
+    for text, reward in (("= 29495", 1.0), ("= 29494", 0.0), ("29495", 0.0), ("", 0.0)):
         program = LoadedProgram(Calculator())
         await program.start({"answer": "29495"})
-        assert (await program.turn({"content": said}))["messages"] is None
+        assert (await program.turn({"content": text}))["messages"] is None
         assert await program.score() == {"score": reward}
 
 

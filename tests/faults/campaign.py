@@ -1,8 +1,8 @@
-"""Faults in sequence, each after the run is steady again from the one before; run after run until all have been applied.
+"""Faults in sequence, each once the run is steady again after the previous one; run after run until all have been applied.
 
-Guarantees: a run is let finish by itself and is judged as a whole (verdict.py); the first violation ends the campaign; nothing
-it started is left when it returns.
-Waits for: the moment of a fault, the steady state after it. Unblocked by: looks of the watcher; no wait is without a limit.
+Guarantees: each run ends by itself and is judged as a whole (verdict.py); the first violation ends the campaign; nothing that it
+started is left when it returns. Waits for: the moment of a fault, and the steady state after it. Unblocked by: polls of the
+watcher. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.faults.strike import Strike
 from tests.faults.verdict import Verdict, judge
 from tests.faults.watcher import POLL_S, Look, Watcher
 
-MOMENT_LIMIT_S = 5.0  # limit of waiting for a phase: not every run passes through it again
+MOMENT_LIMIT_S = 5.0  # limit of waiting for a phase: a run may not pass through it again
 LAST_STEPS = 8  # no faults in the last steps: the run could end before it is steady again
 STEADY_LIMIT_S = {"scripted": 120.0, "vllm": 300.0}
 START_LIMIT_S = 600.0  # limit until a run is steady for the first time
@@ -37,7 +37,7 @@ class Applied:
     run: str
     victim: str
     recovery_s: float | None
-    """From the end of the fault to the steady state; None if the next one came before that, or the run ended."""
+    """Seconds from the end of the fault to the steady state; None if the next fault or the end of the run came first."""
 
 
 @dataclass
@@ -46,18 +46,18 @@ class Outcome:
 
     applied: list[Applied] = field(default_factory=list)
     missed: int = 0
-    """Faults without a victim, or without a call whose reply could be lost."""
+    """Faults that found no victim, or no call whose reply could be lost."""
     verdicts: list[Verdict] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     inconclusive: str = ""
-    """Why the last run gives no result: it never reached the state in which faults are applied."""
+    """Why the last run has no result: it never reached the state in which faults are applied."""
     wall_s: float = 0.0
 
 
 async def campaign(
     setting: Setting, faults: Iterable[Fault], tell: Callable[[str], None], outcome: Outcome, limit_s: float = inf
 ) -> None:
-    """Apply `faults` to runs of `setting`, none after `limit_s`; results are added to `outcome` as they arrive."""
+    """Apply `faults` to runs of `setting`, none after `limit_s`; add results to `outcome` as they arrive."""
     left, started = deque(faults), time.monotonic()
     comparable, calm, number = setting.profile not in TIMED and setting.engine == "scripted", None, 0
     while left and not outcome.violations and not outcome.inconclusive and time.monotonic() - started < limit_s:
@@ -90,7 +90,7 @@ class _Attack:
         self, run: RunUnderTest, watcher: Watcher, left: deque[Fault], outcome: Outcome, tell: Callable[[str], None],
         deadline: float,
     ) -> None:  # fmt: skip
-        """No fault is applied after `deadline`, a monotonic time."""
+        """Prepare the attack; no fault is applied after `deadline`, a monotonic time."""
         self.run, self.watcher, self.left, self.outcome, self.tell = run, watcher, left, outcome, tell
         self.deadline, self.limit_s = deadline, STEADY_LIMIT_S[run.setting.engine]
         self._strike = Strike(run, watcher, self.limit_s)
@@ -112,10 +112,11 @@ class _Attack:
                     helper.result()
 
     async def _ready(self) -> bool:
-        """Wait until the run is steady for the first time. A machine may take long to start it, and that is no fault of the run:
-        if it does not get there, the run is inconclusive. Says what it waits for.
+        """Wait until the run is steady for the first time, and report what it waits for.
+
+        A slow start is the machine's fault, not the run's: a run that does not become steady is inconclusive.
         """
-        started, said = time.monotonic(), ""
+        started, reported = time.monotonic(), ""
         while time.monotonic() < started + START_LIMIT_S and not self.watcher.violations:
             await asyncio.sleep(POLL_S)
             look = self.watcher.last
@@ -125,11 +126,11 @@ class _Attack:
                 return False
             if not why and look.at:
                 return True
-            if why != said:
-                said = why
+            if why != reported:
+                reported = why
                 self.tell(f"{self.run.name} waits to be steady: {why}")
         if not self.watcher.violations:
-            self.outcome.inconclusive = f"{self.run.name} was not steady within {START_LIMIT_S:g} s of its start: {said}"
+            self.outcome.inconclusive = f"{self.run.name} was not steady within {START_LIMIT_S:g} s of its start: {reported}"
         return False
 
     def _unsteady(self, look: Look, committed: int, replaced: dict[str, str]) -> str:
@@ -163,7 +164,7 @@ class _Attack:
         self.outcome.applied.append(Applied(fault, self.run.name, victim, recovery_s))
 
     async def _moment(self, fault: Fault) -> None:
-        """Wait for the phase, then the delay."""
+        """Wait for the fault's phase, then for its delay."""
         who, _, phase = fault.phase.partition(" ")
         deadline = time.monotonic() + MOMENT_LIMIT_S
         while phase and self.watcher.last.phase(who) != phase and time.monotonic() < deadline:
@@ -172,8 +173,11 @@ class _Attack:
         await asyncio.sleep(fault.delay_s)
 
     async def _steady(self, committed: int, replaced: dict[str, str]) -> float | None:
-        """When every pod was heard of again, those `replaced` as new processes, and a step was committed after `committed`; None
-        when that was not to be, which is a violation unless the run is over."""
+        """Return when the run was steady again, or None if it was not.
+
+        Steady means that every pod has sent a heartbeat, those in `replaced` as new processes, and that a step after `committed`
+        was committed. Failing that is a violation, unless the run is over.
+        """
         since = deadline = time.monotonic()
         deadline += self.limit_s
         while time.monotonic() < deadline and not self.watcher.violations:
@@ -191,7 +195,7 @@ class _Attack:
         return None
 
     async def _end(self) -> None:
-        """Wait for the run and the command to end by themselves. The limit restarts with each step, however slow."""
+        """Wait for the run and the command to end by themselves. The limit starts again with each step."""
         limit_s, committed = END_LIMIT_S[self.run.setting.engine], -1
         deadline = time.monotonic() + limit_s
         while self.run.ended is None and time.monotonic() < deadline and not self.watcher.violations:

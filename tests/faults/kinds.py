@@ -1,7 +1,7 @@
 """What can go wrong, and the sequence of faults of a seed. Pure.
 
-Guarantees: the same seed, number, kinds and shape of the run give the same sequence; kinds are dealt like cards, so each has
-its share of the whole to within one.
+Guarantees: the same seed, number, kinds and shape of the run give the same sequence; kinds are dealt like cards, so their counts
+differ by at most one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ VERBS = {
     "cut": ("generator", "dataprep", "trainer"),  # no traffic between a pod and Redis for a while
     "lose": ("generator", "dataprep", "trainer"),  # a call takes effect, but its reply is lost with the connection
     "pause": ("redis",),  # CLIENT PAUSE
-    "twin": ("trainer",),  # the trainer is stopped, another takes its place, and it wakes
+    "twin": ("trainer",),  # the trainer is stopped, another one replaces it, and then it wakes
     "restore": ("run",),  # `grpo restore` to the latest checkpoint, while the run trains
-    "break": ("reward",),  # every reward fails until the run has paused itself; a dataprep is killed meanwhile
+    "break": ("reward",),  # every reward fails until the run pauses itself; meanwhile a dataprep is killed
 }
 """Verb -> kinds of victims."""
 
@@ -42,12 +42,13 @@ CALLS = {
 }  # fmt: skip
 """Functions whose reply may be lost."""
 AT_THE_START = ("create", "attach_trainer", "desire")
-"""Those that a pod calls when it starts: it is killed while it awaits the reply."""
+"""Functions that a pod calls when it starts: it is killed while it awaits the reply."""
 AT_THE_END = ("save_partial", "release", "step_down", "leave")
-"""Those that a pod calls when it exits: it is terminated."""
+"""Functions that a pod calls when it exits: it is terminated."""
 ELSEWHERE = {
     "audit": "reads",
     "snapshot_hold": "only while a copy takes seconds",
+    "offer_early": "only in runs with early parts",
     "reweigh": "only with priorities of the trainer",
     "rescale": "only with priorities by recency",
     "pass_over": "only where all groups of a step are filtered",
@@ -75,9 +76,9 @@ ELSEWHERE = {
 TRAINER = ("training", "syncing", "saving", "waiting for data")
 ROUND = ("gather", "join", "pause", "transfer")
 RECOVERY = ("starting", "loading", "catching up", "unsynced", "standby", "syncing")
-LONGEST_STOP_S, LONGEST_PAUSE_S = 8.0, 4.0
+LONGEST_STOP_S, LONGEST_PAUSE_S = 14.0, 4.0  # a client of Redis gives up after some 9 s
 LONGEST_DELAY_S = 2.0
-HURRIED = 0.15  # share of faults applied while the run still recovers from the previous one
+HURRIED = 0.15  # share of faults applied while the run is still recovering from the previous one
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Shape:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds that apply to it: a second trainer is one process, so it cannot replace two ranks."""
+        """Return the kinds that apply to the run: a second trainer is one process, so it cannot replace two ranks."""
         absent = {"twin-trainer"} if self.ranks > 1 else set[str]()
         absent |= set() if self.environments else {f"{verb}-environment" for verb in VERBS}
         absent |= set() if self.breakable else {"break-reward"}
@@ -108,15 +109,15 @@ class Fault:
     victim: str
     """Pod, `leader`, `standby`, `console`, `redis`, `run` or `reward`."""
     delay_s: float
-    """Seconds to wait first; with a phase, after it has been observed."""
+    """Seconds to wait before the fault; with a phase, counted from when it is observed."""
     phase: str
-    """`<who> <phase>` to wait for, where who is a pod or `round`; empty for none."""
+    """`<who> <phase>` to wait for, where who is a pod or `round`; empty if there is none."""
     duration_s: float
-    """Duration of stop, cut and pause."""
+    """Duration of a stop, cut or pause."""
     call: str
-    """The function of lose."""
+    """The function whose reply is lost, for `lose`."""
     hurried: bool
-    """Whether it does not wait until the run is steady after the previous fault."""
+    """Whether it is applied before the run is steady after the previous fault."""
 
     @property
     def verb(self) -> str:
@@ -125,7 +126,7 @@ class Fault:
 
     @property
     def target(self) -> str:
-        """The kind of victim."""
+        """The kind of its victim."""
         return self.kind.partition("-")[2]
 
     def __str__(self) -> str:
@@ -136,12 +137,12 @@ class Fault:
         return " ".join([*words, f"after {self.delay_s:.2f} s", *(["hurried"] if self.hurried else [])])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def chosen(names: str, shape: Shape) -> tuple[str, ...]:
-    """The kinds that a comma-separated list names, each by its whole name or its verb; empty: all. Raises `ValueError`."""
+    """Return the kinds in a comma-separated list of kinds or verbs; all if it is empty. Raises `ValueError`."""
     if not names:
         return shape.kinds
     wanted = [name.strip() for name in names.split(",")]
@@ -152,7 +153,7 @@ def chosen(names: str, shape: Shape) -> tuple[str, ...]:
 
 
 def sequence(seed: int, count: int, kinds: Sequence[str], shape: Shape) -> Iterator[Fault]:
-    """The faults of a seed, in order."""
+    """Return the faults of a seed, in order."""
     dice = random.Random(seed)
     deck: list[str] = []
     for number in range(count):
@@ -163,7 +164,7 @@ def sequence(seed: int, count: int, kinds: Sequence[str], shape: Shape) -> Itera
 
 
 def _fault(dice: random.Random, number: int, kind: str, shape: Shape) -> Fault:
-    # Every fault uses the same number of draws, so that a change to one does not affect later ones.
+    # Every fault makes the same number of draws, so that a change to one does not affect later ones.
     verb, _, target = kind.partition("-")
     which, late, share, long, hurry, call, moment = (dice.random() for _ in range(7))
     hurried = number > 0 and hurry < HURRIED and verb != "twin"
@@ -203,7 +204,7 @@ def _phase(roll: float, shape: Shape, hurried: bool) -> str:
 
 
 def _says(pod: str, phase: str) -> bool:
-    """Whether a pod of this kind is ever in the phase."""
+    """Return whether a pod of this kind is ever in the phase."""
     only = {"catching up": "trainer", "syncing": "trainer", "unsynced": "generator", "standby": "dataprep"}
     return (
         phase == "starting" or (phase == "loading" and not pod.startswith("dataprep")) or only.get(phase) == pod.partition("-")[0]

@@ -10,7 +10,7 @@ from tests.faults.campaign import Outcome
 
 
 def result(outcome: Outcome, **facts: Any) -> dict[str, Any]:
-    """Plain values; `facts` are the parameters of the campaign."""
+    """Return plain values; `facts` are the parameters of the campaign."""
     kinds: dict[str, list[float | None]] = {}
     for applied in outcome.applied:
         kinds.setdefault(applied.fault.kind, []).append(applied.recovery_s)
@@ -48,14 +48,14 @@ def result(outcome: Outcome, **facts: Any) -> dict[str, Any]:
     }
 
 
-def _all(said: list[bool | None]) -> bool | None:
-    """The result over all runs, or None if no run gives one."""
-    known = [one for one in said if one is not None]
+def _all(results: list[bool | None]) -> bool | None:
+    """Combine the results of all runs; None if no run has one."""
+    known = [one for one in results if one is not None]
     return all(known) if known else None
 
 
 def table(found: dict[str, Any]) -> str:
-    """Recovery times of each kind, and counts."""
+    """Return the recovery times of each kind, and the counts."""
     lines = [f"{'kind':<16} {'n':>4} {'median s':>9} {'worst s':>8}"]
     for kind, of in found["recovery_s"].items():
         figures = [f"{of[name]:.2f}" if of[name] is not None else "-" for name in ("median_s", "worst_s")]

@@ -1,7 +1,7 @@
-"""A small real run to be broken: its configuration, its console, its standby, its processes.
+"""A small real run to break: its configuration, its console, its standby and its processes.
 
-Guarantees: the run works on a copy of the code, so that its pods are of one version to the end; when `close` returns, no
-process of it is left.
+Guarantees: the run uses a copy of the code, so its pods have one version to the end; when `close` returns, none of its processes
+is left.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ PROFILES = {
     "turns": (
         'data.sources=[{kind="jsonl", path="FOLDER/data.jsonl", environment="digits"}]',
         "verifiers=[]",
+        "generator.verifier_workers=2",  # the default, as there is no verifier
         "data.chat_template=true",
         f'environments=[{{name="digits", kind="python", function="{ROOT}/tests/environment/support/programs.py:Digits"}}]',
         "sampling.max_tokens=12",
@@ -50,10 +51,13 @@ PROFILES = {
         'options={broken="FOLDER/broken"}, range=[0, 1]}]',
         "generator.max_attempts=2",
     ),
+    "early": ("trainer.deterministic=false",),
     "replay": ("replay.sampler=prioritized", "replay.max_uses=2", "replay.capacity=64"),
 }  # fmt: skip
-"""Settings of a kind of run beyond the common ones. Only in `replay` and `failing` do the groups of a step depend on timing."""
+"""Settings of a kind of run, beside the common ones. Only in `replay` and `failing` do a step's groups depend on timing."""
 TIMED = ("replay", "failing")
+ROUNDED = ("early",)
+"""Profiles in which timing changes the weights, but only by rounding: rows are packed as groups end."""
 
 SCRIPTED = (
     "run.seed=3", "generator.lease_s=2.0", "generator.verifier_workers=1", "generator.drain_s=3",
@@ -68,16 +72,16 @@ VLLM = (
     f'model.path="{ROOT / "build/arithmetic"}"',
 )  # fmt: skip
 STANDBY = "dataprep-1"
-KEEP_S = 0.5  # delay before a dead second dataprep is restarted
+KEEP_S = 0.5  # seconds before a dead second dataprep is restarted
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The kind of run, its folder, length and pods."""
+    """The kind of run, its folder, its length and its pods."""
 
     folder: Path
     code: Path
-    """Holds the copy of `services`, or the tree itself."""
+    """Folder with the copy of `services`, or the tree itself."""
     profile: str = "fifo"
     engine: str = "scripted"
     steps: int = 100
@@ -94,11 +98,11 @@ class Setting:
         return self.folder / "broken"
 
     def shape(self, config: RunConfig) -> Shape:
-        """The pods of a run with this configuration, and what can be done to it."""
+        """Return the pods of a run with this configuration, and what can be done to it."""
         return Shape(config.generator.count, config.trainer.ranks, bool(config.environments), self.profile == "failing")
 
     def write(self, name: str, *overrides: str) -> Path:
-        """The configuration file of the run `name`."""
+        """Write the configuration file of the run `name`."""
         own = [f"run.name={name}", f'run.dir="{self.folder}"', f"run.steps={self.steps}", f"redis.appendfsync={self.appendfsync}"]
         own += [f"generator.count={self.generators}", *self._profile(), *overrides]
         if self.engine == "vllm":
@@ -132,25 +136,25 @@ class RunUnderTest:
         self.shape = self.setting.shape(self.config)
         self.log = self.setting.folder / f"{self.name}.log"
         self._console: subprocess.Popen[bytes] | None = None
-        self._beside: dict[str, subprocess.Popen[bytes]] = {}  # pods unknown to the console
+        self._beside: dict[str, subprocess.Popen[bytes]] = {}  # pods that the console does not know of
         self.twins = 0
 
     @property
     def pods(self) -> list[str]:
-        """Pods with a heartbeat when all is well."""
+        """The pods that send heartbeats when all is well."""
         generators = [f"generator-{i}" for i in range(self.shape.generators)]
         environments = [f"environment-{i}" for i in range(self.shape.environments)]
         return ["dataprep-0", *([STANDBY] if self.standby else []), "trainer-0", *generators, *environments]
 
     async def open(self) -> None:
-        """Start the proxies, and the run through them."""
+        """Start the proxies, and the run that connects through them."""
         for pod in {*self.pods, *(f"trainer-{rank}" for rank in range(self.shape.ranks))}:
             self.proxies[pod] = Proxy(self.place)
             await self.proxies[pod].start()
         self.start()
 
     async def close(self) -> None:
-        """Stop everything left of the run."""
+        """Stop whatever is left of the run."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -160,7 +164,7 @@ class RunUnderTest:
             await proxy.close()
 
     def start(self, module: str = "tests.faults.launch") -> None:
-        """Run the command as a person would: the first time, and again after the console has exited."""
+        """Run the command as a user would: at first, and again after the console has exited."""
         ports = json.dumps({name: proxy.port for name, proxy in self.proxies.items()})
         command = [sys.executable, "-m", module, "run", str(self.path), "--no-screen"]
         with self.log.open("ab") as log:
@@ -171,7 +175,7 @@ class RunUnderTest:
 
     @property
     def ended(self) -> int | None:
-        """Exit code of the console, None while it runs."""
+        """Exit code of the console; None while it runs."""
         assert self._console is not None
         return self._console.poll()
 
@@ -182,14 +186,14 @@ class RunUnderTest:
         return lines[-1] if lines else ""
 
     def place(self) -> tuple[str, int] | None:
-        """The current address of Redis; None before the run has one."""
+        """Return the current address of Redis; None before the run has one."""
         with contextlib.suppress(OSError, ValueError):
             url = urlsplit(load_resolved(self.folder.config).redis.url)
             return url.hostname or "", url.port or 0
         return None
 
     async def store(self) -> Store:
-        """The run's store, past the proxies. Raises `StoreError` when it cannot be reached."""
+        """Return the run's store, bypassing the proxies. Raises `StoreError` when it cannot be reached."""
         try:
             config = load_resolved(self.folder.config)
             return await Store.connect(config.redis.url, self.name, redis_password(config))
@@ -197,7 +201,7 @@ class RunUnderTest:
             raise StoreError(f"the run has no folder yet: {error}") from None
 
     def processes(self, pod: str = "") -> list[int]:
-        """Processes of the run, or those of one of its pods, of `console` or of `redis`."""
+        """Return the processes of the run, or only those of a pod, of `console` or of `redis`."""
         own = str(self.folder.path / "pods" / f"{pod}.toml")
         found = []
         for proc in Path("/proc").glob("[0-9]*"):
@@ -205,16 +209,19 @@ class RunUnderTest:
                 words = (proc / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
                 inherited = f"GRPO_CONFIG={self.folder.path}/".encode() in (proc / "environ").read_bytes()
                 in_redis = os.readlink(proc / "cwd") == str(self.folder.redis)
-            except OSError:  # exited meanwhile, or another user's
+            except OSError:  # it has exited, or belongs to another user
                 continue
             is_console = words[-2:] == [str(self.path), "--no-screen"]
             named = {"console": is_console, "redis": in_redis, "": is_console or in_redis or inherited}.get(pod, own in words)
-            if named and words != [""]:  # a zombie has none
+            if named and words != [""]:  # a zombie has no command line
                 found.append(int(proc.name))
         return found
 
     def signal(self, victim: str, sig: signal.Signals) -> list[int]:
-        """Signal a victim's processes; SIGSTOP and SIGCONT also go to its children, as when a machine freezes."""
+        """Signal a victim's processes.
+
+        SIGSTOP and SIGCONT also go to its children, as when a machine freezes.
+        """
         pids = self.processes(victim)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -232,7 +239,7 @@ class RunUnderTest:
                 os.killpg(group, signal.SIGCONT) if group == pid else os.kill(pid, signal.SIGCONT)
 
     async def keep_standby(self) -> None:
-        """Keep a second dataprep alive, as a cluster would."""
+        """Keep a second dataprep running, as a cluster would."""
         while True:
             process, place = self._beside.get(STANDBY), self.folder.path / "pods" / f"{STANDBY}.toml"
             if place.exists() and (process is None or process.poll() is not None):
@@ -240,7 +247,7 @@ class RunUnderTest:
             await asyncio.sleep(KEEP_S)
 
     def start_twin(self) -> subprocess.Popen[bytes]:
-        """Start another trainer of the same name, as when a pod is replaced while still alive."""
+        """Start another trainer with the same name, as when a pod is replaced while it is still alive."""
         self.twins += 1
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return self._start_beside("trainer", "trainer-0", f"twin-{self.twins}", alone)
@@ -263,12 +270,12 @@ class RunUnderTest:
         return {**os.environ, "PYTHONPATH": f"{self.setting.code}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "", **more}
 
     def weights(self) -> str:
-        """Digest of the exported weights."""
+        """Return a digest of the exported weights."""
         return hashlib.sha256((self.folder.path / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 async def run_calmly(setting: Setting, name: str) -> RunUnderTest:
-    """A short undisturbed run: scripted tokens depend neither on time nor on the generator."""
+    """Run a short undisturbed run: scripted tokens depend neither on time nor on the generator."""
     alone = ("generator.count=1", *(["evaluation.min_training_generators=0"] if setting.profile == "equal" else []))
     run = RunUnderTest(setting, name, ("generator.engine_options.token_s=0.0", *alone), standby=False)
     try:

@@ -16,8 +16,8 @@ from tests.faults.kinds import AT_THE_END, AT_THE_START, Fault
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import POLL_S, Watcher
 
-LOST_LIMIT_S, LOST_STEPS = 5.0, 2  # limit, and least steps, of waiting for a call whose reply is to be lost
-STARTED_LIMIT_S, ENDED_LIMIT_S = 30.0, 8.0  # the same for a call that a pod makes when it starts or exits
+LOST_LIMIT_S, LOST_STEPS = 5.0, 2  # time limit, and minimum steps, of waiting for a call whose reply is to be lost
+STARTED_LIMIT_S, ENDED_LIMIT_S = 30.0, 8.0  # limits for a call that a pod makes when it starts or exits
 
 
 class Strike:
@@ -27,12 +27,12 @@ class Strike:
         self.run, self.watcher, self.limit_s = run, watcher, limit_s
 
     def victim(self, fault: Fault) -> str:
-        """The victim: who leads or stands by is known only at this moment."""
+        """Return the victim: who leads or stands by is known only at this moment."""
         roles = {"leader": "leading", "standby": "standby"}
         return (self.watcher.last.dataprep(roles[fault.victim]) if fault.victim in roles else fault.victim) or "dataprep-0"
 
     async def carry_out(self, fault: Fault, victim: str) -> bool:
-        """Apply it; return once it is over, or False if there was no victim."""
+        """Apply the fault. Return True once it is over, or False if there was no victim."""
         match fault.verb:
             case "kill" | "term":
                 return await self._kill(victim, signal.SIGKILL if fault.verb == "kill" else signal.SIGTERM)
@@ -58,7 +58,7 @@ class Strike:
         return True
 
     async def _kill(self, victim: str, sig: signal.Signals) -> bool:
-        """With several trainer ranks, only a SIGTERM to rank 0 has an effect, for all of them."""
+        """Signal the victim's processes. A SIGTERM to a trainer goes to rank 0, which acts for all ranks."""
         if victim == "redis" and self.run.setting.appendfsync != "always":
             self.watcher.may_go_back = True
         pids = self.run.signal("trainer-0" if sig == signal.SIGTERM and victim.startswith("trainer") else victim, sig)
@@ -84,7 +84,7 @@ class Strike:
         return proxy.lost.is_set()
 
     async def _lost(self, lost: asyncio.Event, limit_s: float, steps: int) -> None:
-        """Wait long enough for a busy machine: at least until this many more steps are committed."""
+        """Wait until the reply is lost, long enough for a busy machine: at least until this many more steps are committed."""
         began, since = self.watcher.last.committed, time.monotonic()
         while not lost.is_set() and self.run.ended is None and not self.watcher.violations:
             slow = self.watcher.last.committed < began + steps
@@ -93,7 +93,7 @@ class Strike:
             await asyncio.sleep(POLL_S)
 
     async def _command(self, fault: Fault, victim: str) -> bool:
-        """Send a command directly to the server, without the retries of a store, which would wait out a pause."""
+        """Send a command directly to the server, without a store's retries, which would wait until a pause is over."""
         try:
             store = await self.run.store()
             try:
@@ -105,27 +105,27 @@ class Strike:
                         await store.client.execute_command("CLIENT", "KILL", "ADDR", address)
             finally:
                 await store.close()
-        except (StoreError, RedisError, OSError):  # it is down from an earlier fault, or that connection is gone
+        except (StoreError, RedisError, OSError):  # it is still down from an earlier fault, or the connection is gone
             return False
         return True
 
     async def _restore(self) -> bool:
-        """Request a restore as a person would; it takes place while the next faults strike."""
+        """Request a restore as a user would; it takes place while the next faults strike."""
         steps = [saved.step for saved in CheckpointFolder(self.run.folder.checkpoints).complete()]
         if not steps:
             return False
         step = max(steps)  # an earlier one may be deleted before the command reads it
         self.watcher.restores.add(step)
         command = [sys.executable, "-m", "services.console", "restore", str(step), str(self.run.folder.path)]
-        asked = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *command, cwd=self.run.setting.code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
-        said, _ = await asked.communicate()
-        self.watcher.tell(f"restore {step}: {said.decode(errors='replace').strip()}")
-        return asked.returncode == EXIT_OK
+        output, _ = await process.communicate()
+        self.watcher.tell(f"restore {step}: {output.decode(errors='replace').strip()}")
+        return process.returncode == EXIT_OK
 
     async def _break(self) -> None:
-        """Have every reward fail until the run has paused and ended, with a dataprep killed on the way; then run it again."""
+        """Make every reward fail, and kill a dataprep meanwhile, until the run has paused and ended; then run it again."""
         self.run.setting.broken.touch()
         try:
             await asyncio.sleep(1.0)
@@ -143,7 +143,7 @@ class Strike:
         self.run.start()
 
     async def _twin(self) -> None:
-        """The old trainer wakes after the new one has trained; the one that was not last to attach must exit."""
+        """Wake the old trainer after the new one has trained. The one that was not the last to attach must exit."""
         old = self.run.signal("trainer-0", signal.SIGSTOP)
         twin = self.run.start_twin()
         try:

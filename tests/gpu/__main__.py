@@ -1,8 +1,8 @@
-"""`python -m tests.gpu [--dry] [--json] [--out FOLDER]`: everything that one GPU can test, in order of value.
+"""`python -m tests.gpu [--dry] [--json] [--out FOLDER]`: everything that one GPU can test, most valuable first.
 
-Each stage runs in a separate process under a time limit. `results.json` in the output folder is written after every stage, so
-that measurements survive a stop at any point. With `--resume`, stages that it has are not run again, except those that failed. A
-stage begins only if its time limit fits into `--limit-s`; the others are named as `left`. Exit code 1 if a stage failed.
+Each stage runs in a separate process with a time limit. `results.json` in the output folder is written after every stage, so that
+measurements survive a stop at any point. With `--resume`, only stages that it lacks or that failed are run. A stage begins only
+if its time limit fits into `--limit-s`; the others are listed under `left`. Exits with code 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 from tests.gpu.stages import STAGES, Stage
 
 ROOT = Path(__file__).parents[2]
-LAST_LINES = 12  # lines kept of a failed stage's output in its figures
-LOG_BYTES = 200_000  # kept of a stage's output in logs.txt
+LAST_LINES = 12  # of a failed stage's output, kept in its figures
+LOG_BYTES = 200_000  # of a stage's output, kept in logs.txt
 SUMMARY = {"mfu_16k": ("step_16k", "mfu"), "loss_error": ("losses", "worst_error"), "nccl": ("collective", "nccl")}
-"""Figures that the summary repeats: the name of their stage, or the start of several names, of which the largest counts."""
+"""Figures repeated in the summary: the name of their stage, or a prefix of several names, of which the largest figure counts."""
 
 
 def run_stage(stage: Stage, folder: Path, log: Path, dry: bool) -> dict[str, Any]:
     """Run a stage in a separate process, whose other output goes to `log`. Return its figures, or `failure`."""
     given = [stage.function, str(stage.limit_s), str(folder), *(["--dry"] if dry else [])]
     command = [sys.executable, "-m", "tests.gpu.stage", *given]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # packages may lie in a folder
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # packages may be installed in a folder
     environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **stage.environ}
     environ.pop("TORCH_COMPILE_DISABLE", None)  # FlexAttention needs it
     if dry:
@@ -41,7 +41,7 @@ def run_stage(stage: Stage, folder: Path, log: Path, dry: bool) -> dict[str, Any
     started, figures = time.monotonic(), folder / f"{stage.name}.json"
     with (
         log.open("w") as errors,
-        figures.open("w") as output,  # not a pipe, whose end would wait for what the stage leaves behind
+        figures.open("w") as output,  # not a pipe, which would stay open as long as processes that the stage leaves behind
         subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=errors, start_new_session=True) as process,
     ):
         try:
@@ -49,14 +49,14 @@ def run_stage(stage: Stage, folder: Path, log: Path, dry: bool) -> dict[str, Any
             how = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             how = f"took longer than {stage.limit_s:.0f} s"
-        finally:  # what it started must not keep the GPU from the next stage
+        finally:  # processes that the stage started must not keep the GPU from the next one
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    seconds, said = round(time.monotonic() - started, 1), figures.read_text(errors="replace").splitlines()
+    seconds, printed = round(time.monotonic() - started, 1), figures.read_text(errors="replace").splitlines()
     if how:
-        lines = log.read_text(errors="replace").splitlines() + said
+        lines = log.read_text(errors="replace").splitlines() + printed
         return {"failure": f"{how}: " + "\n".join(lines[-LAST_LINES:]), "seconds": seconds}
-    return {**json.loads(said[-1]), "seconds": seconds}
+    return {**json.loads(printed[-1]), "seconds": seconds}
 
 
 def earlier(results: Path, dry: bool) -> dict[str, dict[str, Any]]:
@@ -96,7 +96,7 @@ def deliver(out: Path, found: dict[str, dict[str, Any]], dry: bool, left: list[s
 
 
 def main() -> int:
-    """Run the stages; the exit code."""
+    """Run the stages; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="toy sizes, on the CPU")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -111,7 +111,7 @@ def main() -> int:
     done = {name for name, figures in found.items() if "failure" not in figures}
     left: list[str] = []
     with tempfile.TemporaryDirectory(prefix="grpo-gpu-", ignore_cleanup_errors=True) as place:
-        for stage in sorted(STAGES, key=lambda stage: stage.name in found):  # what failed earlier is run last
+        for stage in sorted(STAGES, key=lambda stage: stage.name in found):  # stages that failed earlier run last
             if (options.only and stage.name not in options.only) or stage.name in done:
                 continue
             if begun + options.limit_s < time.monotonic() + stage.limit_s:

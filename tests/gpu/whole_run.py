@@ -12,19 +12,19 @@ from tests.gpu.bench import Bench, Figures
 from tests.support.harness import save_model_folder, small_config
 
 STEPS = 4
-LIMIT_S = 160.0  # for the run; the first kernels of a GPU take seconds to load
-STOP_S = 20.0  # for its services to stop, whose last lines say what they were waiting for
+LIMIT_S = 160.0  # for the run; the first kernels on a GPU take seconds to load
+STOP_S = 20.0  # for its services to stop; their last lines tell what they were waiting for
 
 
 def whole_run(bench: Bench) -> Figures:
-    """Train some steps and account for every ticket."""
+    """Train a few steps and account for every ticket."""
     folder = bench.folder / "whole"
     folder.mkdir()
     save_model_folder(folder / "model")
     config = small_config(
         folder, None, "run.name=whole", f"run.steps={STEPS}", "generator.count=1", "checkpoint.every_steps=2",
         'generator.engine="tests.gpu.transformers_engine:TransformersEngine"', "sampling.max_tokens=8",
-        "sync.backend=gloo",  # the engine has no NCCL, which a trainer with a GPU of its own would choose
+        "sync.backend=gloo",  # the engine has no NCCL, which a trainer with its own GPU would choose
         "generator.lease_s=60", "fleet.ttl_s=60",  # the engine computes in the event loop, also while CUDA starts
         'api.token_file=""', 'redis.password_file=""', 'verifiers=[{kind="regex", pattern="[0-4]"}]',
     )  # fmt: skip
@@ -33,11 +33,11 @@ def whole_run(bench: Bench) -> Figures:
     command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
-            said, _ = run.communicate(timeout=LIMIT_S)
+            output, _ = run.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             run.terminate()
-            said, _ = run.communicate(timeout=STOP_S)
-    assert run.returncode == 0, said[-2000:] + _last_lines(folder)
+            output, _ = run.communicate(timeout=STOP_S)
+    assert run.returncode == 0, output[-2000:] + _last_lines(folder)
     summary = json.loads((folder / "whole" / "summary.json").read_text())
     assert summary["steps"] == STEPS
     return {name: summary[name] for name in ("steps", "lost", "doubled", "max_lag")}

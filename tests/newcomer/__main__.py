@@ -1,6 +1,6 @@
-"""`python -m tests.newcomer`: make every mistake and check the messages, then go from an empty folder to a curve.
+"""`python -m tests.newcomer`: make every mistake and check its message, then go from an empty folder to a learning curve.
 
-Exit code 1 if a mistake is not found before anything starts, or its line lacks the key, its location, its value or the remedy.
+The exit code is 1 if a mistake is not found before anything starts, or if its message lacks the key, location, value or remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     for one in answers:
         if not one.found or one.unnamed:
             lacks = f"does not name its {', '.join(one.unnamed)}" if one.found else "was not found before it was started"
-            print(f"{one.mistake.name} {lacks}:\n  {one.said.strip()[-1500:]}", file=sys.stderr)
+            print(f"{one.mistake.name} {lacks}:\n  {one.output.strip()[-1500:]}", file=sys.stderr)
     result = figures(answers)
     if not given.no_journey:
         with tempfile.TemporaryDirectory(prefix="grpo-journey-") as place:

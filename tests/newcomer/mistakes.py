@@ -1,4 +1,4 @@
-"""Makes every mistake in a fresh folder and checks the message of `grpo run`: `found`, `named`, and the time taken."""
+"""Make every mistake in a fresh folder and check the message of `grpo run`: whether it finds and names it, and how fast."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ MISTAKES: list[Mistake] = [
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a mistake."""
+    """How `grpo run` responds to a mistake."""
 
     mistake: Mistake
     found: bool
     """Whether it was rejected before anything was started or written."""
     unnamed: list[str]
-    """Parts that its line does not name."""
+    """The parts that its message does not name."""
     seconds: float
-    said: str
+    output: str
 
 
 def answer(mistake: Mistake, folder: Path, model: Path) -> Answer:
-    """Make a mistake in an empty folder and start the run as a newcomer would."""
+    """Make a mistake in an empty folder, start the run as a newcomer would, and return the response."""
     make(folder, model)
     for edit in mistake.edits:
         edit(folder)
@@ -47,22 +47,22 @@ def answer(mistake: Mistake, folder: Path, model: Path) -> Answer:
     began = time.monotonic()
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
         try:
-            _, said = run.communicate(timeout=LIMIT_S)
+            _, output = run.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:  # it has started
             run.send_signal(signal.SIGINT)
-            _, said = run.communicate()
+            _, output = run.communicate()
     seconds = time.monotonic() - began
-    return Answer(mistake, refused(run.returncode, folder), unnamed(mistake, folder, said), seconds, said)
+    return Answer(mistake, refused(run.returncode, folder), unnamed(mistake, folder, output), seconds, output)
 
 
 def refused(code: int, folder: Path) -> bool:
-    """Return whether a run was rejected and left nothing but a lock."""
+    """Return whether a run was rejected and left nothing behind but its lock."""
     left = [path for path in folder.glob("runs/*/*") if path.name != "lock"]
     return code in (2, 3) and not left
 
 
 def survey(names: list[str]) -> list[Answer]:
-    """Make the mistakes with these names, or all."""
+    """Make the mistakes with these names, or all mistakes if there are none."""
     with tempfile.TemporaryDirectory(prefix="grpo-newcomer-") as place:
         model = Path(place) / "made"
         make_model(model)
@@ -76,7 +76,7 @@ def survey(names: list[str]) -> list[Answer]:
 
 
 def figures(found: list[Answer]) -> dict[str, float]:
-    """Return the figures over all answers."""
+    """Return the counts and the 90th percentile of the time over all answers."""
     seconds = [one.seconds for one in found]
     return {
         "mistakes": len(found),

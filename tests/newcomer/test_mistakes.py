@@ -1,6 +1,6 @@
-"""Every mistake of a newcomer is found before anything starts, on a line that names the key, its location, value and remedy.
+"""Every newcomer's mistake is found before anything starts, with a line that names the key, its location, value and remedy.
 
-`python -m tests.newcomer` makes them in separate processes, including those with hidden packages and all that call verifiers.
+`python -m tests.newcomer` makes them in separate processes, including those that hide packages or call a verifier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.newcomer.world import Mistake, make, make_model, unnamed
 
 HERE = [mistake for mistake in MISTAKES if "HIDDEN_PACKAGES" not in mistake.environ]
 CALLED = ("raises", "returns_text", "no_reward_file", "no_token")
-"""The mistakes made here of those that call a verifier, which takes a process."""
+"""The mistakes made here among those that call a verifier, each of which takes a process."""
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +48,9 @@ def test_a_mistake_is_found_and_named(
     if not mistake.calls:
         monkeypatch.setattr(functions, "verifiers", lambda config, remote: ())
     code = main(["run", *(mistake.arguments or ["my.toml"])])
-    said = capsys.readouterr().err
-    assert refused(code, tmp_path), said
-    assert unnamed(mistake, tmp_path, said) == [], said
+    output = capsys.readouterr().err
+    assert refused(code, tmp_path), output
+    assert unnamed(mistake, tmp_path, output) == [], output
 
 
 def test_there_are_enough_mistakes_with_unique_names() -> None:
@@ -72,7 +72,7 @@ def test_a_folder_without_a_mistake_is_not_rejected(
 def test_all_mistakes_of_a_file_are_named_at_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Mistakes in keys, rules, the model, data and functions."""
+    """The mistakes are in keys, rules, the model, the data and functions."""
     chosen = ("text_for_number", "mini_batches", "cut_weights", "not_json", "no_loss", "one_port_for_all")
     mistakes = [next(one for one in MISTAKES if one.name == name) for name in chosen]
     make(tmp_path, model)
@@ -81,6 +81,6 @@ def test_all_mistakes_of_a_file_are_named_at_once(
             edit(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["run", "my.toml"]) == 2
-    said = capsys.readouterr().err
-    assert [one.name for one in mistakes if unnamed(one, tmp_path, said)] == [], said
+    output = capsys.readouterr().err
+    assert [one.name for one in mistakes if unnamed(one, tmp_path, output)] == [], output
     assert os.listdir(tmp_path / "runs") == [] if (tmp_path / "runs").exists() else True

@@ -48,32 +48,32 @@ Edit = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong input, and what the line about it must name."""
+    """A wrong input, and what its message must name."""
 
     name: str
     key: str
-    """Empty if it concerns no key."""
+    """Empty if it does not concern a key."""
     value: str
     remedy: str
     edits: Sequence[Edit] = ()
     arguments: Sequence[str] = ()
     environ: dict[str, str] = field(default_factory=dict[str, str])
     place: str = "my.toml"
-    """Where the key is set: `my.toml` (any line that sets it), `command line`, a variable's name, or `` for nowhere."""
+    """Where the key is set: `my.toml` (any line that sets it), `command line`, a variable's name, or empty for nowhere."""
     calls: bool = False
     """Whether finding it requires calling a verifier."""
 
 
-def make(folder: Path, tokenizer: Path) -> None:
-    """Write the folder; `tokenizer` is one made by `make_tokenizer`."""
-    shutil.copytree(tokenizer, folder / "model")
+def make(folder: Path, model: Path) -> None:
+    """Write the folder; `model` is a folder written by `make_model`."""
+    shutil.copytree(model, folder / "model")
     (folder / "my.toml").write_text(CONFIGURATION)
     (folder / "reward.py").write_text(REWARD)
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(ROWS)))
 
 
 def make_model(folder: Path) -> None:
-    """Write a tokenizer, and a configuration and weights that are never used for computing."""
+    """Write a tokenizer, a configuration, and weights that are never computed with."""
     save_tokenizer_folder(folder)
     described = {
         "model_type": "qwen3", "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "num_attention_heads": 4,
@@ -84,7 +84,7 @@ def make_model(folder: Path) -> None:
 
 
 def write_weights(file: Path, shapes: dict[str, list[int]], sparse: bool = False) -> None:
-    """Write a safetensors file of float32 zeros; `sparse`: without using disk space."""
+    """Write a safetensors file of float32 zeros; a `sparse` one takes no disk space."""
     header, end = dict[str, object](), 0
     for name, shape in shapes.items():
         size = 4 * shape[0] * shape[1]
@@ -97,7 +97,7 @@ def write_weights(file: Path, shapes: dict[str, list[int]], sparse: bool = False
 
 
 def sub(old: str, new: str, file: str = "my.toml") -> Edit:
-    """Replace text that occurs once in a file."""
+    """Return the edit that replaces text that occurs once in a file."""
 
     def edit(folder: Path) -> None:
         text = (folder / file).read_text()
@@ -108,7 +108,7 @@ def sub(old: str, new: str, file: str = "my.toml") -> Edit:
 
 
 def put(file: str, content: str | bytes) -> Edit:
-    """Write a file."""
+    """Return the edit that writes a file."""
 
     def edit(folder: Path) -> None:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -118,17 +118,17 @@ def put(file: str, content: str | bytes) -> Edit:
 
 
 def add(text: str, file: str = "my.toml") -> Edit:
-    """Append to a file."""
+    """Return the edit that appends to a file."""
     return lambda folder: put(file, (folder / file).read_text() + text)(folder)
 
 
 def drop(file: str) -> Edit:
-    """Delete a file."""
+    """Return the edit that deletes a file."""
     return lambda folder: (folder / file).unlink()
 
 
 def row(number: int, text: str | bytes) -> Edit:
-    """Replace a line of the data; the first is 1."""
+    """Return the edit that replaces a line of the data, counted from 1."""
 
     def edit(folder: Path) -> None:
         lines = (folder / "rows.jsonl").read_bytes().splitlines()
@@ -138,10 +138,10 @@ def row(number: int, text: str | bytes) -> Edit:
     return edit
 
 
-def unnamed(mistake: Mistake, folder: Path, said: str) -> list[str]:
-    """Return the parts (key, location, value, remedy) missing from the best line of the output; [] if one line names all."""
+def unnamed(mistake: Mistake, folder: Path, output: str) -> list[str]:
+    """Return which of key, place, value and remedy the best line of the output lacks; [] if one line names them all."""
     least: list[str] | None = None
-    for line in said.splitlines():
+    for line in output.splitlines():
         missing = [
             what
             for what, there in (
@@ -157,7 +157,7 @@ def unnamed(mistake: Mistake, folder: Path, said: str) -> list[str]:
 
 
 def _at(mistake: Mistake, folder: Path, line: str) -> bool:
-    """Return whether a line names the location: in a file, a line that sets the key or opens its section."""
+    """Return whether a line names the place: in a file, a line that sets the key or opens its section."""
     if mistake.place != "my.toml":
         return mistake.place in line
     if not (found := re.search(r"\bmy\.toml:(\d+): ", line)):

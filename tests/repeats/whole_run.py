@@ -1,7 +1,7 @@
 """A whole run in one process, with all callers of the store and every function.
 
-Guarantees: the actors decide by what the store answers and by nothing else, as services do, so the run comes to the same end
-whatever becomes of single replies; its outcome depends on nothing but the store.
+Guarantees: like services, the actors decide only by what the store replies, so the run ends the same whatever happens to
+individual replies.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from services.store.snapshot_format import Snapshot
 from tests.support import flow
 from tests.support.harness import ticket
 
-ENVIRONMENT = "agents"  # the source whose tickets are for environments
+ENVIRONMENT = "agents"  # the source whose tickets environments claim
 ACTORS = ("console", "leader", "trainer", "g0", "g1")
 STEPS, PER_STEP, SLOTS = 6, 3, 9
-RESTORED = 2  # the step that the run is restored to after RESTORED_AFTER
+RESTORED = 2  # the step that RESTORED_AFTER is restored to
 RESTORED_AFTER = 4
 LEASE_S, TTL_S = 0.2, 60.0
 PATIENCE_S = 60.0
@@ -50,7 +50,7 @@ class WholeRun:
     def __init__(self, stores: dict[str, Store], folder: Path) -> None:
         self.stores, self.folder = stores, folder
         self.console, self.leader, self.trainer = (stores[name] for name in ("console", "leader", "trainer"))
-        self.leads = self.trains = 0  # fencing numbers
+        self.leads = self.trains = 0  # fences
         self.attempt = 0
         self.tries: dict[str, int] = {}
         self.plans: dict[int, list[str]] = {}
@@ -107,7 +107,7 @@ class WholeRun:
         await self._train()
 
     async def _led(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Act as the leader once no snapshot is being taken."""
+        """Act as the leader once no snapshot is in progress."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
@@ -156,7 +156,7 @@ class WholeRun:
         await _until(done)
 
     async def _complete(self, name: str, claim: Claim) -> None:
-        """Let some rows fail or be released before they are submitted."""
+        """Make some rows fail or be released before they are submitted."""
         tickets, row = self.stores[name].tickets, int(claim.ticket_id.partition("-")[2])
         tries = self.tries[claim.ticket_id] = self.tries.get(claim.ticket_id, 0) + 1
         await tickets.save_partial(name, claim, b"tokens so far", 60)
@@ -202,6 +202,9 @@ class WholeRun:
             await self.leader.replay.pass_over(self.leads, max(swept.gaps, default=-1))
         groups = [group for group, _ in swept.first]
         assert len(groups) == PER_STEP
+        for part, group in enumerate(groups[:2]):
+            rows = flow.plan(step, [group], [f"{group}.1"])[1]
+            await self.leader.steps.offer_early(self.leads, self.trains, step, part, [group], rows)
         variates = [(step + 1) / (place + 2) for place in range(PER_STEP)]
         await self.leader.steps.prepare(self.leads, *flow.plan(step, groups), 0, variates, 3 * step)
 
@@ -241,8 +244,8 @@ class WholeRun:
                 assert held.phase == phase
                 if stage:
                     await fleet.acknowledge(member, held.attempt, stage)
-            said = (await self.trainer.fleet.round())[1]
-            assert not stage or {stage for stage, _ in said.values()} == {stage}
+            acks = (await self.trainer.fleet.round())[1]
+            assert not stage or {stage for stage, _ in acks.values()} == {stage}
         await self.trainer.steps.publish(self.trains, version)
 
     async def _evaluate(self, version: int) -> None:
@@ -288,7 +291,7 @@ class WholeRun:
     async def _checkpoint(self, step: int) -> None:
         await self.console.run.request_checkpoint("a test")
         await self.trainer.snapshots.save(self.trains, step, self.folder / str(step), payloads=True)
-        token = ordinal()  # a long snapshot, unlike `save` of a small run
+        token = ordinal()  # a long snapshot, unlike `save` in a small run
         await self.trainer.connection.call("snapshot_begin", self.trains, token, 1000)
         await self.trainer.connection.call("snapshot_hold", self.trains, token, 1000)
         await self.trainer.connection.call("snapshot_end", self.trains, token)
@@ -302,7 +305,7 @@ class WholeRun:
         await self.trainer.samples.log((await self.state()).incarnation, step, 1.0, TTL_S, [one.entry for one in waiting])
 
     async def _restore(self) -> None:
-        """Restore a checkpoint with another trainer and another leader."""
+        """Restore a checkpoint with a new trainer and a new leader."""
         await self.console.run.request_restore(RESTORED)
         self.trains = await self.trainer.run.attach_trainer()
         snapshot = Snapshot(self.folder / str(RESTORED))
@@ -322,7 +325,7 @@ class WholeRun:
         return RunOutcome(counted, trained, dict(sorted(self.plans.items())), letters)
 
 
-CALLS_COUNTED = ("ledger:refused_submits",)  # counters of calls, which include repeats
+CALLS_COUNTED = ("ledger:refused_submits",)  # counters of calls, which count repeats, too
 
 
 def _ticket(row: int) -> Ticket:

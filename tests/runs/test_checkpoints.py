@@ -82,9 +82,9 @@ def test_checkpoints_of_a_whole_run(folder: Path, process: subprocess.Popen[str]
         ask(folder, "/v1/checkpoint", read_token, post=True)
     with pytest.raises(urllib.error.HTTPError, match="401"):
         ask(folder, "/v1/checkpoint", post=True)
-    asked = ask(folder, "/v1/checkpoint", token, post=True)
-    assert asked["step"] >= step
-    wait_for(lambda: any(saved.step >= asked["step"] for saved in written.complete()), process)
+    reply = ask(folder, "/v1/checkpoint", token, post=True)
+    assert reply["step"] >= step
+    wait_for(lambda: any(saved.step >= reply["step"] for saved in written.complete()), process)
     listed = ask(folder, "/v1/checkpoints", read_token)
     assert listed["keep"] == 2
     assert 1 <= len([one for one in listed["checkpoints"] if one["complete"]]) <= 3
@@ -128,7 +128,7 @@ def test_checkpoints_of_a_whole_run(folder: Path, process: subprocess.Popen[str]
 
 
 def _goes_on_with_two_ranks(folder: Path, step: int) -> None:
-    """A run with one rank at ZeRO stage 0 is resumed by two ranks at stage 3."""
+    """Resume a run of one rank at ZeRO stage 0 with two ranks at stage 3."""
     path = write_run(folder, NAME, "run.steps=1000", *KEPT, "trainer.ranks=2", "trainer.zero_stage=3")
     process = start(path)
     written = CheckpointFolder(folder / NAME / "checkpoints")
@@ -151,8 +151,8 @@ def _forks(folder: Path) -> None:
         capture_output=True, text=True, cwd=folder, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["step"], told["changes"]["sampling.group_size"]) == (step, [4, 2])
+    reply = json.loads(done.stdout)
+    assert (reply["step"], reply["changes"]["sampling.group_size"]) == (step, [4, 2])
     output = finish(start(folder / "forked.toml"))
     assert "(from its checkpoint)" in output
     assert f"restored from checkpoint {step}" in output
@@ -162,7 +162,7 @@ def _forks(folder: Path) -> None:
 
 
 def _seal(root: Path) -> str:
-    """Make a folder read-only, even for root. Return why this is not possible, or an empty string."""
+    """Make a folder read-only, even for root. Return why that is impossible, or an empty string."""
     for options in (["--bind", root, root], ["-o", "remount,bind,ro", root]):
         done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
         if done.returncode:

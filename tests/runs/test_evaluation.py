@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from services.runtime.loops import end_tasks
 from services.runtime.tracing import TraceRecorder
 from services.store import RunState
 from services.store.calls.evaluation import EvaluationRound
+from services.trainer.loop import TrainLoop
 from tests.support.harness import ticket, wait_until
 from tests.support.rounds_world import World, open_world
 from tests.support.scripted import ScriptedEngine
@@ -43,7 +45,7 @@ class Rows:
 
 
 class Noting(ScriptedEngine):
-    """An engine that records the versions of every finished completion, by ticket."""
+    """An engine that records the versions that every finished completion was sampled with, by ticket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +161,7 @@ def volunteers(world: World) -> list[str]:
 
 
 def paused_volunteer(world: World) -> str:
-    """Wait for a volunteer, and pause it so that no completion ends; return its name."""
+    """Wait for a volunteer and pause it, so that no completion ends; return its name."""
 
     async def pause() -> str:
         await wait_until(lambda: any(world.lanes[name].rollouts for name in volunteers(world)))
@@ -224,7 +226,7 @@ def test_another_volunteer_takes_over_from_a_killed_one(tmp_path: Path, server: 
         world.train(0)
         world.portal.call(wait_until(lambda: len(volunteers(world)) == 2))
         victim, _ = volunteers(world)
-        world.portal.call(world.engines[victim].pause())  # so that it finishes nothing it has started
+        world.portal.call(world.engines[victim].pause())  # so that it finishes nothing that it has started
         lead.wait_for_results(1)
         world.portal.call(wait_until(lambda: world.lanes[victim].rollouts))
         world.kill(victim)
@@ -276,6 +278,28 @@ def test_training_waits_for_the_only_generator_if_configured(tmp_path: Path, ser
         assert set(lead.reports()) == {0}, "the weights were replaced before the round was complete"
         assert all(versions == {0} for _, versions in engines["a"].sampled)
         assert world.versions() == {"a": 1}
+
+
+def test_a_generator_that_replaces_the_last_volunteer_gets_the_last_weights(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.loop.FINAL_S", 30.0)
+    alone = ("generator.count=1", "evaluation.min_training_generators=0", "run.steps=1")
+    with leading(tmp_path, server, *alone) as (world, lead):
+        members(world, "a")
+        lead.wait_for_results(0)
+        world.train(0)
+        lead.wait_for(0)
+        world.train(1)
+        world.kill(paused_volunteer(world))
+        members(world, "b")
+        recovery = SimpleNamespace(stay_in_step=lambda step: world.portal.call(world.store.run.state()))
+        trainer: Any = SimpleNamespace(
+            config=world.config, store=world.store, call=world.portal.call, notifications=world.rounds.notifications,
+            rounds=world.rounds, recovery=recovery, step=0, _say=lambda **_: None, _tick=lambda: None,
+        )  # fmt: skip
+        TrainLoop._await_evaluation(trainer)
+        assert set(lead.reports()) == {0, 1}
 
 
 def test_a_completion_of_two_versions_is_rejected(tmp_path: Path, server: RedisServer) -> None:

@@ -22,14 +22,13 @@ from services.console.local.redis_server import find_server
 from services.store import Store
 from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
 from tests.support.whole_runs import (
-    SLOW,
     STEPS,
+    Hold,
     check_whole,
     finish,
     kill,
     pids_of,
     start,
-    steps_done,
     summary,
     wait_for,
     weights,
@@ -62,10 +61,12 @@ def test_a_checkpoint_is_exported_without_a_server(
 
 
 def test_killing_any_kind_of_pod_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:
-    process = start(write_run(folder, "killed", SLOW))
+    hold = Hold(folder, "killed")
+    process = start(write_run(folder, "killed", hold.option))
     for step, pod in ((1, "dataprep-0"), (2, "generator-0"), (3, "trainer-0")):
-        wait_for(lambda step=step: steps_done(folder, "killed") >= step, process)
+        hold.reach(step, process)
         kill(folder, "killed", pod, process)
+    hold.release()
     finish(process)
     check_whole(folder, "killed")
     restarts = summary(folder, "killed")["restarts"]
@@ -77,28 +78,30 @@ def test_payload_shards_on_a_cluster_change_nothing(folder: Path, undisturbed: s
     """Services have their own Redis users. One of each kind is killed, then the master of some shards, which has a replica."""
     (folder / "cluster").mkdir()
     with redis_cluster(folder / "cluster", find_server(), "spread", replicated=1) as cluster:
-        users, slower = folder / "cluster" / "users", "generator.engine_options.token_s=0.2"
-        path = write_run(folder, "spread", slower, "redis.payload_shards=6", f'redis.users_dir="{users}"')
+        users, hold = folder / "cluster" / "users", Hold(folder, "spread")
+        path = write_run(folder, "spread", hold.option, "redis.payload_shards=6", f'redis.users_dir="{users}"')
         process = start(path, "--redis-url", f"redis://:{cluster.password}@127.0.0.1:{cluster.third.port}/0")
         masters = (cluster.owner, cluster.other, cluster.third)
         used: set[int] = set()
 
-        def reached(step: int) -> bool:
-            """Check for payloads now and then: between a checkpoint and the next groups there may be none."""
+        def all_used() -> bool:
+            """Check for payloads repeatedly: between a checkpoint and the next groups there may be none."""
             used.update(
                 node.port
                 for node in masters
                 if any(b":payload:" in key and b"/" in key for key in cluster.call(node, "KEYS", "*"))
             )
-            return steps_done(folder, "spread") >= step
+            return len(used) == len(masters)
 
         for step, pod in ((1, "dataprep-0"), (2, "generator-0"), (3, "trainer-0")):
-            wait_for(lambda step=step: reached(step), process)
+            hold.reach(step, process)
+            all_used()
             kill(folder, "spread", pod, process)
-        wait_for(lambda: reached(5), process)
-        assert used == {node.port for node in masters}
+        hold.reach(5, process)
+        wait_for(all_used, process)
         cluster.other.kill()
         cluster.take_over(cluster.replica)
+        hold.release()
         finish(process)
         check_whole(folder, "spread")
         assert weights(folder, "spread") == undisturbed
@@ -121,10 +124,11 @@ async def check_shards(cluster: RedisCluster) -> None:
     assert [cluster.call(node, "KEYS", "*") for node in nodes] == [[], [], []]
 
 
-def interrupt(process: subprocess.Popen[str], folder: Path, name: str, steps: int) -> str:
+def interrupt(process: subprocess.Popen[str], folder: Path, name: str, hold: Hold, steps: int) -> str:
     """Send Ctrl-C once this many steps are trained, and return the output."""
-    wait_for(lambda: steps_done(folder, name) >= steps, process)
+    hold.reach(steps, process)
     process.send_signal(signal.SIGINT)
+    hold.release()  # generators finish what they sample
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert not pids_of(folder, name, "trainer-0")
@@ -132,9 +136,10 @@ def interrupt(process: subprocess.Popen[str], folder: Path, name: str, steps: in
 
 
 def test_ctrl_c_and_a_lost_redis_are_resumed_by_the_same_command(folder: Path, undisturbed: str) -> None:
-    path = write_run(folder, "interrupted", SLOW)
-    interrupt(start(path), folder, "interrupted", 2)
-    output = interrupt(start(path), folder, "interrupted", 4)
+    hold = Hold(folder, "interrupted")
+    path = write_run(folder, "interrupted", hold.option)
+    interrupt(start(path), folder, "interrupted", hold, 2)
+    output = interrupt(start(path), folder, "interrupted", hold, 4)
     assert "resumed from checkpoint" in output
     shutil.rmtree(folder / "interrupted" / "redis")
     output = finish(start(path))
@@ -144,14 +149,14 @@ def test_ctrl_c_and_a_lost_redis_are_resumed_by_the_same_command(folder: Path, u
 
 
 def test_a_run_is_restored_while_running_and_after_its_end(folder: Path, undisturbed: str) -> None:
-    path = write_run(
-        folder, "back", "checkpoint.keep=9", "checkpoint.save_replay_buffer=true", "generator.engine_options.token_s=0.2"
-    )
+    hold = Hold(folder, "back")
+    path = write_run(folder, "back", "checkpoint.keep=9", "checkpoint.save_replay_buffer=true", hold.option)
     process = start(path)
-    wait_for(lambda: steps_done(folder, "back") >= 3, process)  # and long before it ends
+    hold.reach(3, process)
     command = [sys.executable, "-m", "services.console", "restore", "1", str(folder / "back"), "--wait"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "run back: restored to step 1\n"), done.stderr
+    hold.release()
     output = finish(process)
     assert "restored from checkpoint 1: step 1 was requested" in output
     assert "\n! dataprep" not in output, "a requested restore is no warning"

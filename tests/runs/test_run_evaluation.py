@@ -16,7 +16,7 @@ from services.protocol import codec
 from services.store import Store
 from tests.support.harness import save_model_folder, small_config, wait_until
 from tests.support.models.held_loss import HELD
-from tests.support.whole_runs import check_whole, finish, kill, start, steps_done, summary, wait_for
+from tests.support.whole_runs import Hold, check_whole, finish, kill, start, steps_done, summary, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EVERY, STEPS, PROMPTS = 4, 8, 12
@@ -130,7 +130,8 @@ def test_evaluation_survives_damaged_payloads_and_a_hanging_step(tmp_path: Path,
 
 def test_a_generator_killed_in_a_round_costs_no_step(tmp_path: Path) -> None:
     save_model_folder(tmp_path / "model")
-    process = start(write_run(tmp_path, "killed"))
+    hold = Hold(tmp_path, "killed")
+    process = start(write_run(tmp_path, "killed", hold.option))
 
     def evaluates() -> list[str]:
         logs = tmp_path / "killed" / "logs"
@@ -138,6 +139,7 @@ def test_a_generator_killed_in_a_round_costs_no_step(tmp_path: Path) -> None:
 
     wait_for(lambda: bool(evaluates()), process)
     kill(tmp_path, "killed", evaluates()[0], process)
+    hold.release()
     finish(process)
     check_whole(tmp_path, "killed")
     assert {STEPS} <= set(reported(tmp_path, "killed")) <= {0, EVERY, STEPS}, "a version may pass while the dead pod still counts"

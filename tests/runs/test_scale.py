@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(run: Path, opened: dict[str, int]) -> dict[str, PodStatus]:
-    """Return generators by name. Record the version of the last round so far in `opened` for each newly loaded process."""
+    """Return generators by name. For each newly loaded process, record in `opened` the version of the latest round."""
 
     async def ask() -> dict[str, PodStatus]:
         async with attach(str(run)) as attached:
@@ -45,7 +45,7 @@ def look(run: Path, opened: dict[str, int]) -> dict[str, PodStatus]:
     return asyncio.run(ask())
 
 
-def said(run: Path, event: str) -> list[dict[str, Any]]:
+def logged(run: Path, event: str) -> list[dict[str, Any]]:
     """Return the log lines of the generators' processes with an event, ordered by name and time."""
     logs = (path.read_text() for path in sorted((run / "logs").glob("generator-*.log")))
     lines = (line for text in logs for line in text[: text.rfind("\n") + 1].splitlines())  # the last one may be incomplete
@@ -66,7 +66,7 @@ def test_scaling_up_and_down_ends_in_the_same_weights(folder: Path, capsys: pyte
         assert main(["scale", "generators", str(count), str(run), "--why", "a test"]) == 0
         assert f"desired generators set to {count}" in capsys.readouterr().out
         wait_for(lambda count=count: ready(count), process)
-        wait_for(lambda joined=joined: len(said(run, "first group submitted")) == joined, process)
+        wait_for(lambda joined=joined: len(logged(run, "first group submitted")) == joined, process)
         wait_for(lambda count=count: sorted(look(run, opened)) == [f"generator-{i}" for i in range(count)], process)
     assert main(["status", str(run)]) == 0
     assert f"generators: 3 running, 3 desired ({getpass.getuser()}: a test)" in capsys.readouterr().out
@@ -84,11 +84,11 @@ def test_scaling_up_and_down_ends_in_the_same_weights(folder: Path, capsys: pyte
     times = [json.loads(line)["time_s"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps_s = sorted(later - earlier for earlier, later in pairwise(times))
     assert steps_s[-1] < steps_s[len(steps_s) // 2] + DEADLINE_S, "a step waited for more than a round's deadline"
-    synced = said(run, "synced")
+    synced = logged(run, "synced")
     assert len(synced) == len(opened) == 5
     for line in synced:
         assert line["version"] - opened[line["member"]] <= 1, (
             f"{line['member']} was left out of a round opened after it had loaded"
         )
-    joined_s = [line["since_ready_s"] for line in said(run, "first group submitted")]
+    joined_s = [line["since_ready_s"] for line in logged(run, "first group submitted")]
     print(f"step seconds {steps_s}, joiners' first groups after {joined_s} s")

@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 
 from services.weights.versions import catalogue
-from tests.support.whole_runs import SLOW, STEPS, check_whole, finish, kill, start, steps_done, wait_for, weights, write_run
+from tests.support.whole_runs import STEPS, Hold, check_whole, finish, kill, start, weights, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_a_store_survives_kills_and_gives_the_same_weights(folder: Path, undisturbed: str) -> None:
-    process = start(write_run(folder, "stored", SLOW, "sync.backend=store"))
+    hold = Hold(folder, "stored")
+    process = start(write_run(folder, "stored", hold.option, "sync.backend=store"))
     for done, victim in ((2, "generator-0"), (4, "trainer-0")):
-        wait_for(lambda done=done: steps_done(folder, "stored") >= done, process)
+        hold.reach(done, process)
         kill(folder, "stored", victim, process)
+    hold.release()
     finish(process)
     check_whole(folder, "stored")
     assert weights(folder, "stored") == undisturbed

@@ -143,9 +143,9 @@ def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> 
         assert kept.ready().ready
         put(replace(after, key=before.key), folder)
         assert [reached(before), reached(before), reached(after)] == [True, True, False]
-        (told,) = logs
-        assert "api.key_file" in told["error"]
-        assert "set them to a certificate and its key" in told["error"]
+        (line,) = logs
+        assert "api.key_file" in line["error"]
+        assert "set them to a certificate and its key" in line["error"]
         put(after, folder)
         assert [reached(after), reached(before), reached(after)] == [True, False, True]
         assert [entry["event"] for entry in logs[1:]] == ["certificate renewed"]

@@ -28,7 +28,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build it from a copy, as setuptools writes into the folder."""
+    """Build the wheel from a copy, as setuptools writes into the folder."""
     source = tmp_path_factory.mktemp("source")
     for name in run("git", "ls-files", *BUILT_FROM, cwd=ROOT).splitlines():
         if (ROOT / name).is_file():
@@ -43,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install it with access to this environment's libraries, but not to the checkout; return the folder of its programs."""
+    """Install the wheel with access to this environment's libraries but not to the checkout; return its programs' folder."""
     place = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place)
     python = place / "bin" / "python"
@@ -61,8 +61,8 @@ def test_the_wheel_has_every_file_and_its_metadata(wheel: Path) -> None:
         metadata = packed.read(about).decode()
     expected = {name for name in run("git", "ls-files", "services", cwd=ROOT).splitlines() if not name.endswith(NOT_PACKED)}
     assert {name for name in expected if (ROOT / name).is_file()} <= names
-    for said in ("Name: grpo", "License-Expression: Apache-2.0", "Author: ", "Classifier: ", "# "):
-        assert said in metadata
+    for text in ("Name: grpo", "License-Expression: Apache-2.0", "Author: ", "Classifier: ", "# "):
+        assert text in metadata
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""A generator in a storm: the real endpoint with an engine that calls tools; it follows published versions without weights.
+"""A generator in a storm: the real endpoint with an engine that calls tools. It follows published versions without weights.
 
-`python -m tests.storm.generator CONFIG NAME LOG`. The number in what it says names the turn: it depends on the tokens before it.
+`python -m tests.storm.generator CONFIG NAME LOG`. The number in its text names the turn, and depends on the tokens before it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CallingEngine(ScriptedEngine):
         call = {"name": "look", "arguments": {"n": number}}
         if self._code:  # in a sandbox
             call = {"name": "python", "arguments": {"code": f"exec(open({self._code!r}).read());look({number})"}}
-        said = f"<tool_call>{json.dumps(call)}</tool_call>" if calls else f"done {number}"
-        ids = self.tokenizer.encode(said + END, add_special_tokens=False).ids
+        text = f"<tool_call>{json.dumps(call)}</tool_call>" if calls else f"done {number}"
+        ids = self.tokenizer.encode(text + END, add_special_tokens=False).ids
         assert len(ids) < max_tokens, "the engine's replies do not fit"
         return ids
 
@@ -72,7 +72,7 @@ async def serve(config: RunConfig, name: str, log: str) -> None:
         engine = CallingEngine(log)
         await engine.start(config)
         tokenizer: Any = range(engine.tokenizer.get_vocab_size())  # only its length is used
-        nobody: Any = None  # scoring: this pod serves only turns
+        nobody: Any = None  # the scoring: this pod only serves turns
         add_routes(service, RolloutLoop(service, engine, tokenizer, nobody, GeneratorMetrics(service.registry)))
 
         async def follow(loop: Loop) -> None:

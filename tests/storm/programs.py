@@ -1,4 +1,4 @@
-"""The environment of a storm: its tool and turns record every call, with the number of the turn."""
+"""The environment of a storm: its tool and its turns record every call, with the number of the turn."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import time
 from typing import Any
 
 LOOK = "look.py"
-"""Name of a file beside the notes with what code in a sandbox calls."""
+"""Name of a file beside the notes, with the function that code in a sandbox calls."""
 
 
 def looking(path: str) -> str:
-    """Return a function that notes and returns what `Noted.look` does, as code that needs nothing of this repository."""
+    """Return the code of a function that notes and returns what `Noted.look` does, and does not import this repository."""
     return f"import os, time\n{inspect.getsource(note)}\ndef look(n):\n    note({path!r}, 'tool', n)\n    print(n % 97)\n"
 
 
 def note(path: str, what: str, number: int) -> None:
-    """Append a line atomically, even from several processes."""
+    """Append a line atomically, even with several processes writing."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, f"{what} {number} {time.time_ns()}\n".encode())
     os.close(file)
 
 
 class Noted:
-    """Has a tool that must not run twice for a turn; it can be restored."""
+    """Has a tool that must not run twice for a turn, and can be restored."""
 
     tools = ["look"]
 
     def __init__(self, log: str) -> None:
-        self.log, self.said = log, 0
+        self.log, self.number = log, 0
 
     def look(self, n: int) -> int:
         """Look something up."""
@@ -38,14 +38,14 @@ class Noted:
 
     def turn(self, message: dict[str, Any]) -> None:
         number = message["content"].rpartition(" ")[2]
-        self.said = int(number) if number.isdigit() else 0
-        note(self.log, "end", self.said)
+        self.number = int(number) if number.isdigit() else 0
+        note(self.log, "end", self.number)
 
     def score(self) -> float:
-        return float(self.said % 2)
+        return float(self.number % 2)
 
     def snapshot(self) -> int:
-        return self.said
+        return self.number
 
     def restore(self, state: int) -> None:
-        self.said = state
+        self.number = state

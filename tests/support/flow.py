@@ -1,4 +1,4 @@
-"""The stages of a group's life as short calls, for tests of the store."""
+"""The stages of a group's life as one-line calls, for tests of the store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, Sample, StepPlan
 from services.protocol.payloads import Payload
 from services.store import BufferedGroup, Claim, Settlement, Store
-from services.store.calls.tickets import TurnPlace
+from services.store.calls.tickets import Tickets, TurnPlace
 from services.store.records import TableRules
 from tests.support.harness import ticket
 
@@ -29,7 +30,7 @@ class Team:
 
 
 async def start(store: Store, slots: int = 8, steps: int = 100, version: int = 0, table: TableRules | None = None) -> Team:
-    """Create a run, lead it, attach a trainer and publish the first version."""
+    """Create a run, take its leadership, attach a trainer and publish the first version."""
     await store.run.create("config", "dataset", steps, slots, table)
     leader = await store.run.lead("leader-0:boot", 60.0)
     assert leader is not None
@@ -55,15 +56,26 @@ async def claim(
     return (await store.tickets.claim(consumer, version, await trainer_fence(store), lease_s, count, **options))[1]
 
 
+def refuse_first_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the next claim come too late, as if another version had just been published."""
+    claim, versions = Tickets.claim, list[int]()
+
+    async def claimed(tickets: Tickets, consumer: str, version: int, *args: Any, **options: Any) -> tuple[str, list[Claim]]:
+        versions.append(version)
+        return await claim(tickets, consumer, version + 1 if len(versions) == 1 else version, *args, **options)
+
+    monkeypatch.setattr(Tickets, "claim", claimed)
+
+
 async def trainer_fence(store: Store) -> int:
-    """Fence of the trainer that published the current weights."""
+    """Return the fence of the trainer that published the current weights."""
     state = await store.run.state()
     assert state is not None
     return state.published_by
 
 
 def payload_bytes(claim: Claim) -> bytes:
-    """A small payload, different for every claim."""
+    """Return a small payload, different for every claim."""
     lengths = np.full(GROUP_SIZE, 2, np.int32)
     tokens = np.full(2 * GROUP_SIZE, claim.fence % 1000, np.int32)
     spans = np.array([[i, 0, 0, 2] for i in range(GROUP_SIZE)], np.int32)
@@ -71,12 +83,12 @@ def payload_bytes(claim: Claim) -> bytes:
 
 
 def first_turn() -> TurnPlace:
-    """The position of the first record of a ticket's first rollout."""
+    """Return the position of the first record of a ticket's first rollout."""
     return TurnPlace(0, 0, 0)
 
 
 def header(claim: Claim, oldest: int = 0, **fields: Any) -> Header:
-    """The header of a claimed ticket."""
+    """Return the header of a claimed ticket."""
     assert claim.ticket is not None
     given = {
         "ticket": claim.ticket_id, "seq": claim.ticket.seq, "epoch": claim.ticket.epoch, "index": claim.ticket.index,
@@ -106,7 +118,7 @@ async def settle(store: Store, team: Team, action: str = "insert", count: int = 
 
 
 def plan(step: int, groups: Sequence[str], payloads: Sequence[str] = ()) -> tuple[StepPlan, list[RankPlan]]:
-    """A plan with one row a group, all on one rank."""
+    """Return a plan with one row per group, all on one rank."""
     rows = [[Sample(name, 0, 1.0, 2)] for name in payloads]
     return StepPlan(step, list(groups), [], 1, len(rows), [len(rows)], [1.0], 2, 4, {}), [RankPlan(rows)]
 
@@ -130,10 +142,10 @@ async def buffer(store: Store, team: Team, count: int, oldest: int = 0) -> list[
 
 
 async def counts(store: Store) -> dict[str, int]:
-    """The audit without zeros."""
+    """Return the nonzero counts of the audit."""
     return {name: count for name, count in (await store.run.audit()).items() if count}
 
 
 async def oldest_groups(store: Store, count: int) -> list[BufferedGroup]:
-    """The first `count` groups of the table in order of issue."""
+    """Return the first `count` groups of the table in the order in which they were issued."""
     return await store.replay.groups([name.decode() for name in await store.client.zrange(store.keys.replay_order, 0, count - 1)])

@@ -34,7 +34,7 @@ LIMITS = ("sync.join_deadline_s=20", "sync.transfer_deadline_s=8", "sync.host=12
 
 
 class AnyVerifier:
-    """Gives 1 to the first completion of a group and 0 to the others."""
+    """Scores the first completion of a group 1 and the others 0."""
 
     waiting = ""
 
@@ -60,7 +60,7 @@ class World:
     gathered: set[str] = field(default_factory=set)  # all members of any round
 
     def member(self, name: str, engine: ScriptedEngine | None = None, follows: bool = True) -> str:
-        """Add a generator; one that does not follow answers nothing, like a stopped process whose heartbeat is still fresh."""
+        """Add a generator. One that does not follow never responds, like a stopped process with a fresh heartbeat."""
         self.engines[name] = engine or ScriptedEngine()
 
         async def join() -> str:
@@ -86,7 +86,7 @@ class World:
         return self.portal.call(join())
 
     def kill(self, name: str) -> None:
-        """Kill a member like a lost machine: without a message or handing anything back."""
+        """Kill a member as if its machine were lost: it sends no message and hands nothing back."""
 
         async def end() -> None:
             await end_tasks(self.tasks[name])
@@ -96,7 +96,7 @@ class World:
         self.portal.call(end())
 
     def hold(self, name: str, version: int) -> None:
-        """Let a member evaluate a version until `release`: without room for tickets it never finds that none are left."""
+        """Keep a member evaluating a version until `release`: with no room for tickets, it never learns that none are left."""
         self.lanes[name]._limit, self.lanes[name].version = 0, version
 
     def release(self, name: str) -> None:
@@ -111,13 +111,13 @@ class World:
         return report
 
     def commit(self, version: int) -> None:
-        """Commit the step that makes `version`."""
+        """Commit the step that produces `version`."""
 
         async def step() -> None:
             if version > 0:
                 step = version - 1
                 await self.store.client.hset(self.store.keys.run, mapping={"prepared_step": step, "committed_step": step})
-                await self.store.client.hset(self.store.keys.step(step), mapping={"fresh": ""})
+                await self.store.client.hset(self.store.keys.step(step), mapping={"fresh": "", "departed": ""})
 
         self.portal.call(step())
 
@@ -133,7 +133,7 @@ def open_world(
     model: torch.nn.Module | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[World]:
-    """A run with a trainer's side and no members yet; by default with a small model."""
+    """Yield the trainer's side of a run that has no members yet, by default with a small model."""
     config = small_config(folder, server, *LIMITS, *overrides)
     portal = Portal()
     store = portal.call(Store.connect(server.url, "rounds", server.password))

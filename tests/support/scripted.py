@@ -1,8 +1,9 @@
 """A scripted inference engine for load and determinism: its tokens depend only on the prompt and the seed.
 
-Everything around it is real: Redis, the rounds, the gloo group it receives weights over, its process. Options come from
-`generator.engine_options`: `token_s` seconds per token (default 0), `vocabulary` token ids to choose from (default 4..99),
-`max_running` completions at a time, in order of arrival (default: any number).
+Everything around it is real: Redis, the rounds, its process, and the gloo group that it receives weights over. Options come from
+`generator.engine_options`: `token_s` seconds per token (default 0), `vocabulary` a range of token ids to choose from (default
+4..99), `max_running` completions at a time, in order of arrival (default: no limit), `hold_file` a file with the last version to
+sample with: an engine with later weights samples nothing until the file names a later version or is removed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from services.rollouts.generated import Generated, SamplingParameters
 from services.weights.receiver import TransferFailed, WeightsChanged
 
 CHUNK = 4  # tokens per simulated engine iteration
+HELD_POLL_S = 0.05
 
 
 @dataclass
@@ -43,14 +46,14 @@ class _Running:
 
 
 def scripted_tokens(prompt: list[int], seed: int, max_tokens: int, low: int, high: int) -> np.ndarray:
-    """The completion of a prompt under a seed, [T] int32 with 1 <= T <= max_tokens."""
+    """Return the completion of a prompt under a seed, [T] int32 with 1 <= T <= max_tokens."""
     key = hashlib.blake2b(np.array([seed, *prompt], np.int64).tobytes(), digest_size=8).digest()
     random = np.random.default_rng(int.from_bytes(key, "little"))
     return random.integers(low, high, size=int(random.integers(1, max_tokens + 1)), dtype=np.int32)
 
 
 def scripted_logprobs(tokens: np.ndarray) -> np.ndarray:
-    """Behaviour logprobs [T] float32, a function of the tokens."""
+    """Return behaviour logprobs, [T] float32, as a function of the tokens."""
     return (-1.0 - (tokens % 7) / 10).astype(np.float32)
 
 
@@ -65,7 +68,7 @@ class ScriptedEngine:
         self._go.set()
         self._running: dict[str, _Running] = {}
         self._made = 0
-        self._waiting: dict[str, float] = {}  # request -> start of waiting
+        self._waiting: dict[str, float] = {}  # request -> when it began to wait
         self._connection: Any = None
         self.weights: dict[str, Any] = {}  # last applied weights, by name
         self._buffers: dict[int, Any] = {}  # receive buffers
@@ -78,6 +81,7 @@ class ScriptedEngine:
         self._token_s = float(options.get("token_s", 0.0))
         self._places = asyncio.Semaphore(int(options.get("max_running", 1 << 30)))
         self._low, self._high = options.get("vocabulary", (4, 100))
+        self._hold_file = Path(options["hold_file"]) if "hold_file" in options else None
 
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
@@ -101,18 +105,27 @@ class ScriptedEngine:
         return running.result("length" if len(script) == sampling.max_tokens else "stop")
 
     def script(self, prompt: list[int], seed: int, max_tokens: int) -> list[int]:
-        """The completion of a prompt under a seed."""
+        """Return the completion of a prompt under a seed."""
         return scripted_tokens(prompt, seed, max_tokens, self._low, self._high).tolist()
 
     async def _make(self, running: _Running, script: list[int]) -> None:
         while len(running.tokens) < len(script) and not running.aborted:
             await self._go.wait()
+            if self._held():
+                await asyncio.sleep(HELD_POLL_S)
+                continue
             chunk = script[len(running.tokens) : len(running.tokens) + CHUNK]
             await asyncio.sleep(self._token_s * len(chunk))
             await self._go.wait()
             running.tokens += chunk
             running.versions += [self.version] * len(chunk)
             self._made += len(chunk)
+
+    def _held(self) -> bool:
+        try:
+            return self._hold_file is not None and self.version > int(self._hold_file.read_text())
+        except FileNotFoundError:
+            return False
 
     def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
         names = self._running if request_ids is None else [name for name in request_ids if name in self._running]

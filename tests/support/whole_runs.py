@@ -1,6 +1,6 @@
 """Whole runs through `grpo run`: their configuration, their processes, and what they leave in their folders.
 
-A plugin (tests/conftest.py), so that its fixtures are everywhere, and no run outlives the test that started it.
+It is a plugin (tests/conftest.py), so its fixtures are available everywhere and no run outlives the test that started it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tests.support.once import once
 from tests.support.preloading.starter import PLAIN
 
 STEPS = 8
-SLOW = "generator.engine_options.token_s=0.1"  # so that even a busy machine notices a step before the run has ended
 
 _started: list[subprocess.Popen[str]] = []
 
@@ -36,7 +35,7 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
         folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
         'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
         "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5", "trainer.row_tokens=512",
-        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # varied rewards, and excluded rows
+        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # rewards that vary, and excluded rows
         *overrides,
     )  # fmt: skip
     path = folder / f"{name}.toml"
@@ -67,7 +66,7 @@ def weights(folder: Path, name: str) -> str:
 
 def steps_done(folder: Path, name: str) -> int:
     path = folder / name / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0  # a line may be incomplete
+    return path.read_bytes().count(b"\n") if path.exists() else 0  # the last line may be incomplete
 
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 120) -> None:
@@ -78,8 +77,34 @@ def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: 
         time.sleep(0.05)
 
 
+class Hold:
+    """Keeps a run from ending before a test has done its part in the middle of it, however busy the machine is.
+
+    Pass `option` to `write_run`.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name, self._file = folder, name, folder / f"{name}.hold"
+        self.option = f'generator.engine_options.hold_file="{self._file}"'
+        self._allow(0)
+
+    def reach(self, steps: int, process: subprocess.Popen[str]) -> None:
+        """Let the run train this many steps, and wait for them. It trains at most two more."""
+        self._allow(steps - 1)
+        wait_for(lambda: steps_done(self._folder, self._name) >= steps, process)
+
+    def release(self) -> None:
+        """Let the run train all of its steps."""
+        self._file.unlink()
+
+    def _allow(self, version: int) -> None:
+        part = self._file.with_suffix(".part")
+        part.write_text(str(version))
+        part.replace(self._file)
+
+
 def pids_of(folder: Path, name: str, pod: str) -> list[int]:
-    """Return the processes of a pod of this run, found by their command lines."""
+    """Return the process ids of a pod of this run, found by their command lines."""
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
@@ -92,16 +117,16 @@ def pids_of(folder: Path, name: str, pod: str) -> list[int]:
 
 
 def kill(folder: Path, name: str, pod: str, process: subprocess.Popen[str]) -> None:
-    """Kill a pod's processes once it has any; a pod that has exited may be about to restart."""
+    """Kill a pod's processes, waiting until it has some: a pod that has exited may be about to restart."""
     wait_for(lambda: bool(pids_of(folder, name, pod)), process)
     for pid in pids_of(folder, name, pod):
-        with contextlib.suppress(ProcessLookupError):  # it was about to start another program, or exited with its parent
+        with contextlib.suppress(ProcessLookupError):  # it was about to exec another program, or exited with its parent
             os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs on this machine, including those of other pytest-xdist workers."""
+    """Return the folder of all runs on this machine, shared with other pytest-xdist workers."""
     with once(tmp_path_factory, "run") as (folder, new):
         if new:
             save_model_folder(folder / "model")
@@ -110,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the weights of an undisturbed run, whose processes start as for a user. One generator gives the same as several."""
+    """Return the weights of an undisturbed run whose processes start as a user's do. The number of generators does not matter."""
     with once(tmp_path_factory, "calm") as (_, new):
         if new:
             output = finish(start(write_run(folder, "calm", "generator.count=1"), **{PLAIN: "1"}))
@@ -120,7 +145,7 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def check_whole(folder: Path, name: str, steps: int = STEPS) -> None:
-    """Check that every step was trained, no ticket was lost or duplicated, and the lag bound was kept."""
+    """Check that every step was trained, no ticket was lost or duplicated, and the staleness bound was kept."""
     facts = summary(folder, name)
     assert facts["steps"] == steps
     assert (facts["lost"], facts["doubled"], facts["stale_dropped"]) == (0, 0, 0)
@@ -133,9 +158,9 @@ def check_whole(folder: Path, name: str, steps: int = STEPS) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown() -> None:
-    """Stop runs that a failed test has started and not awaited."""
+    """Stop runs that a failed test started and did not wait for."""
     while _started:
-        with _started.pop() as process:  # which closes its pipe
+        with _started.pop() as process:  # the context manager closes its pipe
             if process.poll() is not None:
                 continue
             process.terminate()

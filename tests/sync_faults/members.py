@@ -32,10 +32,10 @@ class Member:
         self.applied: dict[int, str] = {}  # version -> digest applied by this process
         self.wrong: list[str] = []  # reported violations
         self.stopped = False
-        self.over = threading.Event()  # no fault is in progress
+        self.over = threading.Event()  # set while no fault is in progress
         self.over.set()
         self._held: list[dict[str, Any]] = []
-        self._told = threading.Condition()
+        self._reported = threading.Condition()
         self._proxy = Proxy(lambda: server)
         portal.call(self._proxy.start(network.redis))
         network.add(name)
@@ -46,7 +46,7 @@ class Member:
         self.start()
 
     def start(self) -> None:
-        """Start its process."""
+        """Start the member's process."""
         command = [sys.executable, "-m", "tests.sync_faults.member"]
         command += ["--config", str(self._config), "--name", self.name, *(["--streams"] if self._streams else [])]
         pipe = subprocess.PIPE
@@ -58,13 +58,13 @@ class Member:
         threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
 
     def start_again_if_it_ended(self) -> None:
-        """Start its process again if it has exited."""
+        """Restart the member's process if it has exited."""
         if self._process.poll() is not None:
             self._process.wait()
             self._start_for_good()
 
     def _start_for_good(self) -> None:
-        """A child exits with the thread that started it, which must not be a thread of a transfer."""
+        """Start the process from the portal's thread: a child exits with the thread that started it, as a transfer's does."""
 
         async def start() -> None:
             self.start()
@@ -74,22 +74,22 @@ class Member:
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            said = json.loads(line)
-            with self._told:
-                match said["event"]:
+            event = json.loads(line)
+            with self._reported:
+                match event["event"]:
                     case "applied":
-                        self.applied[said["version"]] = said["digest"]
+                        self.applied[event["version"]] = event["digest"]
                     case "mixed":
-                        self.wrong.append(f"{self.name} could sample version {said['version']} with weights of {said['marks']}")
+                        self.wrong.append(f"{self.name} could sample version {event['version']} with weights of {event['marks']}")
                     case "holds":
-                        self._held.append(said)
-                self._told.notify_all()
+                        self._held.append(event)
+                self._reported.notify_all()
 
     def held(self) -> tuple[int, str] | None:
-        """Version (-1 for none) and digest of its current weights; None if it does not respond."""
+        """Return version (-1 for none) and digest of its current weights; None if it does not respond."""
         if self.stopped or self._process.poll() is not None:
             return None
-        with self._told:
+        with self._reported:
             self._held.clear()
             try:
                 assert self._process.stdin is not None
@@ -97,13 +97,13 @@ class Member:
                 self._process.stdin.flush()
             except BrokenPipeError:
                 return None
-            self._told.wait_for(lambda: self._held or self.stopped or self._process.poll() is not None, ANSWER_LIMIT_S)
+            self._reported.wait_for(lambda: self._held or self.stopped or self._process.poll() is not None, ANSWER_LIMIT_S)
             return (self._held[0]["version"], self._held[0]["digest"]) if self._held else None
 
     def took(self, version: int) -> str:
-        """Digest of what it applied as `version`, after waiting for it; empty if none."""
-        with self._told:
-            self._told.wait_for(lambda: version in self.applied, ANSWER_LIMIT_S)
+        """Wait for it to apply `version`, and return the digest of what it applied; empty if it did not."""
+        with self._reported:
+            self._reported.wait_for(lambda: version in self.applied, ANSWER_LIMIT_S)
             return self.applied.get(version, "")
 
     def hit(self, fault: Fault, seconds: float) -> None:
@@ -148,7 +148,7 @@ class Member:
         self.stopped = False
 
     def close(self) -> None:
-        """Stop it, whatever its state."""
+        """Stop the process, whatever its state."""
         self.over.wait(ANSWER_LIMIT_S)
         deadline = time.monotonic() + ANSWER_LIMIT_S
         assert self._process.stdin is not None

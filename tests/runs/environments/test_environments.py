@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.whole_runs import SLOW, check_whole, finish, kill, start, steps_done, wait_for, weights, write_run
+from tests.support.whole_runs import Hold, check_whole, finish, kill, start, weights, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parents[2] / "environment" / "support" / "programs.py"
@@ -26,7 +26,7 @@ def write(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def evaluated(folder: Path, name: str) -> dict[float, dict[str, float]]:
-    """Results of a run's evaluation rounds, by version."""
+    """Return results of a run's evaluation rounds, by version."""
     lines = (folder / name / "evaluations.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {record["eval/version"]: {k: v for k, v in record.items() if k.startswith("eval/held_out/")} for record in records}
@@ -37,10 +37,12 @@ def test_killing_environments_and_generators_changes_nothing(folder: Path) -> No
     check_whole(folder, "turns", STEPS)
     calm = evaluated(folder, "turns")
     assert {0, STEPS} <= calm.keys() <= {0, 2, 4, STEPS}, "a round overtaken by a newer version is skipped"
-    process = start(write(folder, "killed-turns", SLOW))
-    wait_for(lambda: steps_done(folder, "killed-turns") >= 1, process)
+    hold = Hold(folder, "killed-turns")
+    process = start(write(folder, "killed-turns", hold.option))
+    hold.reach(1, process)
     kill(folder, "killed-turns", "environment-0", process)
     kill(folder, "killed-turns", "generator-0", process)
+    hold.release()
     finish(process)
     check_whole(folder, "killed-turns", STEPS)
     assert weights(folder, "turns") == weights(folder, "killed-turns")

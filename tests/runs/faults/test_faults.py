@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from services.config import load
 from services.store.functions.footprint import footprints
 from tests.faults.kinds import AT_THE_END, AT_THE_START, CALLS, ELSEWHERE, KINDS, Shape, chosen, sequence
 from tests.faults.mutants import MUTANTS, ROOT, copy_code
+from tests.faults.run_under_test import PROFILES, Setting
 
 QUICK = (  # tests/runs/test_run.py kills the pods that are slow to start
     "kill-dataprep,kill-redis,stop-generator,stop-trainer,cut-generator,lose-dataprep,lose-trainer,drop-trainer"
@@ -54,6 +56,13 @@ def test_every_functions_reply_is_lost_in_some_test() -> None:
     assert {*AT_THE_START, *AT_THE_END} <= called
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_has_a_valid_configuration(profile: str, tmp_path: Path) -> None:
+    config = load(Setting(tmp_path, ROOT, profile).write(profile), environ={})
+    assert config.run.name == profile
+    assert bool(config.environments) == (profile == "turns")
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_mutant_still_applies(mutant: str, tmp_path: Path) -> None:
     copy_code(tmp_path, mutant)
@@ -79,7 +88,7 @@ def test_a_run_with_eight_faults_is_bit_identical(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_non_idempotent_commit_is_detected(tmp_path: Path) -> None:
-    """The first fault of this seed loses the reply to a commit, which the trainer's client then resends."""
+    """The first fault of this seed loses the reply to a commit, which the trainer's client then sends again."""
     done = drive(
         tmp_path / "faults", "--faults", "1", "--seed", "3", "--kinds", "lose-trainer", "--mutant", "commit", "--generators", "1"
     )

@@ -40,9 +40,9 @@ async def test_each_service_names_the_key_the_value_and_the_remedy(
     argv = [sys.executable, "-m", program, "--name", "pod-0"]
     done = await asyncio.to_thread(subprocess.run, argv, env=environ, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 2, done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith('{"event"')]  # without the log
-    assert len(said) == 1, said
-    assert said[0].startswith(f"error: model.path = {path!r} ")
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith('{"event"')]  # without the log
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"error: model.path = {path!r} ")
     for words in PATHS[path]:
-        assert any(each in said[0] for each in words.split("|")), said
+        assert any(each in lines[0] for each in words.split("|")), lines
     assert '"level": "error"' not in done.stdout + done.stderr

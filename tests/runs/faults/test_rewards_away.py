@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.whole_runs import (
-    SLOW,
+    Hold,
     check_whole,
     finish,
     kill,
@@ -43,9 +43,11 @@ def test_restarting_the_reward_service_changes_nothing(folder: Path, undisturbed
     with FlakyServer() as service:
         service.behave("status:500", "hang", "close", "raw:{}", "retry:1", "endless", "status:503")
         verifier = f'{{kind="http", url="{service.url}/digits", range=[0, 1], timeout_s=1.0}}'
-        process = start(write_run(folder, NAME, SLOW, f"verifiers=[{verifier}]"))
-        wait_for(lambda: steps_done(folder, NAME) >= 2, process)
+        hold = Hold(folder, NAME)
+        process = start(write_run(folder, NAME, hold.option, f"verifiers=[{verifier}]"))
+        hold.reach(2, process)
         service.kill()
+        hold.release()
         wait_for(lambda: f"waiting for verifier 'http' at {service.url}/digits: connection refused" in status(folder), process)
         waiting = next(pod for pod in generators(folder) if pod["waiting"])
         ready = httpx.get(f"{waiting['url']}/health/ready", timeout=60)

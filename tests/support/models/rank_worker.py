@@ -1,7 +1,7 @@
-"""One trainer rank as a separate process, for tests: `launch` starts them, `main` is their program.
+"""One trainer rank as a separate process, for tests: `launch` starts the ranks, `main` is their program.
 
-A job is a name out of `JOBS` and its arguments; a process runs several jobs one after the other, since importing torch and
-DeepSpeed takes longer than any of them.
+A job is a name in `JOBS` and its arguments. A process runs several jobs in turn, since importing torch and DeepSpeed takes longer
+than any of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ TIMEOUT_S = 170
 
 
 def launch(size: int, jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
-    """Run the jobs on `size` ranks and return what each returned, [job][rank]."""
+    """Run the jobs on `size` ranks; return what each job returned on each rank, [job][rank]."""
     folder.mkdir(parents=True)
     torch.save(list(jobs), folder / "jobs.pt")
     port = free_port()
@@ -49,8 +50,8 @@ def launch(size: int, jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONWARNINGS": "ignore",  # torch's own deprecations, a line per collective
-            "PATH": "/nowhere",  # training must not compile anything
+            "PYTHONWARNINGS": "ignore",  # torch's own deprecations, one line per collective
+            "PATH": "/nowhere",  # training must not need a compiler
         }
         log = (folder / f"rank-{rank}.log").open("w")
         command = [sys.executable, "-m", "tests.support.models.rank_worker", str(folder), str(rank)]
@@ -70,7 +71,7 @@ def launch(size: int, jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
 
 
 def main() -> None:
-    """Run the jobs of the folder given as the first argument, as the rank given as the second."""
+    """Run the jobs in the folder given as the first argument, as the rank given as the second."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     results = []
     for name, arguments in torch.load(folder / "jobs.pt", weights_only=False):
@@ -83,57 +84,69 @@ def main() -> None:
 def _policy(model: Path, sections: dict[str, Any]) -> Any:
     from services.trainer.ranks import World
     from services.trainer.step import policy as policy_module
+    from services.trainer.step.gradient import GradientSum
     from services.trainer.step.policy import Policy
     from tests.support.models.tiny_model import make_config
 
     policy_module.LOGPROB_CHUNK_TOKENS = 5  # several chunks per row
 
-    class Recording(Policy):
+    class Recording(GradientSum):
         """Keeps the whole gradient of every optimizer step, before clipping, and counts backward passes."""
 
-        gradients: list[dict[str, torch.Tensor]]
-        backward_passes: int
-
         def _backward(self, loss: torch.Tensor) -> None:
-            self.backward_passes += 1
+            policy.backward_passes += 1
             super()._backward(loss)
 
-        def _optimizer_step(self, step: int) -> float:
+        def _step(self, step: int, divisor: float) -> float:
             from deepspeed.utils import safe_get_full_grad
 
             from services.trainer.step.deepspeed_engine import keeps_gradients
 
-            plain = keeps_gradients(self.config)
+            plain = keeps_gradients(policy.config)
             gradients = {}
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in policy.module.named_parameters():
                 if not parameter.requires_grad:
                     continue
                 gradient = parameter.grad if plain else safe_get_full_grad(parameter)
                 assert gradient is not None
-                gradients[name] = gradient.detach().float().cpu().clone()
-            self.gradients.append(gradients)
-            return super()._optimizer_step(step)
+                gradients[name] = gradient.detach().float().cpu() / divisor
+            policy.gradients.append(gradients)
+            return super()._step(step, divisor)
+
+    class Recorded(Policy):
+        gradients: list[dict[str, torch.Tensor]]
+        backward_passes: int
 
     world = World.from_environment()
     trainer = {"ranks": world.size} | sections.get("trainer", {})
-    policy = Recording(make_config(model, **(sections | {"trainer": trainer})), world)
+    policy_module.GradientSum = Recording
+    policy = Recorded(make_config(model, **(sections | {"trainer": trainer})), world)
     policy.gradients, policy.backward_passes = [], 0
     return policy
 
 
-def _train(policy: Any, payloads: Any, samples: Any, layout: Any, step: int, drop: int = 0) -> Any:
+def _train(policy: Any, payloads: Any, samples: Any, layout: Any, step: int, drop: int = 0, early: Sequence[int] = ()) -> Any:
+    """Train a step. `early`: the rows of each early part, after which weights are gathered and a checkpoint is saved."""
     from services.trainer.step import batches, logprob_gaps
     from tests.support.models.tiny_model import VOCABULARY, plan_of
 
     plan, ranks = plan_of(layout, samples, step, policy.config.loss)
     rows = batches.build(ranks[policy.data_rank], payloads, vocabulary=VOCABULARY, row_tokens=policy.config.trainer.row_tokens)
-    trained = policy.train(rows[drop:], plan)
+    done = drop
+    for part in early:
+        policy.train_early(step, rows[done : done + part])
+        done += part
+        assert policy.early_rows(step) == done
+        whole_weights(policy)
+        with tempfile.TemporaryDirectory() as folder:
+            policy.save(Path(folder))
+    trained = policy.train(rows[done:], plan)
     policy.gaps = {} if trained.gaps is None else logprob_gaps.message(rows, trained.gaps, 1.0, 1 << 20).by_segment()
     return trained
 
 
 def polyak(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any) -> dict[str, Any]:
-    """Train one step per layout; returns the weights of policy and reference before the first and after each, and metrics."""
+    """Train one step per layout; return the weights of policy and reference before the first and after each, and metrics."""
     policy = _policy(model, sections)
     weights, references, metrics = [whole_weights(policy)], [reference_weights(policy)], []
     for step, layout in enumerate(layouts):
@@ -144,7 +157,7 @@ def polyak(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any
 
 
 def late_average(model: Path, payloads: Any, samples: Any, layout: Any, root: Path) -> dict[str, Any]:
-    """Save with a frozen reference, load with an averaged one; returns the reference, what it was, and what was warned of."""
+    """Save with a frozen reference and load with an averaged one. Return the reference before and after, and the warnings."""
     import logging
 
     warned: list[str] = []
@@ -166,7 +179,7 @@ def late_average(model: Path, payloads: Any, samples: Any, layout: Any, root: Pa
 
 
 def decay(model: Path, stage: int) -> dict[str, float]:
-    """Weight decay of every parameter by name, from the groups DeepSpeed optimizes."""
+    """Return the weight decay of every parameter by name, as read from DeepSpeed's optimizer groups."""
     policy = _policy(model, {"trainer": {"zero_stage": stage}, "optimizer": {"weight_decay": 0.1}, "loss": {"kl_beta": 0.0}})
     optimizer = policy.engine.optimizer
     rates = [group["weight_decay"] for group in (optimizer.optimizer if stage else optimizer).param_groups]
@@ -183,7 +196,7 @@ def decay(model: Path, stage: int) -> dict[str, float]:
 
 
 def in_place(model: Path, sections: Any, payloads: Any, samples: Any, layout: Any) -> list[bool]:
-    """For each bucket of several weights after a step: whether it is sent from the weights' own memory."""
+    """Train a step; return, for each bucket of several weights, whether it is sent from the weights' own memory."""
     from services.weights.collective import plan_buckets
     from services.weights.host_memory import HostBuckets, as_they_lie, describe
 
@@ -204,7 +217,7 @@ def in_place(model: Path, sections: Any, payloads: Any, samples: Any, layout: An
 
 
 def fixed_point(gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums of the gradients, dealt to ranks in two ways; and of one that is too large."""
+    """Return sums of the gradients divided among the ranks in several ways, and of values at, above and outside the range."""
     from services.trainer.ranks import World
     from services.trainer.step.fixed_point import FixedPointSum
 
@@ -233,25 +246,27 @@ def fixed_point(gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def reference_weights(policy: Any) -> dict[str, torch.Tensor]:
-    """Every parameter of the reference, gathered."""
+    """Gather and return every parameter of the reference."""
     from services.trainer.model.export import whole_state
 
     return whole_state(policy.reference.module.model, policy.zero_stage, keep=True)
 
 
 def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
-    """Every parameter, gathered."""
+    """Gather and return every parameter of the policy."""
     from services.trainer.model.export import whole_state
 
     return whole_state(policy.module, policy.zero_stage, keep=True)
 
 
-def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any) -> dict[str, Any]:
-    """Train one step per layout; returns gradients, metrics and priorities of each step, the weights at the end, the logprob gaps
-    of the last step, and the number of backward passes.
+def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, early: Sequence[int] = ()) -> dict[str, Any]:
+    """Train one step per layout, each with these early parts.
+
+    Return the gradients, metrics and priorities of each step, the final weights, the logprob gaps of the last step, and the
+    number of backward passes.
     """
     policy = _policy(model, sections)
-    trained = [_train(policy, payloads, samples, layout, step) for step, layout in enumerate(layouts)]
+    trained = [_train(policy, payloads, samples, layout, step, early=early) for step, layout in enumerate(layouts)]
     return {
         "gradients": policy.gradients,
         "metrics": [one.metrics for one in trained],
@@ -263,11 +278,11 @@ def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any)
 
 
 def variants(model: Path, sections: Any, payloads: Any, samples: Any, layout: Any, losses: dict[str, Any]) -> dict[str, Any]:
-    """One step of each loss, by name, from the same weights: the learning rate is too small to change float32."""
+    """Train one step with each named loss from the same weights: the learning rate is too small to change float32."""
     policy = _policy(model, sections | {"optimizer": {"learning_rate": 1e-30}})
     results = {}
     for name, config in losses.items():
-        policy.config = policy.config.model_copy(update={"loss": config})
+        policy.config = policy.gradient._config = policy.config.model_copy(update={"loss": config})
         policy.gradients = []
         metrics = _train(policy, payloads, samples, layout, 0).metrics
         results[name] = {"gradients": policy.gradients, "metrics": metrics}
@@ -275,7 +290,7 @@ def variants(model: Path, sections: Any, payloads: Any, samples: Any, layout: An
 
 
 def resume(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, root: Path) -> dict[str, Any]:
-    """Train, checkpoint before the last layout, train on; then the last again from the checkpoint, on a fresh policy."""
+    """Train with a checkpoint before the last layout; then restore it into a new policy and train the last layout again."""
     from services.runtime import atomic_folders
     from services.trainer.checkpoints.folder import Checkpoints
     from services.trainer.step import deepspeed_engine as engine
@@ -307,7 +322,7 @@ def resume(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any
 def take_up(
     model: Path, sections: Any, payloads: Any, samples: Any, layout: Any, root: Path, again: Path | None = None
 ) -> dict[str, Any]:
-    """Load what ranks of another number or ZeRO stage saved, save it `again` if told to, and train one step."""
+    """Load what another number of ranks or another ZeRO stage saved, save it to `again` if given, and train one step."""
     from services.trainer.checkpoints.folder import Checkpoints
 
     policy = _policy(model, sections)
@@ -321,9 +336,10 @@ def take_up(
 
 
 def optimizer_state(policy: Any) -> dict[str, Any]:
-    """Weights as the model has them and as AdamW has them, moments, counts of steps and the reference, whole, by parameter.
+    """Return the optimizer's state, gathered, by parameter.
 
-    By DeepSpeed's own accessors.
+    It consists of the model's weights, AdamW's copy of them, its moments and step counts, and the reference, read with
+    DeepSpeed's accessors.
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -348,7 +364,7 @@ def optimizer_state(policy: Any) -> dict[str, Any]:
 
 
 class SlowStore(Store):
-    """A store whose payloads are delayed by `delay_s`."""
+    """A store that delays payloads by `delay_s`."""
 
     delay_s, asked = 0.0, 0
 
@@ -366,9 +382,9 @@ class SlowStore(Store):
 def through_worker(
     model: Path, url: str, password: str, run: str, steps: int, delay_s: float, lost_step: int = -1
 ) -> dict[str, Any]:
-    """Train prepared steps as rank 0 does, from a slow store; then again on a fresh policy, from rows built at once.
+    """Train prepared steps as rank 0 does, from a slow store; then again on a new policy, from rows built up front.
 
-    Of `lost_step`, rank 1 first gets another plan, as if Redis had lost it afterwards.
+    Rank 1 first gets a different plan for `lost_step`, as if Redis had lost that plan afterwards.
     """
     from services.protocol.errors import Damaged
     from services.runtime.loops import Broken
@@ -396,7 +412,7 @@ def through_worker(
                     assert portal.call(discard_damaged(store, fence, step, done, policy.config)) == 1
                 ranks.gather(None)
             metrics.append(done[1].metrics)
-            time.sleep(1.5 * delay_s)  # the rest of a step longer than its fetch
+            time.sleep(1.5 * delay_s)  # let the rest of a step take longer than its fetch
         weights = whole_weights(policy)
         policy = _policy(model, sections)
         for step in range(steps):
@@ -416,11 +432,11 @@ def through_worker(
 
 
 def _lose(worker: Worker, step: int) -> None:
-    """Let the first fetch of `step` return a plan with other denominators."""
+    """Make the first fetch of `step` return a plan with other denominators."""
     fetch, lost = worker.prefetch.take, [step]
 
-    def take(step: int) -> tuple[Fetched, float]:
-        fetched, ahead_s = fetch(step)
+    def take(step: int, early: Sequence[Any] = ()) -> tuple[Fetched, float]:
+        fetched, ahead_s = fetch(step, early)
         if step in lost:
             lost.remove(step)
             other = msgspec.structs.replace(fetched.plan, denominators=[3.0 * one for one in fetched.plan.denominators])
@@ -431,8 +447,8 @@ def _lose(worker: Worker, step: int) -> None:
 
 
 def non_finite(model: Path, payloads: Any, samples: Any) -> list[str]:
-    """Train with NaN logprobs of the reference, then of the policy; return the errors."""
-    from services.trainer.step.policy import NonFinite
+    """Train with NaN logprobs from the reference, then from the policy; return the errors."""
+    from services.trainer.step.gradient import NonFinite
 
     messages = []
     for broken in ("reference", "engine"):
@@ -447,14 +463,14 @@ def non_finite(model: Path, payloads: Any, samples: Any) -> list[str]:
 
 
 def export(model: Path, sections: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """Export untrained weights; returns them."""
+    """Export untrained weights and return them."""
     policy = _policy(model, sections)
     policy.export_hf(folder, 7)
     return whole_weights(policy)
 
 
 def failures(model: Path, root: Path) -> dict[str, str]:
-    """Fail saving and restoring in every way; return the messages."""
+    """Make saving and restoring fail in every way; return the messages."""
     import resource
     import signal
 
@@ -484,7 +500,7 @@ def failures(model: Path, root: Path) -> dict[str, str]:
     attempt("not a folder", lambda: Checkpoints(root / "file", keep=1).save(policy, 1))
     attempt("cannot begin", lambda: Checkpoints(root / "file", keep=1).try_out(rank))
     attempt("beside", lambda: good.save(policy, 4, lambda folder: atomic_folders.write(folder / "none" / "snapshot", b"")))
-    if rank == policy.world.size - 1:  # one rank can no longer write, in the middle of its file
+    if rank == policy.world.size - 1:  # one rank loses the ability to write, in the middle of its file
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     attempt("too large", lambda: good.save(policy, 4))
@@ -509,7 +525,7 @@ def failures(model: Path, root: Path) -> dict[str, str]:
         messages["found"] = str(found and found.step)
 
     def strange(name: str, **facts: Any) -> Checkpoints:
-        """The last good checkpoint, with other facts in its manifest."""
+        """Copy the last good checkpoint, with these facts changed in its manifest."""
         if rank == 0:
             shutil.copytree(good.root / "step-00000003", root / name / "step-00000003")
             path = root / name / "step-00000003" / atomic_folders.MANIFEST
@@ -546,7 +562,7 @@ def failures(model: Path, root: Path) -> dict[str, str]:
 
 
 def _mount(*arguments: object) -> str:
-    """Mount; return why that is not possible here, or an empty string."""
+    """Mount; return why that is impossible here, or an empty string."""
     done = subprocess.run(["/usr/bin/mount", *map(str, arguments)], capture_output=True, text=True, check=False)
     return done.stderr.strip() if done.returncode else ""
 
@@ -558,10 +574,17 @@ def _from_rank_0(value: Any) -> Any:
 
 
 def lora(**given: Any) -> dict[str, Any]:
-    """See tests/trainer/model/lora_job.py."""
+    """Run the job of tests/trainer/model/lora_job.py."""
     from tests.trainer.model import lora_job
 
     return lora_job.run(**given)
+
+
+def early_parts(**given: Any) -> dict[str, Any]:
+    """Run the job of tests/trainer/step/early_job.py."""
+    from tests.trainer.step import early_job
+
+    return early_job.run(**given)
 
 
 JOBS: dict[str, Callable[..., Any]] = {
@@ -579,6 +602,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "non_finite": non_finite,
     "failures": failures,
     "lora": lora,
+    "early": early_parts,
 }
 
 if __name__ == "__main__":

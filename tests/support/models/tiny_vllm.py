@@ -1,7 +1,9 @@
-"""A tiny random Qwen3 with a tokenizer, and logprobs of its completions by `transformers`."""
+"""A tiny random Qwen3 with a tokenizer, and the logprobs that `transformers` gives its completions."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import numpy as np
 
 from services.config import RunConfig
 from services.config.load import validate
+from services.generator.engines.base import Engine
+from services.rollouts.generated import Generated
 
 VOCABULARY = 1024
 EOS = 1
@@ -17,7 +21,7 @@ BUCKET_BYTES = 1 << 20
 
 
 def make_model(folder: Path, tied: bool, seed: int = 0, bias: bool = False) -> Any:
-    """A float32 Qwen3 of about 1.6 MiB in `folder`; returns the model. `bias`: a Qwen2 instead, whose attention has biases."""
+    """Save a float32 Qwen3 of about 1.6 MiB in `folder` and return it. `bias`: a Qwen2 instead, whose attention has biases."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -50,7 +54,7 @@ def make_model(folder: Path, tied: bool, seed: int = 0, bias: bool = False) -> A
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
-    """A run configuration around the model in `folder`; `sections` overlay it. Its logprobs can be compared token by token."""
+    """Return a configuration with the model in `folder`, overlaid by `sections`; its logprobs can be compared token by token."""
     tree: dict[str, Any] = {
         "model": {"path": str(folder), "dtype": "float32", "max_tokens": 256},
         "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
@@ -65,7 +69,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 def reference_logprobs(model: Any, prompt: list[int], tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """[T] float32: logprobs of `tokens` after `prompt`, by `transformers`, in one forward pass."""
+    """Return the logprobs of `tokens` after `prompt`, [T] float32, computed by `transformers` in one forward pass."""
     import torch
 
     with torch.no_grad():
@@ -93,3 +97,14 @@ def perturb(model: Any, seed: int, share: float = 1.0) -> None:
         for weight in model.parameters():
             change = torch.randn_like(weight) * 0.05
             weight.add_(change if share == 1.0 else change * (torch.rand_like(weight) < share))
+
+
+async def until(engine: Engine, request_id: str, tokens: int) -> Generated:
+    """Wait until a running completion has `tokens` tokens."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = engine.snapshot([request_id]).get(request_id)
+        if found is not None and len(found.tokens) >= tokens:
+            return found
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{request_id} did not reach {tokens} tokens")

