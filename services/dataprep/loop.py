@@ -188,9 +188,11 @@ class DataprepLoop:
         swept = await self.store.replay.sweep_and_peek(fence, oldest_fresh, wanted, self.rules.replaced)
         self.metrics.stale.inc(swept.stale)
         again = await self.issuer.issue_again(fence) if swept.reissue else 0
-        if again < swept.reissue:
-            return True  # reissued prompts come before new ones
+        if 0 < again < swept.reissue:
+            return True
         prepared = await self._prepare(fence, state, swept, oldest_fresh) or await self._offer_early(fence, state, swept)
+        if again < swept.reissue:  # the rest waits for slots, and comes before new prompts
+            return bool(prepared or settled)
         return bool(prepared or await self._issue(fence, state, swept) or settled or again)
 
     async def _settle(self, fence: int, next_step: int, base: int) -> int:

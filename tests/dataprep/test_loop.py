@@ -468,3 +468,26 @@ async def test_a_run_without_prompts_that_is_to_be_restored_is_not_stopped(tmp_p
         assert state is not None
         assert not await loop._turn(fence, state)
         await store.restores.delete_run()
+
+
+async def test_a_fork_with_fewer_slots_samples_nothing_that_would_become_stale(tmp_path: Path, server: RedisServer) -> None:
+    async with dataprep(configured(tmp_path / "origin", server)) as (service, loop):
+        store, running = service.store, asyncio.create_task(service.run(loop.work))
+        trainer, _ = await claim_all(store)
+        await store.snapshots.save(trainer, -1, tmp_path / "snapshot", payloads=True)
+        service.stop()
+        await running
+        await store.restores.delete_run()
+    config = configured(tmp_path / "fork", server, "admission.max_staleness=0")
+    async with dataprep(config) as (service, loop):
+        store = service.store
+        await store.restores.restore(await store.run.attach_trainer(), Snapshot(tmp_path / "snapshot"), True, lambda: None)
+        running = asyncio.create_task(service.run(loop.work))
+        plans = await train(store, 4)
+        assert {plan.stats["staleness/trained/max"] for plan in plans} == {0.0}
+        assert [group for plan in plans for group in plan.groups] == [f"0-{row}" for row in permutation(config.run.seed, 0, 40)[:32]]
+        audit = await store.run.audit()
+        assert (audit["ledger:reissued"], audit["ledger:issued"], audit["ledger:trained"]) == (16, 32, 32)
+        service.stop()
+        await running
+        await store.restores.delete_run()

@@ -84,9 +84,9 @@ class Tickets(Facet):
         return raw.pop("state", b""), {name.removeprefix("rows:"): rows for name, rows in raw.items()}
 
     async def issue_again(self, fence: int, tickets: Sequence[Ticket], environments: Collection[str] = ()) -> int:
-        """Issue tickets that a restore interrupted, under their old sequence. Returns how many were not issued again before.
+        """Issue tickets that a restore interrupted, under their old sequence, as far as the run has slots for them.
 
-        `environments`: sources whose tickets are for environments.
+        Returns how many were issued now, not before. `environments`: sources whose tickets are for environments.
         """
         args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
         return int(await self._redis.call("issue_again", fence, _lanes(tickets, environments), *args))

@@ -136,13 +136,17 @@ register_leader('issue', {
 end, true)
 
 -- args: leader fence, a text with a 1 in the place of each ticket that is for environments, then ticket id and body of each.
--- Issues tickets that a restore interrupted again: under their old sequence,
--- on the slots they hold. Skips those that were issued again before, which makes a repeated call harmless. Returns how many were
--- issued.
+-- Issues tickets that a restore interrupted again: under their old sequence, on the slots they hold. A fork may have fewer slots
+-- than its origin: a ticket with as many before it waits until some of these are published, or it would be sampled too early.
+-- Skips those that were issued again before, which makes a repeated call harmless. Returns how many were issued.
 register_leader('issue_again', {'rollouts', TEXT, EACH, 'ticket', TICKET, 'body', TEXT}, function(prefix, args)
-  local issued = 0
+  local issued, slots, used = 0, number(prefix, 'slots'), number(prefix, 'slots_used')
   for i = 3, #args, 2 do
-    if redis.call('ZREM', prefix .. ':reissue', args[i]) == 1 then
+    local seq = redis.call('ZSCORE', prefix .. ':reissue', args[i])
+    if seq then
+      local later = redis.call('ZCOUNT', prefix .. ':outstanding', seq, '+inf') + redis.call('ZCOUNT', prefix .. ':replay:order', seq, '+inf')
+      if used - later >= slots then break end
+      redis.call('ZREM', prefix .. ':reissue', args[i])
       add(prefix, string.sub(args[2], (i - 1) / 2, (i - 1) / 2), args[i], args[i + 1])
       issued = issued + 1
     end

@@ -17,7 +17,7 @@ from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
 from services.store import Store
 from services.store.calls import snapshot as snapshots
 from services.store.calls.restore import RestoreWriter
-from services.store.records import TableRules
+from services.store.records import Settlement, TableRules
 from services.store.snapshot_format import Rows, Snapshot, SnapshotError
 from tests.store.test_conservation import Walk, check_keys
 from tests.support import flow
@@ -135,6 +135,35 @@ async def test_repeated_restores_lose_and_duplicate_nothing(any_store: Store, tm
     report = assess("run", await any_store.run.audit())
     assert report.ok, report.messages
     assert (report.places["tickets"], report.places["reissue"], report.slots_used) == (0, 0, 0)
+
+
+async def test_a_fork_with_fewer_slots_reissues_no_more_than_it_can_train_in_time(any_store: Store, tmp_path: Path) -> None:
+    store, walk = any_store, Walk(any_store, 0)
+    await store.run.create("config", "dataset", 1000, 12)
+    await walk.change_leader()
+    await walk.change_trainer()
+    await store.steps.publish(walk.trainers[-1], 0)
+    assert await store.tickets.issue(walk.leaders[-1], 0, [ticket(seq) for seq in range(12)], b"", {})
+    await store.snapshots.save(walk.trainers[-1], -1, tmp_path / "s", payloads=True)
+    await store.restores.delete_run()
+    await store.run.create("config", "dataset", 1000, 4)
+    walk.trainers.append(await restore(store, tmp_path / "s"))
+    await walk.change_leader()
+    leader = walk.leaders[-1]
+    for step in range(6):
+        await store.steps.publish(walk.trainers[-1], step)
+        again = [ticket(seq) for _, seq in await store.tickets.reissue(100)]
+        assert await store.tickets.issue_again(leader, again) == (4 if step == 0 else 2 if step < 5 else 0)
+        assert await store.tickets.issue_again(leader, again) == 0, "a repeated call"
+        for claim in await flow.claim(store, "g", 2, step):
+            await flow.submit(store, "g", claim)
+        for item in await store.replay.read_headers(leader, 2):
+            await store.replay.settle(leader, [Settlement(item, "insert")])
+        first = [group for group, _ in (await store.replay.sweep_and_peek(leader, 0, 2)).first]
+        await store.steps.prepare(leader, *flow.plan(step, first), 0, [1.0] * len(first))
+        assert await store.steps.commit(walk.trainers[-1], step)
+    report = assess("run", await store.run.audit())
+    assert (report.messages, report.outcomes["trained"]) == ((), 12)
 
 
 async def test_without_payloads_untrained_tickets_are_reissued_in_order(any_store: Store, tmp_path: Path) -> None:
