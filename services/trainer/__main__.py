@@ -3,7 +3,7 @@
 The environment says which rank this is: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
 
 Guarantees: SIGTERM ends a rank that has not loaded yet immediately, even while it waits for the others in a call that runs no
-Python signal handler. After loading, rank 0 decides when all ranks exit.
+Python signal handler. After loading, rank 0 decides when all ranks exit: it stops if any rank is told to.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _follow(given: Arguments, portal: Portal) -> None:
+    from services.trainer import ranks
     from services.trainer.rank_commands import RankCommands
+
+    def stop(_: int, __: FrameType | None) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 has gone, which ends the next collective
+            ranks.request_stop()
 
     config = given.config
     store = portal.call(connect("trainer", config))
@@ -63,7 +68,7 @@ def _follow(given: Arguments, portal: Portal) -> None:
         if os.environ.get("LOCAL_RANK") == "0":  # first rank of its own node: probes find endpoints there as on rank 0's
             portal.call(here.enter_async_context(open_service("trainer", config, given.name)))
         worker = _worker(config, store, portal)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to exit; its death ends the collective
+        signal.signal(signal.SIGTERM, stop)  # rank 0 says when to exit; its death ends the collective
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             RankCommands(worker.operations()).follow()
@@ -76,6 +81,7 @@ def _follow(given: Arguments, portal: Portal) -> None:
 
 def _lead(given: Arguments, portal: Portal) -> None:
     with garbage_collection.importing():
+        from services.trainer import ranks
         from services.trainer.loop import TrainLoop
         from services.trainer.metrics import TrainerMetrics
         from services.trainer.rank_commands import RankCommands
@@ -106,6 +112,8 @@ def _lead(given: Arguments, portal: Portal) -> None:
         signal.signal(signal.SIGINT, stop)
         commands = RankCommands(worker.operations())
         while not (created := portal.call(service.created(POLL_S))) and not service.stopping.is_set():
+            if ranks.stop_requested():
+                break
             fault()
             commands.keep_waiting()
         if created:

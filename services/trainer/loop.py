@@ -26,6 +26,7 @@ from services.runtime.loops import Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import RunState
+from services.trainer import ranks
 from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.checkpoints.saving import Saving
 from services.trainer.metrics import ACTIVITY, TrainerMetrics
@@ -354,10 +355,10 @@ class TrainLoop:
         self._portal.loop.call_soon_threadsafe(partial(self.service.say, **changes))
 
     def _tick(self) -> None:
-        """Between waits: show progress, keep the other ranks from timing out, obey SIGTERM and the end of the run."""
+        """Between waits: show progress, keep the other ranks from timing out, obey SIGTERM to any rank and the end of the run."""
         self.loop.progress()
         self._fault()
-        if self.service.stopping.is_set():
+        if self.service.stopping.is_set() or ranks.stop_requested():
             raise Stopped
         if time.monotonic() - self._ranks_told > RANKS_EVERY_S:
             self.commands.keep_waiting()

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+STOP = "grpo/stop"
+"""Key of the store through which the ranks connected: one of them was told to stop."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,16 @@ def maximum(values: torch.Tensor) -> torch.Tensor:
     """Take the maximum over ranks, in place. Collective."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values
+
+
+def request_stop() -> None:
+    """Ask rank 0 to finish its step, save and end all ranks, as when it is told to stop itself. Not collective."""
+    _get_default_store().set(STOP, "1")
+
+
+def stop_requested() -> bool:
+    """Return whether any rank has asked rank 0 to stop. Not collective."""
+    return dist.is_initialized() and bool(_get_default_store().check([STOP]))
 
 
 def to_rank_0(data: torch.Tensor | None, nbytes: int, source: int) -> torch.Tensor | None:

@@ -485,7 +485,9 @@ async def test_a_fork_with_fewer_slots_samples_nothing_that_would_become_stale(t
         running = asyncio.create_task(service.run(loop.work))
         plans = await train(store, 4)
         assert {plan.stats["staleness/trained/max"] for plan in plans} == {0.0}
-        assert [group for plan in plans for group in plan.groups] == [f"0-{row}" for row in permutation(config.run.seed, 0, 40)[:32]]
+        assert [group for plan in plans for group in plan.groups] == [
+            f"0-{row}" for row in permutation(config.run.seed, 0, 40)[:32]
+        ]
         audit = await store.run.audit()
         assert (audit["ledger:reissued"], audit["ledger:issued"], audit["ledger:trained"]) == (16, 32, 32)
         service.stop()

@@ -20,7 +20,7 @@ from services.operations.history import recorded
 from services.runtime.checkpoints import CheckpointFolder
 from tests.support.console import ROOT
 from tests.support.harness import save_model_folder
-from tests.support.whole_runs import finish, start, steps_done, wait_for, write_run
+from tests.support.whole_runs import finish, pids_of, start, steps_done, wait_for, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NAME = "kept"
@@ -128,17 +128,24 @@ def test_checkpoints_of_a_whole_run(folder: Path, process: subprocess.Popen[str]
 
 
 def _goes_on_with_two_ranks(folder: Path, step: int) -> None:
-    """Resume a run of one rank at ZeRO stage 0 with two ranks at stage 3."""
+    """Resume a run of one rank at ZeRO stage 0 with two ranks at stage 3, and terminate the second as when its pod is evicted."""
     path = write_run(folder, NAME, "run.steps=1000", *KEPT, "trainer.ranks=2", "trainer.zero_stage=3")
     process = start(path)
     written = CheckpointFolder(folder / NAME / "checkpoints")
     wait_for(lambda: written.complete()[-1].step > step + 1, process)
+    (second,) = pids_of(folder, NAME, "trainer-1")
+    os.kill(second, signal.SIGTERM)
+    wait_for(lambda: second not in pids_of(folder, NAME, "trainer-1"), process)
+    saved = written.complete()[-1].step
+    wait_for(lambda: written.complete()[-1].step > saved, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
     facts = written.complete()[-1].manifest.facts
     assert (facts["ranks"], facts["zero_stage"]) == (2, 3)
     assert "0 tickets lost, 0 duplicated" in output
+    assert [line for line in output.splitlines() if "retrained" in line] == []
+    assert "stopped" in output
 
 
 def _forks(folder: Path) -> None:
