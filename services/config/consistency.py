@@ -18,7 +18,8 @@ def broken(config: RunConfig) -> Iterator[str]:
     for rule in (_room, _replay, _training, _sync, _tls, _scores, _rewards):
         yield from rule(config)
     sources, evaluation = config.all_sources, config.evaluation
-    room, generators = (config.data.max_prompt_tokens, config.model.max_tokens), config.generator.count
+    room = config.data.max_prompt_tokens, config.model.max_tokens
+    generators = config.generator.count if config.fleet.scaling == "request" else None  # otherwise the number is set elsewhere
     for check in (
         lambda: check_loss(config.loss, config.advantage.kind),
         lambda: check_sampling(config.sampling),

@@ -79,8 +79,13 @@ class Evaluation(Section):
         return min((dealt_with // self.every_steps + 1) * self.every_steps, steps)
 
 
-def check_evaluation(evaluation: Evaluation, sampling: Sampling, prompt_tokens: int, model_tokens: int, generators: int) -> None:
-    """Raise ValueError if a round could never complete: completions do not fit, or no generator may evaluate."""
+def check_evaluation(
+    evaluation: Evaluation, sampling: Sampling, prompt_tokens: int, model_tokens: int, generators: int | None
+) -> None:
+    """Raise ValueError if a round could never complete: completions do not fit, or no generator may evaluate.
+
+    `generators`: their number, or None if it is not known.
+    """
     if not evaluation.every_steps:
         return
     longest = prompt_tokens + (evaluation.max_tokens or sampling.max_tokens)
@@ -89,7 +94,7 @@ def check_evaluation(evaluation: Evaluation, sampling: Sampling, prompt_tokens: 
             f"data.max_prompt_tokens + evaluation.max_tokens = {longest} exceeds model.max_tokens = {model_tokens}: "
             "lower one of the two or raise model.max_tokens"
         )
-    if generators <= evaluation.min_training_generators:
+    if generators is not None and generators <= evaluation.min_training_generators:
         raise ValueError(
             f"evaluation.min_training_generators = {evaluation.min_training_generators} leaves none of generator.count = "
             f"{generators} to evaluate: raise generator.count, or set evaluation.min_training_generators = 0 (training waits)"
