@@ -22,7 +22,7 @@ class FleetCalls(Facet):
 
     async def leave(self, status: PodStatus) -> None:
         """Remove a pod from the fleet."""
-        await self._redis.call("leave", status.member, status.name)
+        await self._redis.call("leave", status.member)
 
     async def members(self, ttl_s: float) -> list[PodStatus]:
         """Return the pods with a heartbeat within `ttl_s`."""

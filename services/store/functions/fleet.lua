@@ -1,5 +1,5 @@
 -- Fleet and weight-sync rounds: live pods, and the round they take part in.
--- reads and writes: run, claimed, tickets (its consumers)
+-- reads and writes: run, claimed, tickets and tickets:rollouts (their consumers)
 -- owns:             fleet        zset  member -> last heartbeat, ms of the run's time
 --                   fleet:status hash  member -> PodStatus
 --                   fleet:claimers zset generators that share the training tickets -> last heartbeat, ms
@@ -8,11 +8,16 @@
 --                                      "<member> <ordinal>"
 --                   sync:ranks   hash  member of the round -> its first rank
 
+local GROUPS = {[':tickets'] = 'generators', [':tickets:rollouts'] = 'environments'}
+
 local function forget(prefix, member)
+  local name = string.match(member, '^(.*):') or member
   redis.call('ZREM', prefix .. ':fleet', member)
   redis.call('ZREM', prefix .. ':fleet:claimers', member)
   redis.call('HDEL', prefix .. ':fleet:status', member)
-  redis.call('HDEL', prefix .. ':claimed', string.match(member, '^(.*):') or member)
+  redis.call('HDEL', prefix .. ':claimed', name)
+  if redis.call('EXISTS', prefix .. ':run') == 0 then return end
+  for stream, group in pairs(GROUPS) do delete_consumer(prefix .. stream, group, name) end
 end
 
 -- Forget the members of the pod `name`: a new process replaces them, however recent their heartbeat.
@@ -45,14 +50,9 @@ register('beat', {'member', TEXT, 'status', TEXT, 'ttl ms', NATURAL, 'shares', F
   return redis.call('ZCOUNT', prefix .. ':fleet:claimers', now - tonumber(args[3]), '+inf')
 end)
 
--- args: member, pod name. Removes a pod; its consumer is deleted too unless some of its leases still have to expire.
-register('leave', {'member', TEXT, 'name', TEXT}, function(prefix, args)
+-- args: member. Removes a pod, and its consumers unless some of their leases still have to expire.
+register('leave', {'member', TEXT}, function(prefix, args)
   forget(prefix, args[1])
-  if redis.call('EXISTS', prefix .. ':run') == 0 then return 1 end
-  for stream, group in pairs({[':tickets'] = 'generators', [':tickets:rollouts'] = 'environments'}) do
-    local pending = redis.call('XPENDING', prefix .. stream, group, '-', '+', 1, args[2])
-    if #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', prefix .. stream, group, args[2]) end
-  end
   notify(prefix, 'fleet')
   return 1
 end)

@@ -171,6 +171,11 @@ local function record_taken(key, claimer, boot, ordinal, taken)
   redis.call('HSET', key, claimer, boot .. ' ' .. ordinal .. ' ' .. table.concat(taken, ' '))
 end
 
+-- Delete a consumer of a stream unless some of its leases still have to expire. One that reads again exists again.
+local function delete_consumer(stream, group, name)
+  if #redis.call('XPENDING', stream, group, '-', '+', 1, name) == 0 then redis.call('XGROUP', 'DELCONSUMER', stream, group, name) end
+end
+
 -- Store why a ticket was dropped, for inspection (store/inspection.py).
 -- owns: drops       hash  ticket -> "<ms> <outcome>", of a dead letter `failed <entry of the stream>`
 --       drops:order zset  the same tickets by time

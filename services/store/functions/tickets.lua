@@ -32,6 +32,16 @@ local function owns(prefix, consumer, entry, fence)
   return redis.call('HGET', prefix .. ':claims', entry) == consumer .. '|' .. fence
 end
 
+-- Return the consumers that claimed these entries, as a set.
+local function holders(prefix, entries)
+  local names = {}
+  for _, entry in ipairs(entries) do
+    local name = string.match(redis.call('HGET', prefix .. ':claims', entry[1]) or '', '^(.*)|%d+$')
+    if name then names[name] = true end
+  end
+  return names
+end
+
 local function forget(prefix, entries)
   for _, entry in ipairs(entries) do
     local stream, group = stream_of(prefix, entry)
@@ -206,6 +216,9 @@ register('claim', {
   if #taken < wanted then
     local reply = redis.call('XAUTOCLAIM', stream, group, consumer, lease_ms, scan, 'COUNT', wanted - #taken)
     scan = reply[1]
+    for former in pairs(holders(prefix, reply[2])) do
+      if former ~= consumer then delete_consumer(stream, group, former) end
+    end
     take_again(reply[2])
   end
   if #taken < wanted then take(read('>')) end

@@ -69,8 +69,33 @@ async def test_a_pod_that_leaves_keeps_its_open_leases(any_store: Store) -> None
     await any_store.fleet.leave(pod("g0"))
     assert len(await claim(any_store, "g1", lease_s=0.0)) == 1
     await any_store.fleet.leave(pod("g0"))
-    consumers = await any_store.client.xinfo_consumers(any_store.keys.tickets, "generators")
-    assert [consumer["name"] for consumer in consumers] == [b"g1"]
+    assert await consumers(any_store) == {"g1"}
+
+
+async def consumers(store: Store) -> set[str]:
+    return {each["name"].decode() for each in await store.client.xinfo_consumers(store.keys.tickets, "generators")}
+
+
+async def test_no_consumer_is_left_of_a_pod_that_was_killed(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 2)
+    for name in ("killed", "idle"):
+        await any_store.fleet.beat(pod(name), 10.0)
+        await claim(any_store, name)
+    assert await consumers(any_store) == {"killed", "idle"}
+    await asyncio.sleep(0.05)
+    await any_store.fleet.beat(pod("new"), 0.001)
+    assert await consumers(any_store) == {"killed", "idle"}, "their leases still have to expire"
+    assert len(await claim(any_store, "new", 1, lease_s=0.0)) == 1
+    assert await consumers(any_store) == {"idle", "new"}
+    assert len(await claim(any_store, "new", 2, lease_s=0.0)) == 2
+    assert await consumers(any_store) == {"new"}
+    await any_store.fleet.beat(pod("waiting"), 10.0)
+    assert await claim(any_store, "waiting") == []
+    assert await consumers(any_store) >= {"new"}  # a Redis from 7.2 on has a consumer that got nothing, too
+    await asyncio.sleep(0.05)
+    await any_store.fleet.beat(pod("new"), 0.001)
+    assert await consumers(any_store) == {"new"}
 
 
 async def test_acknowledgements_belong_to_one_attempt(any_store: Store) -> None:
