@@ -10,9 +10,8 @@ generators (`acks`, `fleet`).
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -20,7 +19,7 @@ import structlog
 
 from services.config.evaluation import FINAL_S
 from services.config.reading.loss_in_words import loss_in_words
-from services.protocol.errors import Damaged, OutOfOrder
+from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
 from services.runtime.loops import Loop
 from services.runtime.portal import Portal
@@ -36,10 +35,10 @@ from services.trainer.step.engine_gap import EngineComparison
 from services.trainer.step.policy import Trained
 from services.trainer.step.priorities import sampling_weights
 from services.trainer.throughput import Throughput
+from services.trainer.weight_updates import WeightUpdates
 from services.trainer.worker import Worker
-from services.weights.delivery import DELIVERED, Delivery
-from services.weights.leader import Alone, Stopped, SyncReport, SyncRounds
-from services.weights.sender import SendFailed
+from services.weights.delivery import DELIVERED
+from services.weights.leader import Stopped
 
 log = structlog.get_logger()
 
@@ -74,25 +73,14 @@ class TrainLoop:
         self._early_s = 0.0  # spent on early parts of the next step
         self._left_early = -1  # a step with an early part that could not be trained on
         self._unrecorded: Callable[[], None] | None = None  # records the step that was trained last
-        self._synced_s = 0.0  # spent on weight sync since the step began
-        self._delivered: SyncReport | None = None  # the last round that ended
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
         self.saving.before = self._record_step
         service.activity.devices = self.config.trainer.ranks
-        self._doing, self._sync_clock = metrics.phase_clock(), metrics.sync_clock()
-        self.rounds = SyncRounds(
-            self.config,
-            self.store,
-            self.notifications,
-            portal,
-            self.fence,
-            worker.sender,
-            self._send,
-            self._tick,
-            self._sync_begins,
+        self._doing = metrics.phase_clock()
+        self.updates = WeightUpdates(
+            service, portal, self.fence, worker, commands, self.recovery, metrics, self._tick, self._ending, self._say
         )
-        self.delivery = Delivery(self.rounds, portal, self.notifications, self._publish, self._tick)
         self._comparison = EngineComparison(self.config.loss.correction_max_gap)
         metrics.step.set_function(lambda: self.step)
         metrics.checkpointed.set_function(lambda: self.saving.last)
@@ -104,8 +92,8 @@ class TrainLoop:
             log.info("loss", means=sentence)
         try:
             self._catch_up()
-            self._sync()
-            self._finish_sync()
+            self.updates.send(self.step + 1)
+            self.updates.finish()
             self._throughput.start(time.monotonic())
             while self.step + 1 < self.config.run.steps:
                 state = self._next_plan()
@@ -113,14 +101,14 @@ class TrainLoop:
                     break
                 with structlog.contextvars.bound_contextvars(step=self.step + 1):
                     self._train_next()
-            self._finish_sync()
+            self.updates.finish()
             self._end()
         except Stopped:
             if not self.service.view.ended:
                 self.saving.save(self.step)
             log.info("stopped", step=self.step)
         finally:
-            self.delivery.close()
+            self.updates.close()
             self.worker.close()
             self.commands.dismiss()
 
@@ -153,13 +141,12 @@ class TrainLoop:
             if state.stopping or (state.prepared_step > self.step and not paused):
                 return state
             self.saving.save_if_redis_is_nearly_full(self.step)
-            if self.delivery.pending and self.delivery.done:
-                self._finish_sync()
+            self.updates.finish_if_delivered()
             self._say(phase="paused" if paused else "waiting for data", paused=paused)
-            if not paused and not self.delivery.pending:
-                self.rounds.catch_up(self.step + 1)
-            if not paused and self._train_early(self.step + 1):
-                continue
+            if not paused:
+                self.updates.catch_up()
+                if self._train_early(self.step + 1):
+                    continue
             began = time.monotonic()
             self.call(self.notifications.wait("steps", "control", "fleet", DELIVERED, timeout=POLL_S))
             if not paused:
@@ -179,7 +166,7 @@ class TrainLoop:
         return bool(trained)
 
     def _train_next(self) -> None:
-        started, self._synced_s = time.monotonic(), 0.0
+        started, self.updates.spent_s = time.monotonic(), 0.0
         early_s, self._early_s = self._early_s, 0.0
         step = self.step + 1
         self._say(phase="training", paused="")
@@ -191,9 +178,9 @@ class TrainLoop:
             self._tracing.record("train", context, started, step=step)
         self._reweigh(trained.priorities)
         metrics = trained.metrics | {"time/train_s": early_s + time.monotonic() - started}
-        self._unrecorded = lambda: self._record(plan, metrics | self._sync_metrics(), early_s + time.monotonic() - started)
+        self._unrecorded = lambda: self._record(plan, metrics | self.updates.measured(), early_s + time.monotonic() - started)
         try:
-            self._sync()
+            self.updates.send(step + 1)
         finally:  # if told to stop meanwhile, it saves the step and exits, and nobody would record it later
             self._record_step()
         self.saving.save_if_due(step)
@@ -244,37 +231,6 @@ class TrainLoop:
         self.call(self.store.monitor.record(record))
         self.metrics.record_s.observe(time.monotonic() - began)
 
-    def _sync(self) -> None:
-        """Send the weights once the fleet has those of the previous step, unless no generator is left and the run is ending.
-
-        A fleet that has not taken those gets these instead.
-        """
-        with self._syncing():
-            self._published(self.delivery.finish())
-            self.delivery.begin(self.step + 1, self._ending)
-
-    def _finish_sync(self) -> None:
-        """Wait until the weights of this process are published."""
-        with self._syncing():
-            self._published(self.delivery.finish_or_repeat(self._ending))
-
-    @contextlib.contextmanager
-    def _syncing(self) -> Iterator[None]:
-        self._say(phase="syncing", version=self.step + 1)
-        began = time.monotonic()
-        try:
-            yield
-        except Alone:
-            self._delivered = None
-        finally:
-            self._say(paused="")
-            self._synced_s += time.monotonic() - began
-
-    def _published(self, report: SyncReport | None) -> None:
-        if report is not None:
-            self._delivered = report
-            self.recovery.published(report.version)
-
     def _ending(self) -> bool:
         """Return whether the run is ending. Called as long as no generator takes the weights: meanwhile obey as between steps."""
         state = self.recovery.stay_in_step(self.step)
@@ -284,41 +240,6 @@ class TrainLoop:
         paused = state.pause_modes.get(self.service.kind, "")
         self._say(phase="paused" if paused else "syncing", paused=paused)
         return bool(state.stopping)
-
-    def _publish(self, report: SyncReport) -> None:
-        """Publish, unless Redis has lost the commit of a step: the main thread repeats both, if it still can."""
-        with contextlib.suppress(OutOfOrder):
-            self.call(self.store.steps.publish(self.fence, report.version))
-
-    def _send(self) -> None:
-        try:
-            self.commands.lead("send", self.step + 1)
-        except SendFailed:
-            self.commands.keep_waiting()  # the other ranks have finished gathering and wait for the next command
-            raise
-
-    def _sync_metrics(self) -> dict[str, float]:
-        """Return how long this step's sync took the trainer, and figures of the last round that ended."""
-        metrics = {"time/sync_s": self._synced_s}
-        if (report := self._delivered) is None:
-            return metrics | {"fleet/generators": 0.0}
-        return metrics | {
-            "time/transfer_s": report.transfer_s,
-            "fleet/generators": float(len(report.members)),
-            "sync/attempts": float(report.attempts),
-            **{f"sync/{name}": value for name, value in self._sent().items()},
-        }
-
-    def _sent(self) -> dict[str, float]:
-        """Return the cost of the last version if it could be a delta, and report it to the fleet."""
-        sent = self.worker.sender.sent
-        self._say(weights=sent)
-        return sent
-
-    def _sync_begins(self, phase: str) -> None:
-        self._sync_clock.enter(phase)
-        if phase == "failed":
-            self.metrics.sync_failures.inc()
 
     def _end(self) -> None:
         """Write the checkpoint and the export, and end the run."""
@@ -344,7 +265,7 @@ class TrainLoop:
             self._say(phase="waiting for evaluation")
             self._tick()
             if not stopping:
-                self.rounds.catch_up(self.step + 1)
+                self.updates.catch_up()
             self.call(self.notifications.wait("evaluation", "control", "fleet", timeout=POLL_S))
 
     def _say(self, **changes: object) -> None:

@@ -25,6 +25,7 @@ from services.tracker.follower import Follower
 from services.tracker.metrics import TrackerMetrics
 from services.trainer.loop import TrainLoop
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.weight_updates import WeightUpdates
 from tests.dataprep.test_loop import answer, configured, dataprep
 from tests.monitoring.test_trouble import pod
 from tests.support import flow
@@ -181,8 +182,8 @@ def test_problems_of_a_sync_change_metrics(tmp_path: Path, server: RedisServer) 
     with open_world(tmp_path, server) as world:
         registry = CollectorRegistry()
         metrics = TrainerMetrics(registry)
-        shown: Any = SimpleNamespace(metrics=metrics, _sync_clock=metrics.sync_clock())
-        world.rounds._begins = partial(TrainLoop._sync_begins, shown)
+        shown: Any = SimpleNamespace(_metrics=metrics, _clock=metrics.sync_clock())
+        world.rounds._begins = partial(WeightUpdates._begins, shown)
         world.member("a")
         world.member("b", Breaking("join", True))
         world.train(0)

@@ -294,9 +294,10 @@ def test_a_generator_that_replaces_the_last_volunteer_gets_the_last_weights(
         world.kill(paused_volunteer(world))
         members(world, "b")
         recovery = SimpleNamespace(stay_in_step=lambda step: world.portal.call(world.store.run.state()))
+        updates = SimpleNamespace(catch_up=lambda: world.rounds.catch_up(1))
         trainer: Any = SimpleNamespace(
             config=world.config, store=world.store, call=world.portal.call, notifications=world.rounds.notifications,
-            rounds=world.rounds, recovery=recovery, step=0, _say=lambda **_: None, _tick=lambda: None,
+            updates=updates, recovery=recovery, step=0, _say=lambda **_: None, _tick=lambda: None,
         )  # fmt: skip
         TrainLoop._await_evaluation(trainer)
         assert set(lead.reports()) == {0, 1}

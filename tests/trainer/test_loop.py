@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,17 +12,15 @@ from typing import Any
 import pytest
 
 from services.console.local.redis_server import RedisServer
-from services.store import Store
 from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.checkpoints.saving import Saving
 from services.trainer.loop import TrainLoop
 from services.trainer.step.policy import Trained
 from services.trainer.throughput import Throughput
-from services.weights.delivery import Delivery
-from services.weights.leader import Stopped, SyncReport
+from services.weights.leader import Stopped
 from tests.support.harness import wait_until
 from tests.support.rounds_world import World, open_world
-from tests.trainer.checkpoints.test_recovery import lose, trained
+from tests.trainer.test_weight_updates import updates_of
 
 
 class Interrupted(TrainLoop):
@@ -43,14 +40,15 @@ class Interrupted(TrainLoop):
         self.saving: Any = SimpleNamespace(failed=0)
         self._throughput = Throughput(0.0)
         self._plans, self._incarnation, self._failed = {}, 0, 0
-        self._waited_s, self._synced_s, self._early_s = 0.25, 0.0, 2.0
-        self._delivered: Any = None
+        self._waited_s, self._early_s = 0.25, 2.0
+        self.updates: Any = SimpleNamespace(send=_stopped, measured=lambda: {"time/sync_s": self.updates.spent_s}, spent_s=3.0)
 
     def _say(self, **changes: object) -> None:
         pass
 
-    def _sync(self) -> None:
-        raise Stopped
+
+def _stopped(version: int) -> None:
+    raise Stopped
 
 
 def test_a_committed_step_is_recorded_even_if_stopped_in_its_sync() -> None:
@@ -63,38 +61,18 @@ def test_a_committed_step_is_recorded_even_if_stopped_in_its_sync() -> None:
     assert record["time/step_s"] >= record["time/train_s"] >= 2.0, "early parts of the step count"
     assert loop._early_s == 0.0
     assert (record["time/wait_s"], loop._waited_s) == (0.25, 0.0), "the next record begins at zero"
+    assert record["time/sync_s"] == 0.0, "what was spent before the step does not count"
 
 
-@pytest.mark.parametrize("delta", [1.0, 0.0])
-def test_the_record_of_a_step_includes_the_last_round_that_ended(delta: float) -> None:
-    loop, told = Interrupted(), list[object]()
-    sent = {"bytes": 10.0, "share": 0.25, "changed": 0.5, "delta": delta}
-    loop.worker = SimpleNamespace(sender=SimpleNamespace(sent=sent))  # type: ignore[assignment]
-    loop._say = lambda **changes: told.append(changes)
-    loop._synced_s, loop._delivered = 0.125, SyncReport(4, 1, ("generator-0:boot",), 1, 2.0, 0.5)
-    record = loop._sync_metrics()
-    assert (record["time/sync_s"], record["time/transfer_s"], record["fleet/generators"]) == (0.125, 0.5, 1.0)
-    assert {name: value for name, value in record.items() if name.startswith("sync/")} == {
-        "sync/attempts": 1.0, "sync/bytes": 10.0, "sync/share": 0.25, "sync/changed": 0.5, "sync/delta": delta,
-    }  # fmt: skip
-    assert told == [{"weights": sent}]
-
-
-def test_a_step_is_trained_and_committed_before_the_sync_of_the_one_before_is_awaited() -> None:
+def test_a_step_is_trained_and_committed_before_its_weights_are_sent() -> None:
     loop, order = Interrupted(), list[str]()
-    lead, report = loop.commands.lead, SyncReport(4, 1, ("generator-0:boot",), 1, 2.0, 0.5)
+    lead = loop.commands.lead
     loop.commands.lead = lambda name, step: order.append(name) or lead(name, step)
     loop.recovery.commit = lambda plan: order.append("commit")
-    loop.recovery.published = lambda version: order.append(f"published {version}")
-    loop.delivery = SimpleNamespace(  # type: ignore[assignment]
-        finish=lambda: order.append("finish") or report, begin=lambda version, ending: order.append(f"send {version}")
-    )
+    loop.updates.send = lambda version: order.append(f"send {version}")
     loop.saving.save_if_due = lambda step: None
-    loop.worker = SimpleNamespace(sender=SimpleNamespace(sent={}))  # type: ignore[assignment]
-    loop._sync = TrainLoop._sync.__get__(loop)  # type: ignore[method-assign]
     loop._train_next()
-    assert order == ["train", "commit", "finish", "published 4", "send 5"]
-    assert loop.recorded[0]["fleet/generators"] == 1.0
+    assert order == ["train", "commit", "send 5"]
 
 
 class Syncing(TrainLoop):
@@ -107,12 +85,11 @@ class Syncing(TrainLoop):
         self.config, self.store, self.call, self.fence, self.step = world.config, world.store, world.portal.call, world.fence, 1
         self.service: Any = SimpleNamespace(kind="trainer")
         self.told: dict[str, object] = {}
-        self._synced_s = 0.0
         worker: Any = SimpleNamespace(checkpoints=SimpleNamespace())
         commands: Any = SimpleNamespace(lead=lambda name, step: "")
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, lambda: None)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
-        self.delivery = Delivery(world.rounds, world.portal, world.rounds.notifications, self._publish, lambda: None)
+        self.updates = updates_of(world, self.recovery, self._ending, self._say)
 
     def _say(self, **changes: object) -> None:
         self.told |= changes
@@ -135,14 +112,14 @@ def syncing(folder: Path, server: RedisServer, every_steps: int) -> Iterator[tup
     """Yield a world without generators and a loop that waits for one; then add one."""
     with open_world(folder, server, f"checkpoint.every_steps={every_steps}") as world, ThreadPoolExecutor(1) as thread:
         loop = Syncing(world)
-        sync = thread.submit(loop._sync)
+        sync = thread.submit(loop.updates.send, 2)
         try:
             yield world, loop
         finally:
             world.member("a")
             sync.result(30)
-            loop._finish_sync()
-            loop.delivery.close()
+            loop.updates.finish()
+            loop.updates.close()
         assert world.versions() == {"a": 2}
         assert loop.told["paused"] == "", "only between two steps can the trainer say whether it is paused"
 
@@ -163,15 +140,3 @@ def test_requests_and_pauses_are_obeyed_without_a_generator(tmp_path: Path, serv
 def test_a_due_checkpoint_is_written_without_a_generator(tmp_path: Path, server: RedisServer) -> None:
     with syncing(tmp_path, server, every_steps=2) as (_, loop):
         loop.wait_for_checkpoint()
-
-
-async def test_a_publication_waits_for_a_commit_that_redis_lost(store: Store, tmp_path: Path) -> None:
-    """A server restarts without its last second of writes while generators apply the weights."""
-    trainer, team = await trained(store, tmp_path, 2)
-    await lose(store, committed_step=0, published_version=1)
-    loop: Any = SimpleNamespace(call=trainer.recovery.call, store=store, fence=team.trainer)
-    await asyncio.to_thread(TrainLoop._publish, loop, SyncReport(2, 1, ("generator-0:boot",), 1, 2.0, 0.5))
-    assert (await store.run.state()).published_version == 1  # type: ignore[union-attr]
-    state = await trainer.stay_in_step(1)
-    assert state.committed_step == 1
-    assert (await store.run.state()).published_version == 2  # type: ignore[union-attr]
