@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.config import ConfigError, RunConfig
-from services.config.environments import (
-    AgentEnvironment,
-    EnvironmentConfig,
-    McpEnvironment,
-    code_of,
-    drives_itself,
-    environment_file,
-)
+from services.config.environments import AgentEnvironment, EnvironmentConfig, McpEnvironment, drives_itself
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.local.code import copied
 
@@ -42,10 +35,7 @@ def environments(config: RunConfig) -> Iterator[Finding]:
         with copied(only) as tried:
             yield from asyncio.run(_loaded(config, tried))
     except ConfigError as error:  # a file of code that is not there
-        index, environment = next(
-            (index, each) for index, each in enumerate(config.environments) if (environment_file(each) or "-") in str(error)
-        )
-        yield told("environments", ConfigError(f"environments.{index}.function = {code_of(environment)!r}: {error}"))
+        yield told("environments", error)
 
 
 async def _loaded(config: RunConfig, tried: RunConfig) -> list[Finding]:
@@ -79,6 +69,8 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
     if given.solved_at is not None and done.scores is None and not done.truncated:
         why = f"with environments.{index}.solved_at = {given.solved_at:g}, it does not count as solved"
         return note(what, f"{done.what} and gave no score: {why}", "give one, or remove solved_at")
+    if done.unfinished and done.scores is None and not config.verified(source.name):
+        return note(what, f"{done.what} and gave no reward yet", "it must give one by its end, or a verifier must")
     without = "left the reward to verifiers" if config.verified(source.name) else "gave no reward"
     scored = f"scored {done.scores['score']:.3g}" if done.scores else without
     return ok(what, f"{done.what} and {scored}, in {time.monotonic() - began:.2f} s")
@@ -90,6 +82,9 @@ class Tried(NamedTuple):
     what: str  # was done
     scores: dict[str, float] | None
     truncated: bool = False
+    """Whether a limit ended it, so that it need not have a reward."""
+    unfinished: bool = False
+    """Whether the environment would go on."""
 
 
 async def _driven(config: RunConfig, tried: EnvironmentConfig, process: ProgramProcess, job: Job) -> Tried:
@@ -109,8 +104,10 @@ async def _rollout(config: RunConfig, tried: EnvironmentConfig, process: Program
     replied = await process.do(NAME, "turn", {"role": "assistant", "content": job.completions[0]})
     scored = await process.do(NAME, "score")
     names = ", ".join(tool["function"]["name"] for tool in began.value["tools"]) or "none"
-    then = "ended with" if replied.value["messages"] is None else "replied to"
-    return Tried(f"started with the first row, tools: {names}; {then} its answer", scored.value)
+    unfinished = replied.value["messages"] is not None
+    then = "replied to" if unfinished else "ended with"
+    what = f"started with the first row, tools: {names}; {then} its answer"
+    return Tried(what, scored.value, unfinished, unfinished)
 
 
 def _remedy(environment: EnvironmentConfig) -> str:

@@ -61,10 +61,7 @@ def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
         with copied(config.model_copy(update={"environments": []})) as tried:
             yield from asyncio.run(_called(config, tried, remote))
     except ConfigError as error:  # a file of code that is not there
-        index, verifier = next(
-            (index, each) for index, each in enumerate(config.verifiers) if each.kind == "python" and each.file in str(error)
-        )
-        yield told("verifiers", ConfigError(f"verifiers.{index}.function = {verifier.function!r}: {error}"))
+        yield told("verifiers", error)
 
 
 async def _called(config: RunConfig, tried: RunConfig, remote: bool) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 from services.config import RunConfig
 from services.console.doctor import Finding, fault, note, ok
 from services.console.local.plan import visible_gpus
+from services.runtime.process_tools import CONFIG_ENV
 
 GIBIBYTE = 2**30
 SHARED_BYTES = 64 * 2**20  # for vLLM's and torch's processes on a CPU; Docker's default
@@ -78,18 +80,20 @@ def network(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
         remedy = "raise ulimit -l or, for pods, set LimitMEMLOCK=infinity for the node's container runtime (IPC_LOCK needs root)"
         yield fault("network", detail, remedy)
     host = config.sync.host or ("127.0.0.1" if not config.redis.url else socket.gethostname())
+    address = ""
     try:
-        address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+        address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
         with (
-            socket.create_server(
-                (str(address), 0), family=socket.AF_INET6 if ":" in str(address) else socket.AF_INET
-            ) as listener,
-            socket.create_connection((str(address), listener.getsockname()[1]), CONNECT_LIMIT_S),
+            socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as listener,
+            socket.create_connection((address, listener.getsockname()[1]), CONNECT_LIMIT_S),
         ):
             yield ok("network", f"weight-sync groups meet at {host} ({address}), reachable from here")
     except OSError as error:
-        remedy = "set sync.host to an address of this machine that the generators can reach"
-        yield fault("network", f"weight-sync groups cannot meet at {host}: {error}", remedy)
+        if CONFIG_ENV in environ and address and error.errno == errno.EADDRNOTAVAIL:
+            yield ok("network", f"weight-sync groups meet at {host} ({address}), another pod")
+        else:
+            remedy = "set sync.host to an address of this machine that the generators can reach"
+            yield fault("network", f"weight-sync groups cannot meet at {host}: {error}", remedy)
 
 
 def _torch() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,14 @@ INDEX = "model.safetensors.index.json"
 class Weights:
     """The contents of the headers of a model's files."""
 
-    parameters: int
+    shapes: Mapping[str, Sequence[int]]
+    """Sizes of each tensor by its name."""
     files: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of all parameters."""
+        return sum(map(math.prod, self.shapes.values()))
 
 
 def model(config: RunConfig) -> Iterator[Finding]:
@@ -40,8 +46,8 @@ def model(config: RunConfig) -> Iterator[Finding]:
         return
     folder = folder_of(config.model.path)
     if folder is None:
-        if os.environ.get("HF_HUB_OFFLINE") == "1":
-            detail = f"{given} is not a folder here, and HF_HUB_OFFLINE=1 prevents the download of a model of that name"
+        if (offline := os.environ.get("HF_HUB_OFFLINE", "")).upper() in ("1", "ON", "YES", "TRUE"):  # as huggingface_hub reads it
+            detail = f"{given} is not a folder here, and HF_HUB_OFFLINE={offline} prevents the download of a model of that name"
             yield fault("model", detail, "set a folder, or unset HF_HUB_OFFLINE")
         else:
             yield note("model", f"{given} is downloaded from the Hugging Face Hub", "set a folder if that is not intended")
@@ -67,8 +73,13 @@ def folder_of(path: str) -> Path | None:
         snapshot = cache / "snapshots" / (cache / "refs" / "main").read_text().strip()
     except OSError:
         return None
-    complete = (snapshot / "config.json").exists() and any(snapshot.glob("*.safetensors"))
-    return snapshot if complete else None
+    return snapshot if _complete(snapshot) else None
+
+
+def _complete(snapshot: Path) -> bool:
+    """Return whether a download has all that a run needs. One that was interrupted continues when services load the model."""
+    wanted = all((snapshot / name).is_file() for name in ("config.json", "tokenizer.json"))
+    return wanted and any(snapshot.glob("*.safetensors")) and not isinstance(weights_of(snapshot), str)
 
 
 def weights_of(folder: Path) -> Weights | str:
@@ -85,17 +96,17 @@ def weights_of(folder: Path) -> Weights | str:
                 f"{', '.join(missing[:3])} of {len(listed)} files in {index.name} {'is' if len(missing) == 1 else 'are'} missing"
             )
         names = listed
-    total = 0
+    shapes: dict[str, Sequence[int]] = {}
     for name in names:
-        found = _parameters(folder / name)
+        found = _shapes(folder / name)
         if isinstance(found, str):
             return f"{name} {found}"
-        total += found
-    return Weights(total, len(names))
+        shapes |= found
+    return Weights(shapes, len(names))
 
 
-def _parameters(file: Path) -> int | str:
-    """Return the number of parameters in a safetensors file, or what is wrong with it."""
+def _shapes(file: Path) -> dict[str, Sequence[int]] | str:
+    """Return the sizes of the tensors in a safetensors file, or what is wrong with it."""
     size = file.stat().st_size
     with file.open("rb") as body:
         length = int.from_bytes(body.read(8), "little")
@@ -109,7 +120,7 @@ def _parameters(file: Path) -> int | str:
     described = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
     if described != size:
         return f"has {size} bytes, but its header describes {described}"
-    return sum(math.prod(tensor["shape"]) for tensor in header.values())
+    return {name: tensor["shape"] for name, tensor in header.items()}
 
 
 def _files(given: str, folder: Path) -> Iterator[Finding]:

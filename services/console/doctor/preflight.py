@@ -37,17 +37,19 @@ def preflight(
     """Return the findings.
 
     `own`: the run has its own Redis, and all its services are here. `remote`: also call services that are verifiers, which need
-    not respond before a run begins.
+    not respond before a run begins. A pod has only what its service needs, so packages, data and resources of the whole run are
+    not checked there.
     """
+    pod = CONFIG_ENV in environ
     looks = [
-        ("packages", lambda: packages(config)),
-        *_machine(config, gpus, own, pod=CONFIG_ENV in environ),
+        *([] if pod else [("packages", lambda: packages(config)), *_machine(config, gpus, own)]),
         ("secrets", lambda: secrets.secrets(config, environ, own)),
         (LOSS, lambda: (note(LOSS, sentence) for sentence in loss_in_words(config))),
     ]
     slow: list[Look] = [("functions", lambda: functions.functions(config))]
     if there("tokenizers") and there("jinja2"):
         looks += [("model", lambda: model(config))]
+    if not pod and there("tokenizers") and there("jinja2"):
         slow += [("data", lambda: data(config)), ("verifiers", lambda: functions.verifiers(config, remote))]
         slow += [("environments", lambda: environments(config))]
     with ThreadPoolExecutor(len(slow)) as pool:  # they wait for processes that they start
@@ -81,7 +83,7 @@ def check_again(config: RunConfig, held: RunConfig, gpus: Sequence[str], environ
     return without_repeats(gathered(looks))
 
 
-def _machine(config: RunConfig, gpus: Sequence[str], own: bool, pod: bool = False) -> list[Look]:
+def _machine(config: RunConfig, gpus: Sequence[str], own: bool) -> list[Look]:
     """Return the machine's checks. Memory and ports are not checked while the run's own processes use them."""
     looks: list[Look] = [
         ("disk", lambda: resources.disk(config)),
@@ -94,7 +96,7 @@ def _machine(config: RunConfig, gpus: Sequence[str], own: bool, pod: bool = Fals
     return [
         *looks,
         ("memory", lambda: resources.memory(config, gpus)),
-        ("ports", lambda: resources.ports(config, own, pod)),
+        ("ports", lambda: resources.ports(config, own)),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from services.console.local.plan import sharing, trainer_share
 
 GIBIBYTE = 2**30
 STATE_BYTES = 12  # a parameter's float32 master copy and two moments, which checkpoints hold and the optimizer keeps
+AVERAGED_BYTES = 4  # a parameter of an averaged reference, in checkpoints
 ACCUMULATED_BYTES = 4  # a parameter's gradient, in float32
 LEAST_FREE_BYTES = 2 * GIBIBYTE  # for logs, Redis' append-only file and metrics
 PROCESS_BYTES = 0.4 * GIBIBYTE  # of a Python process with torch
@@ -32,6 +34,7 @@ PROJECTIONS = {  # linear layers of a decoder block: which input they read, whic
     "gate_proj": ("mlp", "mlp"), "up_proj": ("mlp", "mlp"), "down_proj": ("product", "residual"),
 }  # fmt: skip
 INPUTS = {"block": "residual", "attention": "queries", "mlp": "residual", "product": "mlp"}  # the widths of these inputs
+BLOCK_MATRIX = re.compile(r"\.\d+\..*?(\w+)\.weight$")  # the name of a layer in a numbered block
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")  # in a model's config.json
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 MEMORY = Path("/proc/meminfo")
@@ -49,14 +52,15 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         why = "it is not a folder" if not there.is_dir() else error.strerror
         yield fault("disk", f"{given}: {there} cannot be written to: {why}", "make it writable, or set another run.dir")
         return
-    weights = _weights(config)
-    kept = config.checkpoint.keep + 1
-    checkpoints = kept * (STATE_BYTES + _width(config)) * weights.parameters
-    needed = max(LEAST_FREE_BYTES, checkpoints - _written_bytes(folder / config.run.name / "checkpoints"))
+    weights, kept = _weights(config), config.checkpoint.keep + 1
+    averaged = AVERAGED_BYTES if config.loss.kl_beta and config.reference.kind == "polyak" else 0
+    checkpoint = (STATE_BYTES + averaged) * _trained(config, weights)
+    written = _written_bytes(folder / config.run.name / "checkpoints")
+    needed = max(LEAST_FREE_BYTES, kept * checkpoint + weights.parameters * _width(config) - written)
     free = shutil.disk_usage(there).free
     detail = (
-        f"{free / GIBIBYTE:.1f} GiB free at {there}; checkpoint.keep = {config.checkpoint.keep} and logs need up to "
-        f"{needed / GIBIBYTE:.1f} GiB"
+        f"{free / GIBIBYTE:.1f} GiB free at {there}; checkpoint.keep = {config.checkpoint.keep}, the final model and logs "
+        f"need up to {needed / GIBIBYTE:.1f} GiB"
     )
     if free < needed:
         yield fault("disk", detail, "free space, set run.dir to a larger disk, or lower checkpoint.keep")
@@ -163,10 +167,9 @@ def _kept_with_adapters(widths: Mapping[str, int], size: int, lora: Lora) -> dic
     }
 
 
-def ports(config: RunConfig, own: bool, pod: bool = False) -> Iterator[Finding]:
-    """Check that the configured ports are free here. `own`: the run's services all are on this machine; `pod`: one of them is
-    alone here."""
-    if config.api.port and not pod:
+def ports(config: RunConfig, own: bool) -> Iterator[Finding]:
+    """Check that the configured ports are free here. `own`: the run's services all are on this machine."""
+    if config.api.port:
         detail = f"api.port = {config.api.port}: every service of a run on one machine listens on a port of its own"
         remedy = "set api.port = 0, which gives each a free one, or remove it"
         if own:
@@ -199,7 +202,18 @@ def fleet(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
 def _weights(config: RunConfig) -> Weights:
     folder = folder_of(config.model.path)
     found = weights_of(folder) if folder else ""
-    return Weights(0, 0) if isinstance(found, str) else found
+    return Weights({}, 0) if isinstance(found, str) else found
+
+
+def _trained(config: RunConfig, weights: Weights) -> int:
+    """Return the number of trained parameters: with adapters, those of two thin matrices for each target in a block."""
+    if not config.lora.rank:
+        return weights.parameters
+    return sum(
+        config.lora.rank * sum(shape)
+        for name, shape in weights.shapes.items()
+        if (found := BLOCK_MATRIX.search(name)) and len(shape) == 2 and found[1] in (config.lora.targets or [found[1]])
+    )
 
 
 def _written_bytes(checkpoints: Path) -> int:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.config import RunConfig
+from services.config import ConfigError, RunConfig
 from services.config.environments import code_of, environment_file
 from services.config.load import code_digest
 from services.config.verifiers import named
@@ -21,9 +21,9 @@ from services.runtime import atomic_folders
 def with_kept_code(config: RunConfig, held: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return `config` with the copies that `held`, the run in the folder, began with, and the files that differ from theirs."""
     changed: list[str] = []
-    copies = {name: function for name, function, _ in _functions(held)}
+    copies = {name: function for _, name, function, _ in _functions(held)}
     placed: dict[str, str] = {}
-    for name, function, file in _functions(config):
+    for _, name, function, file in _functions(config):
         if name in copies and _names(copies[name]) == _names(function):
             copy = copies[name].rpartition(":")[0]
             if not Path(file).is_file() or code_digest(file) != code_digest(copy):
@@ -38,10 +38,13 @@ def keep_code(config: RunConfig, folder: Path) -> RunConfig:
     Raises `ConfigError` for a file that cannot be read, `FolderError` for a copy that cannot be written.
     """
     placed: dict[str, str] = {}
-    for name, function, file in _functions(config):
+    for key, name, function, file in _functions(config):
         copy = (folder / name / Path(file).name).absolute()
         if Path(file) != copy:  # an existing copy is of a start that was killed before the run began
-            code_digest(file)  # raises with the reason if it cannot be read
+            try:
+                code_digest(file)
+            except ConfigError as error:
+                raise ConfigError(f"{key} = {function!r}: {error}") from None
             copy.parent.mkdir(parents=True, exist_ok=True)
             atomic_folders.replace(copy, Path(file).read_bytes())
         placed[name] = f"{copy}:{_names(function)[1]}"
@@ -55,11 +58,18 @@ def copied(config: RunConfig) -> Iterator[RunConfig]:
         yield keep_code(config, Path(folder))
 
 
-def _functions(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Return name, function and file of each verifier and environment whose code is in a file."""
-    verifiers = [(name, each.function, each.file) for name, each in named(config.verifiers) if each.kind == "python"]
-    environments = [(each.name, code_of(each), environment_file(each)) for each in config.environments]
-    return [described for described in (*verifiers, *environments) if described[2]]
+def _functions(config: RunConfig) -> list[tuple[str, str, str, str]]:
+    """Return key, name, function and file of each verifier and environment whose code is in a file."""
+    verifiers = [
+        (f"verifiers.{index}.function", name, each.function, each.file)
+        for index, (name, each) in enumerate(named(config.verifiers))
+        if each.kind == "python"
+    ]
+    environments = [
+        (f"environments.{index}.function", each.name, code_of(each), environment_file(each))
+        for index, each in enumerate(config.environments)
+    ]
+    return [described for described in (*verifiers, *environments) if described[3]]
 
 
 def _names(function: str) -> tuple[str, str]:

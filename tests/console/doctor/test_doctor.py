@@ -329,7 +329,8 @@ def test_the_activations_of_a_row_are_estimated_as_they_were_measured(
 
 def test_a_trainer_that_shares_a_gpu_needs_room_beside_its_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_gpu_bytes", lambda: 80 * 2**30)
-    monkeypatch.setattr(resources, "_weights", lambda config: Weights(3 * 10**9, 1))  # training takes 18 bytes per weight: 50 GiB
+    weights = Weights({"all": [3 * 10**9]}, 1)  # training takes 18 bytes per weight: 50 GiB
+    monkeypatch.setattr(resources, "_weights", lambda config: weights)
 
     def checked(gpus: str, *given: str) -> tuple[str, str]:
         overrides = ("generator.engine=vllm", "model.dtype=bfloat16", *given)

@@ -80,7 +80,6 @@ def test_a_port_for_the_endpoints_is_a_note_where_grpo_run_is_not_sure_to_start_
     assert [one.state for one in resources.ports(config, own=True)] == ["fault"]
     [found] = resources.ports(config, own=False)
     assert (found.state, "so grpo run refuses it" in found.detail) == ("note", True)
-    assert list(resources.ports(config, own=False, pod=True)) == []
 
 
 def test_keys_without_effect_on_the_redis_that_is_used_are_reported(

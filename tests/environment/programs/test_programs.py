@@ -168,6 +168,29 @@ def test_doctor_tries_the_class(name: str, keys: str, expected: str, tmp_path: P
     assert expected in tried(tmp_path, f'kind = "python", function = "{PROGRAMS}:{name}"', keys).detail
 
 
+def test_doctor_accepts_a_class_without_a_score_until_its_end(tmp_path: Path) -> None:
+    game = (
+        "class Game:\n    won = None\n    def turn(self, message):\n        return 'go on'\n"
+        "    def score(self):\n        return self.won\n"
+    )
+    (tmp_path / "game.py").write_text(game)
+    found = tried(tmp_path, f'kind = "python", function = "{tmp_path / "game.py"}:Game"')
+    assert (found.state, "replied to its answer and gave no reward yet" in found.detail) == ("note", True)
+
+
+def test_doctor_names_the_environment_whose_file_is_missing(tmp_path: Path) -> None:
+    save_tokenizer_folder(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    sources = [f'{{name = "{name}", kind = "jsonl", path = "{data}", environment = "{name}"}}' for name in "ab"]
+    tables = [
+        f'{{name = "a", kind = "python", function = "{__name__}:Shop"}}',
+        f'{{name = "b", kind = "python", function = "{tmp_path / "no-such.py"}:Game"}}',
+    ]
+    given = f"data.sources=[{', '.join(sources)}]", f"environments=[{', '.join(tables)}]", "verifiers=[]"
+    [found] = environments(small_config(tmp_path, None, *given))
+    assert found.detail.startswith(f"environments.1.function = '{tmp_path}/no-such.py:Game': the file of a function, ")
+
+
 def test_doctor_notes_a_threshold_for_a_score_that_is_not_given(tmp_path: Path) -> None:
     found = tried(tmp_path, f'kind = "python", function = "{PROGRAMS}:Silent"', "solved_at = 1.0", 'verifiers=[{kind="exact"}]')
     assert found.state == "note"
