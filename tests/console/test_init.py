@@ -108,7 +108,7 @@ def test_tools_are_offered_and_the_file_passes_doctor(here: Path, given: list[st
         (["own.py:Own"], "methods of a class, which --environment FILE.py:CLASS names; for a file that is an MCP server, give"),
         (["own.py"], "give --tool 'python own.py'"),
         (["nowhere"], "there is no program 'nowhere': give python, or the command or URL of an MCP server"),
-        (["python 'server.py"], "it is no command (No closing quotation)"),
+        (["python 'server.py"], "not a valid command (No closing quotation)"),
         (["http://a", "http://b"], "an environment has one MCP server, and --tool http://a is one"),
         (["http://127.0.0.1:1/mcp"], "the MCP server 'http://127.0.0.1:1/mcp' cannot be used"),
         (["python", AGENT], "an agent brings its tools"),

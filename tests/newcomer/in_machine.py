@@ -89,5 +89,8 @@ MISTAKES = [
         [put("sitecustomize.py", HIDE), add("[lora]\nrank = 8\n")],
         environ=hidden("peft"),
     ),
+    Mistake(
+        "resume_what", "--resume foo", "foo", "give `latest` or the step", arguments=["my.toml", "--resume", "foo"], place=""
+    ),
     Mistake("nothing_to_resume", "--resume", "latest", "remove --resume", arguments=["my.toml", "--resume", "latest"], place=""),
 ]

@@ -105,5 +105,5 @@ async def _call(config: RunConfig, index: int, name: str, verifier: str, remote:
         return [note(what, f"not called, since a row cannot be read: {error}", "fix the data first")]
     finally:
         await scoring.close()
-    shown = ", ".join(f"{score:g} for {source.name}" for score, source in zip(scores, asked, strict=True))
-    return [ok(what, f"scores the first row's own answer {shown}, in {time.monotonic() - began:.2f} s")]
+    shown = ", ".join(f"{score:g} (source {source.name})" for score, source in zip(scores, asked, strict=True))
+    return [ok(what, f"gives the first row's own answer a score of {shown}, in {time.monotonic() - began:.2f} s")]

@@ -171,7 +171,7 @@ def _command(tool: str) -> tuple[str, ...]:
     try:
         words = shlex.split(tool)
     except ValueError as error:
-        raise ConsoleError(f"--tool {tool}: it is no command ({error}): correct its quotes", EXIT_CONFIG) from None
+        raise ConsoleError(f"--tool {tool}: not a valid command ({error}): correct its quotes", EXIT_CONFIG) from None
     place = tool.partition(":")[0]
     if len(words) == 1 and place.endswith(".py"):
         raise ConsoleError(

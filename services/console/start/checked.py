@@ -97,12 +97,12 @@ def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:
         return None
     if options.fresh:
         raise ConsoleError(f"--resume {asked} and --fresh are mutually exclusive: remove one", EXIT_CONFIG)
+    if asked != "latest" and not asked.isdecimal():
+        raise ConsoleError(f"--resume {asked}: give `latest` or the step of a checkpoint (grpo checkpoints)", EXIT_CONFIG)
     if not held:
         raise ConsoleError(f"--resume {asked}: {folder.path} contains no run yet; remove --resume to start one", EXIT_CONFIG)
     if asked == "latest":
         return None
-    if not asked.isdecimal():
-        raise ConsoleError(f"--resume {asked}: give `latest` or the step of a checkpoint (grpo checkpoints)", EXIT_CONFIG)
     try:
         return restorable(CheckpointFolder(folder.path / "checkpoints"), int(asked)).step
     except CheckpointError as error:
