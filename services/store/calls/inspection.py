@@ -7,9 +7,7 @@ or the tickets in progress.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, StepPlan
@@ -18,6 +16,7 @@ from services.store.calls.payloads import ELSEWHERE
 from services.store.connection.commands import pairs
 from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.store.records import HeaderEntry, read_claim, read_header
+from services.store.step_records import find_record
 
 if TYPE_CHECKING:
     from services.protocol.payloads import Payload
@@ -26,7 +25,6 @@ T = TypeVar("T")
 Sort = Literal["order", "version", "weight"]
 
 READ_TOGETHER = 256  # entries, groups or plans in one request
-NEAR = 100  # metrics records searched around the place where a step's should be: more than are ever out of order there
 
 
 class Inspection(Facet):
@@ -162,28 +160,8 @@ class Inspection(Facet):
         return -1 if retired is None else int(retired)
 
     async def step_record(self, step: int) -> dict[str, float | None] | None:
-        """Return the metrics of a step; a value that was not a number is None.
-
-        A step that was retrained after a crash has two records, which differ only in times; returns one of them. Finds them by
-        bisecting the stream by time: steps increase by one per record, except for jumps back to a checkpoint, so where an entry
-        of at most `step` comes before a later one, the former is of `step`, or close to it.
-        """
-        stream = self._keys.metrics
-        first = await self._redis.ask(self._redis.commands.xrange(stream, count=1))
-        last = await self._redis.ask(self._redis.commands.xrevrange(stream, count=NEAR))
-        if not first:
-            return None
-        if max(map(_step, last)) <= step:
-            return _first(last, step)
-        low, high = _ms(first[0]), _ms(last[0])
-        while low < high:
-            middle = (low + high) // 2
-            after = await self._redis.ask(self._redis.commands.xrange(stream, f"{middle}-0", "+", 1))
-            if not after or _step(after[0]) > step:
-                high = middle
-            else:
-                low = _ms(after[0]) + 1
-        return _first(await self._redis.ask(self._redis.commands.xrevrange(stream, f"{high}", "-", NEAR)), step)
+        """Return the metrics of a step, of the run's last incarnation that trained it; a value that was not a number is None."""
+        return await find_record(self._redis, self._keys, step)
 
     async def _find(self, stream: str, ticket: str) -> tuple[bytes, dict[bytes, bytes]] | None:
         """Return the entry of a ticket in a stream that holds at most as many entries as there are slots."""
@@ -213,27 +191,3 @@ def _drop(raw: bytes | None) -> Drop | None:
         return None
     at_ms, outcome, *dead_letter = raw.decode().split(" ")
     return Drop(outcome, dead_letter[0] if dead_letter else "", int(at_ms) / 1000)
-
-
-def _ms(entry: tuple[bytes, Any]) -> int:
-    return int(entry[0].partition(b"-")[0])
-
-
-def _record(entry: tuple[bytes, dict[bytes, bytes]]) -> dict[str, float | None]:
-    try:
-        return msgspec.json.decode(entry[1].get(b"m", b""), type=dict[str, float | None])
-    except msgspec.MsgspecError:
-        return {}
-
-
-def _step(entry: tuple[bytes, dict[bytes, bytes]]) -> float:
-    step = _record(entry).get("step")
-    return -1.0 if step is None else step
-
-
-def _first(entries: Sequence[tuple[bytes, dict[bytes, bytes]]], step: int) -> dict[str, float | None] | None:
-    """Return the oldest record of a step in entries, newest first, of the run's last incarnation: a retrained step is recorded
-    again, and a trainer that hung may record a step that a restore has undone.
-    """
-    found = [_record(entry) for entry in reversed(entries) if _step(entry) == step]
-    return max(found, key=lambda record: record.get("run/incarnation") or 0.0, default=None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from services.protocol import codec
 from services.protocol.logprob_gaps import LogprobGaps
 from services.store.calls.facet import Facet
+from services.store.step_records import begun
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 WHOLE = 2**32  # hashes of tickets are below this
 READ_TOGETHER = 64  # payloads in one request, of some 40 KB, up to ten times that
-MISSED, BEGUN = "missed:", "begun:"
+MISSED = "missed:"
 GAPS_S = 300  # logprob gaps are kept for this long
 
 
@@ -92,7 +93,7 @@ class SampleCalls(Facet):
 
     async def begun(self) -> dict[int, int]:
         """Return the first step of each incarnation that a restore began."""
-        return {int(incarnation): step for incarnation, step in (await self._counts(BEGUN)).items()}
+        return await begun(self._redis, self._keys)
 
     async def _counts(self, kind: str) -> dict[str, int]:
         raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.samples_state))

@@ -600,6 +600,37 @@ async def test_the_latest_record_of_a_step_is_found(store: Store) -> None:
     assert await store.inspection.step_record(3000) is None
 
 
+async def test_the_record_of_a_step_is_of_the_incarnation_that_trained_it_last(store: Store) -> None:
+    """Restores to 1,499, to 2,499, and to 599, of long histories; after the first a trainer that hung records its step."""
+    lives = [(5, range(2000)), (7, range(1500, 3000)), (8, range(2500, 2700)), (9, range(600, 1000))]
+    async with store.client.pipeline(transaction=False) as pipe:
+        for life, steps in lives:
+            if life > 5:
+                pipe.hset(store.keys.samples_state, f"begun:{life}", steps.start)
+            for step in steps:
+                record = {"step": float(step), "run/incarnation": float(life)}
+                pipe.xadd(store.keys.metrics, {"m": msgspec.json.encode(record)}, id=f"{10_000 * life + step}-1")
+                if (life, step) == (7, 1600):
+                    late = {"step": 2000.0, "run/incarnation": 5.0}
+                    pipe.xadd(store.keys.metrics, {"m": msgspec.json.encode(late)}, id=f"{10_000 * life + step}-2")
+        await pipe.execute()
+    expected = {0: 5, 1: 5, 300: 5, 599: 5, 600: 9, 601: 9, 800: 9, 999: 9}
+    for step, life in expected.items():
+        record = await store.inspection.step_record(step)
+        assert record is not None
+        assert (record["step"], record["run/incarnation"]) == (step, life)
+    for step in (1000, 1499, 1500, 1700, 2500, 2999, 5000):
+        assert await store.inspection.step_record(step) is None, "a restore has undone it"
+    await store.client.hdel(store.keys.samples_state, "begun:9")  # type: ignore[misc]
+    ids = [entry for entry, _ in await store.client.xrange(store.keys.metrics, "90000")]
+    await store.client.xdel(store.keys.metrics, *ids)
+    for step, life in {0: 5, 1499: 5, 1500: 7, 1501: 7, 1650: 7, 1999: 7, 2000: 7, 2499: 7, 2500: 8, 2699: 8}.items():
+        record = await store.inspection.step_record(step)
+        assert record is not None
+        assert (record["step"], record["run/incarnation"]) == (step, life)
+    assert await store.inspection.step_record(2700) is None
+
+
 async def test_the_record_of_a_step_that_a_restore_has_undone_is_not_its_record(store: Store) -> None:
     """A trainer that hung while its successor restored the run still records the step that it trained."""
     for step, life, loss in ((0, 5.0, 1.0), (1, 5.0, 2.0), (1, 7.0, 3.0), (2, 7.0, 4.0), (2, 7.0, 5.0)):
