@@ -86,6 +86,11 @@ class Account(msgspec.Struct):
             if f"{name}:{pod.boot}" not in present and now_s - pod.heard_s < ALIVE_BEATS * beat_s:
                 pod.left = True  # a killed one stays in the fleet until its heartbeat expires
 
+    def stop(self) -> None:
+        """Record that the run stops: pods that are not heard again have left, and were not killed."""
+        for pod in self.pods.values():
+            pod.left = True
+
     def lives_on(self, name: str, boot: str, now_s: float) -> None:
         """Record that a process that left the fleet still runs."""
         pod = self.pods.get(name)

@@ -92,6 +92,8 @@ class Whereabouts(msgspec.Struct, frozen=True):
     ticket: str
     outstanding: int | None
     """Issue sequence, while it is issued and not settled."""
+    reissue: bool
+    """Whether a restore interrupted it, and it was not issued again since."""
     requeued: bool
     record: GroupRecord | None
     in_table: bool

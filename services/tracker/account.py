@@ -95,6 +95,8 @@ class Accountant:
                 if not self._stopping.is_set():
                     raise
                 last = True  # Redis stopped first
+            if last:
+                found.stop()
             if found.pods and (last or time.monotonic() - written > WRITE_S):
                 written = time.monotonic()
                 await asyncio.to_thread(self._write, found)

@@ -15,7 +15,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -57,16 +57,25 @@ class Follower:
         self.name, self.done, self.metrics = name, asyncio.Event(), metrics
         self.taken = -1
         """The last step written to the tracker."""
+        self._taken_life = 0  # its incarnation
         self._config, self._store, self._folder, self._stopping = config, store, folder, stopping
         self._tracker: Tracker | None = None
         self._reached: Position | None = None  # what the tracker has, durably or not; None: unknown
         self._failing = False
 
+    def taken_of(self, incarnation: int, restores: Mapping[int, int]) -> int:
+        """Return the last step of this incarnation of the run that was written, or that it began after.
+
+        `restores`: first step of each incarnation that a restore began.
+        """
+        later = [first for begun, first in restores.items() if self._taken_life < begun <= incarnation]
+        return min([self.taken, *(first - 1 for first in later)])
+
     async def follow(self, loop: Loop) -> None:
         """Follow the run until it ends or `stopping` is set, and everything recorded by then was tried once more."""
         position = self._reached = self._reached or self._position()  # after a failure of Redis the tracker is still open
         steps_after, rounds_after, written = "-", "-", False
-        self.taken = position.step
+        self.taken, self._taken_life = position.step, position.step_incarnation
         while True:
             last = self._stopping.is_set()  # read before polling, so that everything recorded by then is written
             try:
@@ -121,7 +130,7 @@ class Follower:
             position.step, position.step_incarnation = int(steps[-1]["step"]), _incarnation(steps[-1])
         if rounds:
             position.evaluated, position.evaluated_incarnation = int(rounds[-1]["eval/version"]), _incarnation(rounds[-1])
-        self.taken = position.step
+        self.taken, self._taken_life = position.step, position.step_incarnation
         if self._tracker is not None and self._tracker.durable:
             self._save(position)
         return True
@@ -169,9 +178,10 @@ class Follower:
 async def show_backlog(store: Store, followers: Sequence[Follower], metrics: TrackerMetrics, loop: Loop) -> None:
     """Export how far the trackers are behind, including any that hang."""
     while True:
-        recorded = await store.monitor.last_recorded_step()
+        last, restores = await store.monitor.last_record(), await store.samples.begun()
         for follower in followers:
-            metrics.backlog[follower.name].set(max(0, recorded - follower.taken))
+            taken = follower.taken_of(_incarnation(last), restores)
+            metrics.backlog[follower.name].set(max(0, int(last.get("step", -1)) - taken))
         loop.progress()
         await asyncio.sleep(BACKLOG_S)
 

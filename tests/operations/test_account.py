@@ -66,6 +66,17 @@ def test_a_leaving_process_is_accounted_for_until_it_exits() -> None:
     assert found.pods["trainer-0"].seconds() == {"loading": 6.0, "ending": 2.0}, "the time before the restart belongs to nobody"
 
 
+def test_a_stop_that_outlasts_the_tracker_is_no_downtime() -> None:
+    found = Account()
+    found.observe([(status("trainer-0", "a", loading=5.0, training=95.0), 0.0)], 100.0, 1.0)
+    found.stop()
+    found.observe([(status("trainer-0", "a", loading=5.0, training=97.0), 0.0)], 102.0, 1.0)
+    assert not found.pods["trainer-0"].left, "only the tracker was restarted"
+    found.stop()
+    found.observe([(status("trainer-0", "b", loading=3.0), 0.0)], 36_000.0, 1.0)
+    assert found.pods["trainer-0"].seconds() == {"loading": 8.0, "training": 97.0}
+
+
 def test_another_number_of_devices_counts_from_its_start() -> None:
     """A run may be resumed with more ranks, which does not change what its earlier processes have spent."""
     found = Account()
@@ -139,9 +150,11 @@ def test_the_cost_of_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
     found.observe([(pod, 0.0) for pod in pods], 1e9, 1.0)
     account.write(run, found)
     row = dict.fromkeys(SCHEMA.names) | {"sample": 0, "incarnation": 1, "tool_tokens": 10, "notes": ""}
+    once = row | {"payload": "0-1.1", "step": 1, "outcome": "trained", "reason": "", "length": 310, "solved": True}
     rows = [
-        row | {"payload": "0-1.1", "step": 1, "outcome": "trained", "reason": "", "length": 310, "solved": True},
-        row | {"payload": "0-1.1", "step": 2, "outcome": "trained", "reason": "", "length": 310, "solved": True},  # replayed
+        once,
+        once | {"incarnation": 2},  # after a restore
+        once | {"step": 2},  # replayed
         row | {"payload": "0-2.1", "step": 1, "outcome": "filtered", "reason": "zero", "length": 110, "solved": False},
     ]
     PartWriter(run / "samples", 1000).write(columns_of(rows), LogPosition(1, 5, share=1.0))

@@ -94,7 +94,7 @@ async def test_an_unreadable_account_is_reported_and_reset(
     assert "account.json cannot be read: Expected `object`, got `int`" in warning["error"]
     assert warning["moved_to"] == str(tmp_path / UNREADABLE)
     assert (tmp_path / UNREADABLE).read_text() == damaged
-    assert set(account.read(tmp_path).pods) == {"generator-0"}
+    assert [(name, pod.left) for name, pod in account.read(tmp_path).pods.items()] == [("generator-0", True)]
 
 
 async def test_a_briefly_unreadable_account_is_continued(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,20 @@ async def test_a_restored_run_is_recorded_again(store: Store, recorder: Recorder
     assert recorder.steps[5:] == [2, 3, 4]
 
 
+async def test_the_backlog_after_a_restore_counts_from_its_checkpoint(store: Store, recorder: Recorder, tmp_path: Path) -> None:
+    for step in range(5):
+        await store.monitor.record(record(step))
+    made, stopping, task = following(store, tmp_path)
+    await wait_until(lambda: recorder.steps == [0, 1, 2, 3, 4])
+    assert (made.taken_of(0, {}), made.taken_of(17, {17: 2})) == (4, 1)
+    assert made.taken_of(23, {17: 2, 23: 7}) == 1, "of both restores it has nothing"
+    await store.monitor.record(record(2) | {"run/incarnation": 17.0})
+    await wait_until(lambda: recorder.steps[5:] == [2])
+    assert (made.taken_of(17, {17: 2}), made.taken_of(23, {17: 2, 23: 1})) == (2, 0)
+    stopping.set()
+    await task
+
+
 async def test_a_new_process_continues_where_the_last_one_stopped(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     for step in range(4):
         await store.monitor.record(record(step))

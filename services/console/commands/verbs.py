@@ -31,7 +31,7 @@ async def _status(run: str, redis_url: str, as_json: bool) -> int:
     async with attach(run, redis_url) as attached:
         state = await existing(attached)
         members = await fleet(attached.store, attached.ttl_s)
-        last = await attached.store.monitor.last_record()
+        last = await _last_step(attached, state)
         dead_letters, failed = await attached.store.dead_letters.count(), await attached.store.run.failed()
         evaluation, evaluated = (
             await attached.store.evaluation.state(attached.ttl_s),
@@ -55,6 +55,15 @@ async def _status(run: str, redis_url: str, as_json: bool) -> int:
         _show(attached, state, members, last, failed)
         _show_evaluation(evaluation, evaluated)
     return EXIT_OK
+
+
+async def _last_step(attached: Attached, state: RunState) -> dict[str, float]:
+    """Return the record of the last step, which may be older than the newest one: a restore may have undone that."""
+    last = await attached.store.monitor.last_record()
+    if last.get("step", -1) <= state.committed_step:
+        return last
+    found = await attached.store.inspection.step_record(state.committed_step) or {}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 async def audit(run: str, redis_url: str, as_json: bool) -> int:

@@ -29,7 +29,9 @@ from services.protocol.payloads import Payload
 from services.store import Store
 from services.store.inspection_records import TICKET_ID, IssuedTicket, Whereabouts
 
-Place = Literal["waiting", "generating", "finished", "moving", "requeued", "replay", "drawn", "trained", "failed", "dropped"]
+Place = Literal[
+    "waiting", "generating", "finished", "interrupted", "moving", "requeued", "replay", "drawn", "trained", "failed", "dropped"
+]  # fmt: skip
 
 
 class Holder(Answer):
@@ -58,9 +60,9 @@ class Group(Answer):
     """Ticket of the group, `<epoch>-<row>`."""
     place: Place
     """Where it is. `waiting`: issued, not yet claimed. `generating`: claimed by a generator. `finished`: generated, not yet
-    settled. `moving`: it changed place while it was read. `requeued`: taken from the dead letters, to be issued again. `replay`:
-    in the replay table. `drawn`: removed from the table after use, kept for its steps. `trained`, `failed`, `dropped`: its
-    outcome."""
+    settled. `interrupted`: by a restore, to be issued again. `moving`: it changed place while it was read. `requeued`: taken from
+    the dead letters, to be issued again. `replay`: in the replay table. `drawn`: removed from the table after use, kept for its
+    steps. `trained`, `failed`, `dropped`: its outcome."""
     where: str
     """The place, in words."""
     seq: int | None = None
@@ -121,7 +123,7 @@ async def inspect_group(
         if issued is not None:
             return await asyncio.to_thread(_issued, found, issued, reader)
         entry = await store.inspection.unsettled_header(ticket)
-        place = {"place": "moving", "where": "changing place: try again"} if entry is None else _FINISHED
+        place = _FINISHED if entry else _INTERRUPTED if found.reissue else _MOVING
         about = {"group": ticket, "seq": found.outstanding, **place}
         header, payload = (entry.header, entry.payload) if entry else (None, "")
         notes = [entry.fault] if entry and entry.fault else []
@@ -148,6 +150,8 @@ async def _tokens(store: Store, payload: str) -> tuple[Payload | None, str]:
 
 
 _FINISHED = {"place": "finished", "where": "generated, waiting for dataprep to settle it"}
+_INTERRUPTED = {"place": "interrupted", "where": "interrupted by a restore, to be issued again"}
+_MOVING = {"place": "moving", "where": "changing place: try again"}
 
 
 def _issued(found: Whereabouts, issued: IssuedTicket, reader: TextReader) -> Group:

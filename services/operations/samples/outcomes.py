@@ -31,7 +31,8 @@ BEHIND = 50
 """Steps by which the log of an active run may lag."""
 SILENT_S = 60.0
 """Seconds without a step after which the log has caught up, if it is still written."""
-_COLUMNS = ["payload", "step", "outcome", "reason", "length", "tool_tokens", "solved"]
+MOST_STEPS = 10**9  # in an incarnation, which is a time in seconds
+_COLUMNS = ["payload", "step", "incarnation", "outcome", "reason", "length", "tool_tokens", "solved"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ def _sampled(log: SampleFolder, folder: Path, steps: Mapping[int, float]) -> Sam
         return SampledTokens(missing=missing)
     arrow: Any = pa
     groups = arrow.concat_tables([_counted(part, configured) for part in log.parts]).group_by(["payload", "outcome", "reason"])
-    groups = groups.aggregate([("sampled", "sum"), ("step", "count_distinct"), ("right", "max"), ("stands_for", "mean")])
+    groups = groups.aggregate([("sampled", "sum"), ("time", "count_distinct"), ("right", "max"), ("stands_for", "mean")])
     found, right = dict[str, float](), dict[str, float]()
     for row in groups.to_pylist():
         name = f"{row['outcome']}: {row['reason']}" if row["outcome"] == "filtered" and row["reason"] else str(row["outcome"])
-        found[name] = found.get(name, 0.0) + (row["sampled_sum"] or 0) / max(1, row["step_count_distinct"])
+        found[name] = found.get(name, 0.0) + (row["sampled_sum"] or 0) / max(1, row["time_count_distinct"])
         if row["outcome"] == "trained" and row["right_max"]:
             right[row["payload"]] = row["stands_for_mean"]
     ordered = dict(sorted(found.items(), key=lambda one: -one[1]))
@@ -81,6 +82,10 @@ def _counted(part: Part, configured: float) -> Any:
     table, stands_for = part.read(_COLUMNS), arrow.scalar(1 / (part.position.share or configured or 1.0))
     sampled = compute.subtract(compute.fill_null(table["length"], 0), compute.fill_null(table["tool_tokens"], 0))
     table = table.append_column("sampled", compute.multiply(sampled, stands_for))
+    # After a restore, a step may train the same tokens again.
+    lives = compute.fill_null(table["incarnation"], 0).cast(arrow.int64())
+    time = compute.add(compute.multiply(lives, MOST_STEPS), compute.fill_null(table["step"], -1).cast(arrow.int64()))
+    table = table.append_column("time", time)
     table = table.append_column("right", compute.fill_null(table["solved"], False).cast(arrow.int8()))
     return table.append_column("stands_for", arrow.repeat(stands_for, table.num_rows))
 

@@ -12,6 +12,9 @@ from services.protocol import codec
 from services.protocol.messages import Header, Ticket
 from services.store.calls.facet import Facet, ordinal
 from services.store.records import Claim, read_claim
+from services.store.step_records import INCARNATION, begun
+
+READ_TOGETHER = 64  # records
 
 
 @dataclass(frozen=True)
@@ -144,9 +147,16 @@ class EvaluationCalls(Facet):
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
     async def last_record(self) -> dict[str, float]:
-        """Return the record of the last complete round, empty if there is none."""
-        entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.evaluations, count=1))
-        return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
+        """Return the record of the last complete round that no restore has undone, empty if there is none."""
+        restores, stream, newest = await begun(self._redis, self._keys), self._keys.evaluations, "+"
+        while entries := await self._redis.ask(self._redis.commands.xrevrange(stream, newest, "-", READ_TOGETHER)):
+            for _, fields in entries:
+                record: dict[str, float] = msgspec.json.decode(fields[b"m"])
+                version, life = record.get("eval/version", 0.0), record.get(INCARNATION, 0.0)
+                if not any(life < later and version > first for later, first in restores.items()):
+                    return record
+            newest = f"({entries[-1][0].decode()}"
+        return {}
 
 
 def _pairs(claims: Sequence[Claim]) -> list[Any]:

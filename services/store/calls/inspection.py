@@ -79,9 +79,10 @@ class Inspection(Facet):
     async def whereabouts(self, ticket: str) -> Whereabouts:
         """Return everything that names a ticket of the form `<epoch>-<row>` (`inspection_records.TICKET_ID`)."""
         keys, (epoch, row) = self._keys, map(int, ticket.split("-"))
-        run, outstanding, requeued, group, order, weight, trained, drop = await self._redis.at_once(
+        run, outstanding, reissue, requeued, group, order, weight, trained, drop = await self._redis.at_once(
             ("HMGET", keys.run, "retired_step", "prepared_step", "committed_step"),
             ("ZSCORE", keys.outstanding, ticket),
+            ("ZSCORE", keys.reissue, ticket),
             ("ZSCORE", keys.requeued, ticket),
             ("HMGET", keys.group(ticket), "header", "payload", "uses"),
             ("ZSCORE", keys.replay_order, ticket),
@@ -93,6 +94,7 @@ class Inspection(Facet):
         return Whereabouts(
             ticket=ticket,
             outstanding=None if outstanding is None else int(float(outstanding)),
+            reissue=reissue is not None,
             requeued=requeued is not None,
             record=None if group[0] is None else _group(ticket, *group),
             in_table=order is not None,

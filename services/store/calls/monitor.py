@@ -114,10 +114,6 @@ class Monitor(Facet):
         entries = await self._redis.ask(self._redis.commands.xrange(self._keys.metrics, first, "+", count))
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
-    async def last_recorded_step(self) -> int:
-        """Return the last step in the metrics stream; -1: none."""
-        return int((await self.last_record()).get("step", -1))
-
     async def last_record(self) -> dict[str, float]:
         """Return the last entry of the metrics stream; {}: there is none."""
         entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.metrics, count=1))

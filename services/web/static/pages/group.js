@@ -7,7 +7,7 @@ import { html } from "../vendor/htm-preact.js";
 import { quoted } from "./samples/samples.js";
 
 const PAGE = 16;
-const PLACES = { replay: "good", drawn: "good", trained: "good", failed: "bad", dropped: "warn", requeued: "warn" };
+const PLACES = { replay: "good", drawn: "good", trained: "good", failed: "bad", dropped: "warn", requeued: "warn", interrupted: "warn" };
 
 const Tokens = ({ passage, label }) => {
   if (!passage) return html`<p class="empty">Its tokens were deleted.</p>`;
