@@ -110,7 +110,8 @@ ALERTS = (
         "often (replay.max_uses). Nothing is wrong.",
     ),
     Alert(
-        "GrpoGeneratorBehind", "max by (run, pod) (grpo_generator_versions_behind unless grpo_generator_evaluating == 1) > 1",
+        "GrpoGeneratorBehind",
+        _while_active("max by (run, pod) (grpo_generator_versions_behind unless grpo_generator_evaluating == 1) > 1"),
         "10m", "warning", f"{POD} does not get the current weights",
         "Until it catches up, it claims no tickets. Its log says why rounds fail there (`weight-sync round failed on this pod`): "
         "a port of the trainer that it cannot reach, or a deadline that is too short (sync.join_deadline_s, "
@@ -207,19 +208,19 @@ ALERTS = (
         "checkpoint is due; meanwhile Redis keeps all plans, so it fills up.",
     ),
     Alert(
-        "GrpoNothingToLearn", f"{_step_metric('reward/train/zero_std_share')} > 0.9", "30m", "warning",
+        "GrpoNothingToLearn", _while_active(f"{_step_metric('reward/train/zero_std_share')} > 0.9"), "30m", "warning",
         "Nearly all groups of run {{ $labels.run }} have the same reward for all completions",
         "The prompts are too hard or too easy, or the verifier gives everything the same score: `grpo inspect group` shows texts "
         "and scores. Consider data.curriculum, filters.exclude_pass_rate, sampling.group_size.",
     ),
     Alert(
-        "GrpoPolicyGap", f"{_step_metric('logprob_gap/train/mean')} > 0.2", "15m", "warning",
+        "GrpoPolicyGap", _while_active(f"{_step_metric('logprob_gap/train/mean')} > 0.2"), "15m", "warning",
         "Generators and trainer of run {{ $labels.run }} disagree on logprobs",
         "With little off-policy data (`staleness/trained/off_policy_share`) this means that they have different weights or "
         "compute differently: check model.dtype, model.fp32_head, sync.verify, generator.engine_options.",
     ),
     Alert(
-        "GrpoLengthDrift", f"{_step_metric('length/drift')} < 0.8", "30m", "warning",
+        "GrpoLengthDrift", _while_active(f"{_step_metric('length/drift')} < 0.8"), "30m", "warning",
         "Run {{ $labels.run }} trains on shorter completions than it generates",
         "Long groups are dropped by overtaking (admission.overtake_deadline_s), filters or staleness; see docs/metrics.md.",
     ),

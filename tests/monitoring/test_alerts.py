@@ -120,7 +120,10 @@ QUIETED = {"ended": {'grpo_run_ended{run="a",pod="dataprep-0"}': "1x75"}, "pause
     'grpo_run_paused{run="a",pod="dataprep-0",role="trainer"}': "1x75"
 }}  # fmt: skip
 """Series of a finished or paused run, in which these are not problems."""
-QUIET = ("GrpoNoLeader", "GrpoNoTrainer", "GrpoTooFewGenerators", "GrpoPodNotReady", "GrpoNoStep", "GrpoTrainerStarves")
+QUIET = (
+    "GrpoNoLeader", "GrpoNoTrainer", "GrpoTooFewGenerators", "GrpoPodNotReady", "GrpoNoStep", "GrpoTrainerStarves",
+    "GrpoGeneratorBehind", "GrpoSyncSlow", "GrpoTicketStuck", "GrpoNothingToLearn", "GrpoPolicyGap", "GrpoLengthDrift",
+)  # fmt: skip
 
 
 def expected(name: str, trouble: Trouble) -> list[dict[str, Any]]:
