@@ -12,6 +12,8 @@ import yaml
 
 GROUP = "grpo"
 RUNBOOKS = "docs/operating.md"
+LOOK_BACK = "1d"
+"""How long the last state of a run counts, whether it was paused or finished, while no dataprep pod exports it."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,14 @@ class Alert:
         }
 
 
+def _last(expression: str) -> str:
+    """Return the value of the expression, or its last one within `LOOK_BACK` if no dataprep pod exports it now."""
+    return f"last_over_time({expression}[{LOOK_BACK}:1m])"
+
+
 def _while_active(expression: str) -> str:
     """Restrict the expression to runs that are neither paused nor finished."""
-    return f"({expression}) unless on (run) (max by (run) (grpo_run_ended) == 1 or max by (run) (grpo_run_paused) == 1)"
+    return f"({expression}) unless on (run) {_last('max by (run) (grpo_run_ended or grpo_run_paused)')} == 1"
 
 
 def _step_metric(name: str) -> str:
@@ -74,6 +81,15 @@ ALERTS = (
         f"{RUN} has no dataprep leader",
         "No step is prepared and no ticket issued. Check dataprep's log and exit code; `grpo status` names the leader. A leader "
         "that died is replaced after `fleet.ttl_s`; during a restore there is no leader.",
+    ),
+    Alert(
+        "GrpoNoDataprep",
+        f"group by (run) (grpo_pod_ready) and on (run) present_over_time(grpo_dataprep_leads[{LOOK_BACK}]) "
+        f"unless on (run) grpo_dataprep_leads unless on (run) {_last('max by (run) (grpo_run_ended)')} == 1", "5m", "critical",
+        f"{RUN} has no dataprep pod",
+        "No step is prepared and no ticket issued. Alerts about the run's state and Redis are silent, because dataprep exports "
+        "their metrics. Check its pods: one that exits names the cause in the last line of its log (the table of exit codes is "
+        "below); one that has just started reads the prompts first.",
     ),
     Alert(
         "GrpoNoTrainer", _while_active('max by (run) (grpo_run_pods{kind="trainer"}) == 0'), "5m", "critical",

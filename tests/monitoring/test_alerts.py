@@ -59,6 +59,8 @@ WELL = {
     'grpo_tracker_backlog_steps{run="a",pod="tracker-0",tracker="wandb"}': "2x75",
 }
 """Series of a healthy run, one value per minute."""
+GONE = {name: values.replace("x75", "x10 stale") for name, values in WELL.items() if 'pod="dataprep-' in name}
+"""Series of a run whose dataprep pods have exited."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ CASES = {
     "GrpoLoopStuck": of("grpo_pod_loop_silent_seconds", "601x75", "trainer-0"),
     "GrpoLoopFails": of("grpo_pod_loop_failures_total", "0+1x75", "trainer-0"),
     "GrpoNoLeader": Trouble({'grpo_dataprep_leads{run="a",pod="dataprep-0"}': "0x75"}),
+    "GrpoNoDataprep": Trouble(GONE),
     "GrpoNoTrainer": of("grpo_run_pods", "0x75", kind="trainer"),
     "GrpoTooFewGenerators": of("grpo_run_pods", "3x75", kind="generator"),
     "GrpoPodNotReady": of("grpo_pod_ready", "0x75", "generator-0"),
@@ -164,7 +167,9 @@ def test_alerts_fire_on_their_problem_only(promtool: str, tmp_path: Path) -> Non
     tests += [case(name, trouble.series, {name: expected(name, trouble)}) for name, trouble in CASES.items()]
     troubles = {name: values for quiet in QUIET for name, values in CASES[quiet].series.items()}
     for how, series in QUIETED.items():
+        last = {name: values.replace("x75", "x10 stale") for name, values in series.items()}
         tests.append(case(f"no problems in a run that is {how}", troubles | series, {name: [] for name in QUIET}))
+        tests.append(case(f"nor without dataprep, if it was {how}", troubles | GONE | last, {name: [] for name in QUIET}))
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "5m", "tests": tests}, width=1000))
     done = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, text=True, check=False)
