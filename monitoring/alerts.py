@@ -60,6 +60,11 @@ def _step_metric(name: str) -> str:
     return f'max by (run) (grpo_trainer_step_metric{{name="{name}"}})'
 
 
+def _of_holders(counter: str) -> str:
+    """Return by how much a counter of generators and one of environment pods have risen."""
+    return f"increase(grpo_generator_{counter}[15m]) or increase(grpo_environment_{counter}[15m])"
+
+
 RUN, POD = "Run {{ $labels.run }}", "{{ $labels.pod }} of run {{ $labels.run }}"
 
 ALERTS = (
@@ -179,14 +184,14 @@ ALERTS = (
         "one after another fails, dataprep pauses itself; `grpo resume` resumes it.",
     ),
     Alert(
-        "GrpoRolloutsFail", "sum by (run, reason) (increase(grpo_generator_failures_total[15m])) > 5", "0m", "warning",
+        "GrpoRolloutsFail", f"sum by (run, reason) ({_of_holders('failures_total')}) > 5", "0m", "warning",
         "Rollouts of run {{ $labels.run }} fail: {{ $labels.reason }}",
-        "`verifier`: its message is in the generator's log and, after generator.max_attempts, in the dead letters; "
-        "`generation`: the engine rejected or aborted completions; `store`: Redis was unavailable; `other`: the log has a "
-        "traceback.",
+        "`verifier`: its message is in the log of the generator or environment pod and, after generator.max_attempts, in the "
+        "dead letters; `generation`: the engine rejected or aborted completions, or rollouts in an environment failed; `store`: "
+        "Redis was unavailable; `other`: the log has a traceback.",
     ),
     Alert(
-        "GrpoLeasesLost", "sum by (run, pod) (increase(grpo_generator_lost_leases_total[15m])) > 5", "0m", "warning",
+        "GrpoLeasesLost", f"sum by (run, pod) ({_of_holders('lost_leases_total')}) > 5", "0m", "warning",
         f"{POD} loses its leases",
         "It renews too late: the machine stalls or is overloaded, or generator.lease_s is too short for it. Other pods redo its "
         "work.",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import yaml
 
-from monitoring.alerts import ALERTS
-from tests.monitoring.test_alerts import RULES
+from tests.monitoring.test_alerts import RULES, Trouble, expected
 
 LEADS, ENDED = 'grpo_dataprep_leads{run="a",pod="dataprep-%d"}', 'grpo_run_ended{run="a",pod="dataprep-%d"}'
 PAUSED = 'grpo_run_paused{run="a",pod="dataprep-%d",role="trainer"}'
@@ -26,6 +25,7 @@ class Story:
     series: dict[str, str]
     fires: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 STORIES = (
@@ -53,25 +53,30 @@ STORIES = (
             'grpo_pod_ready{run="a",pod="generator-0"}': "0x75",
             PAUSED % 0: "1x10 stale", PAUSED % 1: "_x11 1x20 0x44",
         },
-        fires=(50, 70), silent=(30, 40),
+        fires=(50, 70), silent=(30, 40), labels={"pod": "generator-0"},
+    ),
+    Story(
+        "GrpoRolloutsFail", "rollouts in environments fail",
+        {'grpo_environment_failures_total{run="a",pod="environment-0",reason="generation"}': "0x20 1+1x10 11x40"},
+        fires=(30,), silent=(20, 60), labels={"reason": "generation"},
+    ),
+    Story(
+        "GrpoLeasesLost", "an environment pod stalls",
+        {'grpo_environment_lost_leases_total{run="a",pod="environment-0"}': "0x20 1+1x10 11x40"},
+        fires=(30,), silent=(20, 60), labels={"pod": "environment-0"},
     ),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: f"{story.alert}: {story.title}")
 def test_an_alert_fires_at_the_right_moment(story: Story, promtool: str, tmp_path: Path) -> None:
-    (rule,) = [alert.rule() for alert in ALERTS if alert.name == story.alert]
-    pods = {"pod": "generator-0"} if "$labels.pod" in rule["annotations"]["summary"] else {}
-    labels = {"run": "a", **pods, **rule["labels"]}
-    text = {key: each.replace("{{ $labels.run }}", "a") for key, each in rule["annotations"].items()}
-    text = {key: each.replace("{{ $labels.pod }}", "generator-0") for key, each in text.items()}
-    expected = {minute: [{"exp_labels": labels, "exp_annotations": text}] for minute in story.fires}
-    expected |= {minute: [] for minute in story.silent}
+    found = expected(story.alert, Trouble({}, story.labels))
+    moments = dict.fromkeys(story.fires, found) | {minute: [] for minute in story.silent}
     tests = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in story.series.items()],
         "alert_rule_test": [
-            {"eval_time": f"{minute}m", "alertname": story.alert, "exp_alerts": alerts} for minute, alerts in expected.items()
+            {"eval_time": f"{minute}m", "alertname": story.alert, "exp_alerts": alerts} for minute, alerts in moments.items()
         ],
     }
     path = tmp_path / "tests.yaml"

@@ -46,6 +46,8 @@ WELL = {
     'grpo_generator_kv_usage_ratio{run="a",pod="generator-0"}': "0.7x75",
     'grpo_generator_failures_total{run="a",pod="generator-0",reason="verifier"}': "0x75",
     'grpo_generator_lost_leases_total{run="a",pod="generator-0"}': "0x75",
+    'grpo_environment_failures_total{run="a",pod="environment-0",reason="generation"}': "0x75",
+    'grpo_environment_lost_leases_total{run="a",pod="environment-0"}': "0x75",
     'grpo_trainer_steps_total{run="a",pod="trainer-0"}': "0+1x75",
     'grpo_trainer_phase_seconds_total{run="a",pod="trainer-0",phase="training"}': "0+50x75",
     'grpo_trainer_phase_seconds_total{run="a",pod="trainer-0",phase="waiting for data"}': "0+5x75",
