@@ -116,12 +116,12 @@ ALERTS = (
         "(see GrpoRedisFull), a model that is still loading.",
     ),
     Alert(
-        "GrpoNoStep", _while_active("sum by (run) (increase(grpo_trainer_steps_total[30m])) == 0"), "15m", "critical",
+        "GrpoNoStep", _while_active("sum by (run) (increase(grpo_trainer_steps_total[15m])) == 0"), "30m", "critical",
         f"{RUN} has trained no step in half an hour",
         "`grpo_trainer_phase_seconds_total` shows what the trainer does, `grpo_dataprep_wait_seconds_total` why no step is "
         "prepared: `groups` - generators are too slow or missing; `older_ticket` - one long completion delays a step "
         "(admission.overtake_deadline_s); `min_size`, `rate_limiter` - the replay table's own keys; `ahead` - the trainer is the "
-        "bottleneck. If steps take longer than half an hour, raise the window of this rule.",
+        "bottleneck. If steps take longer than half an hour, raise this rule's `for`.",
     ),
     Alert(
         "GrpoTrainerStarves",

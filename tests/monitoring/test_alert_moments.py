@@ -56,6 +56,14 @@ STORIES = (
         fires=(50, 70), silent=(30, 40), labels={"pod": "generator-0"},
     ),
     Story(
+        "GrpoNoStep", "a trainer waits for its first step",
+        {'grpo_trainer_steps_total{run="a",pod="trainer-0"}': "_x10 0x65"}, fires=(45, 60), silent=(26, 39),
+    ),
+    Story(
+        "GrpoNoStep", "a step takes 40 minutes, the next one never ends",
+        {'grpo_trainer_steps_total{run="a",pod="trainer-0"}': "1+1x10 11x39 12x70"}, fires=(100, 110), silent=(20, 49, 60, 90),
+    ),
+    Story(
         "GrpoRolloutsFail", "rollouts in environments fail",
         {'grpo_environment_failures_total{run="a",pod="environment-0",reason="generation"}': "0x20 1+1x10 11x40"},
         fires=(30,), silent=(20, 60), labels={"reason": "generation"},
