@@ -65,6 +65,15 @@ def _of_holders(counter: str) -> str:
     return f"increase(grpo_generator_{counter}[15m]) or increase(grpo_environment_{counter}[15m])"
 
 
+def _risen(gauge: str) -> str:
+    """Restrict a gauge of the run to values above its lowest one within half an hour.
+
+    If its pods differ, the lowest value counts, since one shows a fall a little later than another.
+    """
+    return f"min by (run) ({gauge}) > min by (run) (min_over_time({gauge}[30m]))"
+
+
+FAILED = 'grpo_run_outcome_tickets{outcome="failed"}'
 RUN, POD = "Run {{ $labels.run }}", "{{ $labels.pod }} of run {{ $labels.run }}"
 
 ALERTS = (
@@ -178,7 +187,7 @@ ALERTS = (
         "a dead letter after 16 expired leases; a verifier that hangs is stopped at its time limit.",
     ),
     Alert(
-        "GrpoDeadLetters", "max by (run) (delta(grpo_run_dead_letters[30m])) > 0", "0m", "warning",
+        "GrpoDeadLetters", f"{_risen(FAILED)} or {_risen('grpo_run_dead_letters')}", "0m", "warning",
         "Tickets of run {{ $labels.run }} became dead letters",
         "`grpo inspect deadletter` shows the reasons. After fixing the cause, `grpo replay requeue --all` issues them again. If "
         "one after another fails, dataprep pauses itself; `grpo resume` resumes it.",

@@ -103,13 +103,14 @@ class RunMetrics(Metrics):
     oldest: Gauge = gauge("grpo_run_oldest_ticket_seconds", "seconds", "Age of the oldest ticket that is queued or claimed.")
     buffered: Gauge = gauge("grpo_run_replay_groups", "groups", "Groups in the replay table.")
     outcomes: Mapping[str, Gauge] = gauges(
-        "grpo_run_outcome_tickets", "tickets", "Tickets by outcome. A restore resets the counts to those of its checkpoint.",
+        "grpo_run_outcome_tickets", "tickets",
+        "Tickets by outcome. A restore resets the counts to those of its checkpoint. NaN before the first count.",
         "outcome", OUTCOMES,
     )  # fmt: skip
     doubled: Gauge = gauge(
         "grpo_run_doubled_tickets", "tickets", "Tickets trained on twice in one epoch, other than by replay. Must stay 0."
     )
-    dead_letters: Gauge = gauge("grpo_run_dead_letters", "tickets", "Entries in the dead letters.")
+    dead_letters: Gauge = gauge("grpo_run_dead_letters", "tickets", "Entries in the dead letters. NaN before the first count.")
     paused: Mapping[str, Gauge] = gauges("grpo_run_paused", "", "1 while a role is paused by request.", "role", ROLES)
     ended: Gauge = gauge("grpo_run_ended", "", "1 once the run is ending or has ended.")
     pods: Mapping[str, Gauge] = gauges("grpo_run_pods", "", "Pods with a heartbeat within fleet.ttl_s.", "kind", KINDS)

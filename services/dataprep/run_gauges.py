@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 
@@ -26,6 +27,8 @@ class RunGauges:
 
     def __init__(self, service: Service, metrics: RunMetrics) -> None:
         self._service, self._store, self._config, self._metrics = service, service.store, service.config, metrics
+        for total in (*metrics.outcomes.values(), metrics.dead_letters):
+            total.set(math.nan)  # until it is counted: a rise from 0 would mean that tickets have ended since
 
     async def follow(self, loop: Loop) -> None:
         """Poll until cancelled."""

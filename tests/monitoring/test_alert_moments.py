@@ -12,6 +12,9 @@ import yaml
 from tests.monitoring.test_alerts import RULES, Trouble, expected
 
 LEADS, ENDED = 'grpo_dataprep_leads{run="a",pod="dataprep-%d"}', 'grpo_run_ended{run="a",pod="dataprep-%d"}'
+FAILED, LETTERS = (
+    'grpo_run_outcome_tickets{run="a",pod="dataprep-%d",outcome="failed"}', 'grpo_run_dead_letters{run="a",pod="dataprep-%d"}'
+)  # fmt: skip
 PAUSED = 'grpo_run_paused{run="a",pod="dataprep-%d",role="trainer"}'
 GENERATOR = {'grpo_pod_ready{run="a",pod="generator-0"}': "1x400"}
 
@@ -62,6 +65,31 @@ STORIES = (
     Story(
         "GrpoNoStep", "a step takes 40 minutes, the next one never ends",
         {'grpo_trainer_steps_total{run="a",pod="trainer-0"}': "1+1x10 11x39 12x70"}, fires=(100, 110), silent=(20, 49, 60, 90),
+    ),
+    Story(
+        "GrpoDeadLetters", "they are requeued, and fail again one by one",
+        {key % 0: "9x40 0 0 0 1+1x7 8x40" for key in (FAILED, LETTERS)}, fires=(44, 50, 75), silent=(40, 41, 43, 85),
+    ),
+    Story(
+        "GrpoDeadLetters", "a standby shows a requeue later than the leader",
+        {FAILED % 0: "9x40 0x35", FAILED % 1: "9x42 0x33"}, silent=(41, 42, 43),
+    ),
+    Story(
+        "GrpoDeadLetters", "a new pod has not counted the old ones yet",
+        {key % i: values for key in (FAILED, LETTERS) for i, values in enumerate(("7x10 stale", "_x12 NaN NaN 7x60"))},
+        silent=(13, 14, 15, 30, 60),
+    ),
+    Story(
+        "GrpoDeadLetters", "a ticket fails while no pod counts",
+        {FAILED % 0: "7x10 stale", FAILED % 1: "_x12 NaN 8x60"}, fires=(14, 35), silent=(10, 50),
+    ),
+    Story(
+        "GrpoDeadLetters", "the stream is full",
+        {FAILED % 0: "10000x20 10001x55", LETTERS % 0: "10000x75"}, fires=(21, 49), silent=(20, 55),
+    ),
+    Story(
+        "GrpoDeadLetters", "a header of a ticket that was never issued arrives",
+        {FAILED % 0: "2x75", LETTERS % 0: "2x20 3x55"}, fires=(21, 49), silent=(20, 55),
     ),
     Story(
         "GrpoRolloutsFail", "rollouts in environments fail",

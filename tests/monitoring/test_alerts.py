@@ -29,6 +29,7 @@ WELL = {
     'grpo_run_wanted_generators{run="a",pod="dataprep-0"}': "4x75",
     'grpo_run_doubled_tickets{run="a",pod="dataprep-0"}': "0x75",
     'grpo_run_oldest_ticket_seconds{run="a",pod="dataprep-0"}': "60x75",
+    'grpo_run_outcome_tickets{run="a",pod="dataprep-0",outcome="failed"}': "2x75",
     'grpo_run_dead_letters{run="a",pod="dataprep-0"}': "2x75",
     'grpo_redis_used_memory_bytes{run="a",pod="dataprep-0"}': "500x75",
     'grpo_redis_memory_limit_bytes{run="a",pod="dataprep-0"}': "1000x75",
@@ -103,7 +104,7 @@ CASES = {
     "GrpoLagBeyondBound": gauge("staleness/trained/max", "2x75"),
     "GrpoStaleGroups": of("grpo_dataprep_settled_groups_total", "0+1x75", action="stale"),
     "GrpoTicketStuck": of("grpo_run_oldest_ticket_seconds", "3000+60x75"),
-    "GrpoDeadLetters": of("grpo_run_dead_letters", "2+1x75"),
+    "GrpoDeadLetters": of("grpo_run_outcome_tickets", "2+1x75"),
     "GrpoRolloutsFail": Trouble(
         {'grpo_generator_failures_total{run="a",pod="generator-0",reason="verifier"}': "0+1x75"}, {"reason": "verifier"}
     ),

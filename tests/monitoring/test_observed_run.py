@@ -63,7 +63,7 @@ class Observed:
     folder: Path
     collector: Collector
     texts: dict[str, str] = field(default_factory=dict)  # kind of pod -> its last scrape
-    moved: set[tuple[str, str]] = field(default_factory=set)  # (kind of pod, name of a series that was neither 0 nor -1)
+    moved: set[tuple[str, str]] = field(default_factory=set)  # (kind of pod, name of a series that was neither 0, -1 nor NaN)
     backlog: float = 0.0  # steps that W&B has not taken
     written: float = 0.0  # records that TensorBoard has written
 
@@ -89,7 +89,7 @@ class Observed:
             if pod.kind == "tracker":
                 self.backlog = value(text, "grpo_tracker_backlog_steps", tracker="wandb")
                 self.written = value(text, "grpo_tracker_written_records_total", tracker="tensorboard")
-            self.moved |= {(pod.kind, one.name) for one in samples(text) if one.value not in (0.0, -1.0)}
+            self.moved |= {(pod.kind, one.name) for one in samples(text) if abs(one.value) > 0 and one.value != -1.0}
 
     def still(self, kind: str) -> list[str]:
         """Return the declared metrics of a service that have not changed."""

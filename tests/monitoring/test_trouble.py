@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,29 @@ async def test_the_census_shows_pauses_dead_letters_and_the_end(
     assert value("grpo_run_paused", {"role": "trainer"}) == 1
     assert value("grpo_run_wanted_generators") == 3
     await end_tasks([looking])  # it polls nearly all the time, and redis-py may lose a cancellation
+
+
+async def test_totals_are_not_shown_as_0_before_they_are_counted(
+    store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GrpoDeadLetters would take the first count of a new pod for a rise; during a restore nothing is counted."""
+    monkeypatch.setattr(run_gauges, "POLL_S", 0.01)
+    service = pod("dataprep", store, server, tmp_path)
+    value = service.registry.get_sample_value
+    gauges = RunGauges(service, RunMetrics(service.registry))
+
+    def totals() -> tuple[float | None, float | None]:
+        return value("grpo_run_outcome_tickets", {"outcome": "failed"}), value("grpo_run_dead_letters")
+
+    assert all(total is not None and math.isnan(total) for total in totals())
+    await store.run.create("config", "data", 4, 8)
+    await store.client.hset(store.keys.run, "restoring", "1")
+    looking = asyncio.create_task(gauges.follow(Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
+    await wait_until(lambda: value("grpo_redis_clients") or 0 > 0, 60)
+    assert all(total is not None and math.isnan(total) for total in totals())
+    await store.client.hdel(store.keys.run, "restoring")
+    await wait_until(lambda: totals() == (0, 0), 60)
+    await end_tasks([looking])
 
 
 def test_phases_last_until_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
