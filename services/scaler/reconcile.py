@@ -32,10 +32,12 @@ def decide(scale: Scale, replicas: int, object: str = "", initial: int = UNSET) 
     """Compare both numbers with `scale.followed`, on which they last agreed for the Deployment `object`.
 
     A Deployment that was not followed yet is new, or was emptied at the end of the run. It gets the requested number or,
-    without a request, `initial`; unless another number was set in the meantime, which then applies.
+    without a request, `initial`; unless another number was set in the meantime, which then applies. A request from before the
+    first comparison wins in any case: the scaler itself sets `initial` before the run exists.
     """
     new = object if object != (scale.object or "") else None
-    if new and replicas in (UNSET, scale.followed):
+    early = scale.wanted is not None and scale.followed is None
+    if new and (early or replicas in (UNSET, scale.followed)):
         target = initial if scale.wanted is None else scale.wanted
         return Decision(replicas=target if target != replicas else None, followed=target, object=new)
     if new:

@@ -19,6 +19,7 @@ from services.console.local.redis_server import RedisServer
 from services.http.api import serve
 from services.http.credentials import ApiTokens
 from services.http.entry import open_service
+from services.operations.control import RunControl
 from services.protocol.messages import PodStatus
 from services.runtime.cluster.account import ClusterError
 from services.runtime.process_tools import CONFIG_ENV
@@ -75,6 +76,9 @@ def test_a_new_deployment_gets_the_initial_or_last_requested_size() -> None:
     assert decide(Scale(wanted=6, followed=6, object="old"), 4, "new", 3) == Decision(requested=4, followed=4, object="new")
     # from a version that set replicas in the manifest, with a request that is not yet followed
     assert decide(Scale(wanted=5, followed=3), 3, "new", 2) == Decision(replicas=5, followed=5, object="new")
+    # requested before the run existed, while the scaler or an operator set another number
+    for replicas in (3, 4):
+        assert decide(Scale(wanted=2), replicas, "new", 3) == Decision(replicas=2, followed=2, object="new")
     # scaled to zero when the run finished, then resumed
     for mark in (EMPTYING, FINISHED):
         assert decide(Scale(wanted=6, followed=0, object=mark), 0, "it", 3) == Decision(replicas=6, followed=6, object="it")
@@ -132,6 +136,23 @@ async def test_the_initial_size_is_set_once_before_the_run_exists(
         state = await store.run.state()
         assert state is not None
         assert (api.replicas, state.scale.wanted, state.scale.object) == (4, 4, api.generators.uid)
+
+
+async def test_a_request_from_before_the_run_is_followed_once_it_exists(
+    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    api, kubernetes = cluster
+    async with following(store, server, tmp_path, kubernetes) as follower:
+        await follower.once(None)
+        assert api.replicas == 3
+        await RunControl(store, 10).scale(2, "GPUs are short", "me")
+        assert await store.run.state() is None
+        await store.run.create("config", "data", 4, 8)
+        for _ in range(2):
+            await follower.once(await store.run.state())
+            state = await store.run.state()
+            assert state is not None
+            assert (api.replicas, state.scale.wanted, state.scale.why) == (2, 2, "me: GPUs are short")
 
 
 async def test_a_reinstalled_release_keeps_its_former_size(
