@@ -1,7 +1,7 @@
 """Checks of environments: each is loaded as a run's worker loads it, its server is asked for its tools, and it runs a rollout.
 
 The rollout is of the first row of a source, and the policy replies with the row's answer: once, or to every call of an
-environment that drives itself.
+environment that drives itself. A second rollout of a class is scored without a reply, as if its first one had been cut off.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from services.verifiers.base import Job
 
 NAME = "doctor"  # of the rollout
+CUT_OFF = "doctor-cut-off"  # of the rollout that is scored without a turn
 TRIAL_LIMIT_S = 60.0
 OWN_FOLDER = "command starts in a folder of its own, so its paths must be absolute"
 
@@ -60,6 +61,8 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
         check_reward(done.scores, done.truncated, source.name, config)
     except TimeoutError:
         return note(what, f"a rollout with the first row took longer than {TRIAL_LIMIT_S:g} s: not tried to its end")
+    except Unprepared as error:
+        return fault(what, f"{named}: {error}", "set whatever score() reads in start()")
     except (ProgramUnusable, ProgramFailed) as error:
         return fault(what, f"{named}: {error}", _remedy(tried))
     except ConfigError as error:
@@ -74,6 +77,10 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
     without = "left the reward to verifiers" if config.verified(source.name) else "gave no reward"
     scored = f"scored {done.scores['score']:.3g}" if done.scores else without
     return ok(what, f"{done.what} and {scored}, in {time.monotonic() - began:.2f} s")
+
+
+class Unprepared(Exception):
+    """A rollout cannot be scored if its first reply is cut off."""
 
 
 class Tried(NamedTuple):
@@ -97,17 +104,32 @@ async def _driven(config: RunConfig, tried: EnvironmentConfig, process: ProgramP
 
 
 async def _rollout(config: RunConfig, tried: EnvironmentConfig, process: ProgramProcess, job: Job) -> Tried:
-    """Have an environment reply to the policy once, and score that. Raises `ProgramFailed`."""
+    """Have an environment reply to the policy once, and score that. Raises `ProgramFailed` and `Unprepared`."""
     from services.environment.programs.rows import row_for
 
     began = await process.do(NAME, "start", row_for(job.row, job.answer))
     replied = await process.do(NAME, "turn", {"role": "assistant", "content": job.completions[0]})
     scored = await process.do(NAME, "score")
+    process.drop(NAME)
+    await _cut_off(process, job)
     names = ", ".join(tool["function"]["name"] for tool in began.value["tools"]) or "none"
     unfinished = replied.value["messages"] is not None
     then = "replied to" if unfinished else "ended with"
     what = f"started with the first row, tools: {names}; {then} its answer"
     return Tried(what, scored.value, unfinished, unfinished)
+
+
+async def _cut_off(process: ProgramProcess, job: Job) -> None:
+    """Have an environment score a rollout to which it never replied. Raises `ProgramFailed` and `Unprepared`."""
+    from services.environment.programs.process import ProgramFailed
+    from services.environment.programs.rows import row_for
+
+    await process.do(CUT_OFF, "start", row_for(job.row, job.answer))
+    try:
+        await process.do(CUT_OFF, "score")
+    except ProgramFailed as error:
+        why = "a rollout whose first reply is cut off at sampling.max_tokens is scored without turn()"
+        raise Unprepared(f"{why}, and this fails: {error}") from None
 
 
 def _remedy(environment: EnvironmentConfig) -> str:

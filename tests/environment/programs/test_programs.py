@@ -178,6 +178,21 @@ def test_doctor_accepts_a_class_without_a_score_until_its_end(tmp_path: Path) ->
     assert (found.state, "replied to its answer and gave no reward yet" in found.detail) == ("note", True)
 
 
+def test_doctor_scores_a_class_that_has_not_replied(tmp_path: Path) -> None:
+    """A rollout whose first reply is cut off is scored without a turn."""
+    code = (
+        "class Own:\n    def turn(self, message):\n        self.right = True\n"
+        "    def score(self):\n        return float(self.right)\n"
+    )
+    (tmp_path / "own.py").write_text(code)
+    found = tried(tmp_path, f'kind = "python", function = "{tmp_path / "own.py"}:Own"')
+    assert (found.state, found.remedy) == ("fault", "set whatever score() reads in start()")
+    assert "a rollout whose first reply is cut off at sampling.max_tokens is scored without turn(), and this fails: score: " in (
+        found.detail
+    )
+    assert "'Own' object has no attribute 'right'" in found.detail
+
+
 def test_doctor_names_the_environment_whose_file_is_missing(tmp_path: Path) -> None:
     save_tokenizer_folder(tmp_path / "model")
     data = tmp_path / "data.jsonl"
