@@ -1,7 +1,8 @@
 """A reward service for `kind = "http"`: scores come over HTTP, from any machine and any program.
 
     uvicorn examples.reward_server.server:app --port 8080
-    grpo run examples/arithmetic/config.toml 'verifiers=[{kind="http", url="http://127.0.0.1:8080/score"}]'
+    grpo run examples/arithmetic/config.toml 'verifiers=[{kind="http", url="http://127.0.0.1:8080/score"}]' \
+        generator.verifier_workers=2
 
 If the variable REWARDS_TOKEN is set, requests need it as a bearer token: name the variable in the verifier's `token_env`.
 """

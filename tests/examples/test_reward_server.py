@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from examples.reward_server import server
+from services.config import load
 from services.runtime.process_tools import free_port
 from services.verifiers.base import VerifierFailure
 from tests.verifiers.remote.asking import asking, group
@@ -24,6 +28,13 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with subprocess.Popen(command) as process:
         yield f"http://127.0.0.1:{port}/score"
         process.kill()
+
+
+def test_the_documented_command_has_a_valid_configuration() -> None:
+    [command] = [line for line in (server.__doc__ or "").splitlines() if "grpo run" in line]
+    file, *overrides = shlex.split(command.partition("grpo run ")[2])
+    config = load(Path(__file__).parents[2] / file, overrides, environ={})
+    assert [(each.kind, getattr(each, "url", "")) for each in config.verifiers] == [("http", "http://127.0.0.1:8080/score")]
 
 
 async def test_groups_are_scored_during_startup_with_the_token_only(url: str) -> None:
