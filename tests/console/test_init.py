@@ -16,8 +16,13 @@ import pytest
 from services.config import load
 from services.config.data import FileSource, ReasoningGymSource
 from services.config.environments import McpEnvironment, PythonEnvironment
+from services.config.verifiers import ExactConfig, MathConfig
 from services.console.__main__ import main
 from services.console.doctor.preflight import preflight
+from services.console.initial.look import BOXED
+from services.dataprep.prompts.rows import Needs, read_rows
+from services.verifiers.builtin.exact import ExactVerifier
+from services.verifiers.builtin.math import MathVerifier
 from tests.newcomer.world import CONTEXT, make_model
 
 
@@ -129,9 +134,12 @@ def test_what_is_no_tool_is_refused_with_what_to_give(
     ("answers", "kind", "pattern"),
     [
         (["it is 3\n#### 3", "#### 1,000"], "math", r"####\s*(.+)"),
-        ([r"so \boxed{x^2}"], "exact", r"\\boxed\{(.+)\}"),
+        ([r"so \boxed{x^2}"], "math", BOXED),
+        ([r"so \boxed{\frac{\sqrt{2^{3}}}{2}} units", r"\boxed{7}"], "math", BOXED),
         (["7", 8], "math", ""),
+        ([r"\frac{1}{2}", "7", "p - q"], "math", ""),
         (["Paris"], "exact", ""),
+        (["Paris", "Rome", "in $5$ days", "Bern"], "exact", ""),
     ],
 )
 def test_answer_patterns_of_common_data_sets_are_detected(here: Path, answers: list[Any], kind: str, pattern: str) -> None:
@@ -141,6 +149,36 @@ def test_answer_patterns_of_common_data_sets_are_detected(here: Path, answers: l
     (source,) = config.data.sources
     assert isinstance(source, FileSource)
     assert (config.verifiers[0].kind, source.answer_pattern) == (kind, pattern)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"It is \boxed{3}. See {2}.", "3"),
+        (r"First \boxed{1}, then\n\boxed{\frac{\sqrt{2^{3}}}{2}} {units}.", r"\frac{\sqrt{2^{3}}}{2}"),
+        (r"\boxed{\{1, 2\}} or {3}", r"\{1, 2\}"),
+    ],
+)
+def test_the_last_box_is_the_answer_with_its_braces(here: Path, solution: str, answer: str) -> None:
+    data = rows(here / "prompts.jsonl", {"problem": "say 1", "solution": solution})
+    assert main(["init", "--model", "model", "--data", data]) == 0
+    [source] = load("run.toml", environ={}).data.sources
+    [row] = read_rows(source, Needs())
+    assert row.answer == answer
+    assert MathVerifier(MathConfig(kind="math"), source).score(solution, row.answer) == 1
+
+
+@pytest.mark.parametrize(("answer", "given"), [("Paris", []), ("7", ["--reward", "exact"])])
+def test_text_answers_come_with_a_pattern_to_fill_in(here: Path, answer: str, given: list[str]) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1", "answer": answer})
+    assert main(["init", "--model", "model", "--data", data, *given]) == 0
+    file = Path("run.toml")
+    assert file.read_text().count("\n# extract = ") == 1
+    file.write_text(file.read_text().replace("\n# extract", "\nextract"))
+    [config] = load(file, environ={}).verifiers
+    assert isinstance(config, ExactConfig)
+    source = load(file, environ={}).data.sources[0]
+    assert ExactVerifier(config, source).score(f"I think that the answer is {answer}", answer) == 1
 
 
 def test_the_longest_prompt_fits(here: Path) -> None:

@@ -79,7 +79,9 @@ BUILT_IN = """\
 [[verifiers]]                   # how completions are scored: `math`, `exact`, `regex`, or your own function (docs/rewards.md)
 kind = "{kind}"
 """
-
+EXTRACT = """\
+# extract = 'answer is ([^.\\n]+)' # what is compared; without it, a completion must be the answer and nothing else
+"""
 
 ENVIRONMENT = """\
 [[environments]]                # what replies to the policy, offers it tools, or calls it (docs/environments.md)
@@ -142,8 +144,8 @@ def _verifier(file: Path, rows: SeenRows | None, reward: SeenReward | None) -> s
         return OWN.format(file=file, function=_line("function", reward.function))
     if reward is None and rows is None:
         return GYM
-    kind = reward.kind if reward else "math" if rows and rows.numbers else "exact"
-    return BUILT_IN.format(kind=kind)
+    kind = reward.kind if reward else "math" if rows and rows.mathematics else "exact"
+    return BUILT_IN.format(kind=kind) + EXTRACT * (kind == "exact")
 
 
 def _environment(seen: SeenEnvironment) -> str:

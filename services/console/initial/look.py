@@ -28,9 +28,12 @@ ROWS = 200  # of the data that are inspected
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "text")
 ANSWERS = ("answer", "solution", "target", "ground_truth", "final_answer", "expected_answer", "label", "output")
 """Names of fields in data sets, the likeliest first."""
-PATTERNS = (r"####\s*(.+)", r"\\boxed\{(.+)\}")
+BOXED = r"(?s:.*)\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})+)\}"
+"""The last box of a text; within it, braces may be nested three deep."""
+PATTERNS = (r"####\s*(.+)", BOXED)
 """How data sets mark the answer within a worked solution: GSM8K, MATH."""
 NUMBER = re.compile(r"\s*\$?-?[\d,./]+%?\s*")
+LATEX = re.compile(r"\\[a-zA-Z]+|\^|\$.+\$")
 BUILT_IN = ("math", "exact")
 CONVERT = "for example pandas.read_csv(FILE).to_json('data.jsonl', orient='records', lines=True)"
 
@@ -55,8 +58,8 @@ class SeenRows:
     answer: str
     """Empty: no field of the rows looks like one."""
     pattern: str
-    numbers: bool
-    """Whether all answers are numbers."""
+    mathematics: bool
+    """Whether the answers are numbers, boxed or LaTeX, rather than other text."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,7 @@ def look_at_data(path: str) -> SeenRows:
     pattern = next((each for each in PATTERNS if answers and all(re.search(each, text) for text in answers)), "")
     if pattern:
         answers = [found[1] for text in answers if (found := re.search(pattern, text))]
-    numbers = bool(answers) and all(NUMBER.fullmatch(text) for text in answers)
-    return SeenRows(path, kind, prompt, answer, pattern, numbers)
+    return SeenRows(path, kind, prompt, answer, pattern, pattern == BOXED or _is_mathematics(answers))
 
 
 def look_at_reward(text: str, folder: Path) -> SeenReward:
@@ -245,6 +247,12 @@ def _parquet(given: SourceFile) -> list[dict[str, Any]]:
         raise ConsoleError(
             f"--data {path}: it is not a parquet file that can be read ({error}): correct it or the path", EXIT_CONFIG
         ) from None
+
+
+def _is_mathematics(answers: Sequence[str]) -> bool:
+    """Return whether all answers are numbers, or LaTeX is among them and at least half are either."""
+    numbers, latex = sum(bool(NUMBER.fullmatch(text)) for text in answers), sum(bool(LATEX.search(text)) for text in answers)
+    return bool(answers) and (numbers == len(answers) or (latex > 0 and 2 * (numbers + latex) >= len(answers)))
 
 
 def _unreadable(file: SourceFile, error: OSError) -> ConsoleError:
