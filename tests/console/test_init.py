@@ -181,6 +181,47 @@ def test_text_answers_come_with_a_pattern_to_fill_in(here: Path, answer: str, gi
     assert ExactVerifier(config, source).score(f"I think that the answer is {answer}", answer) == 1
 
 
+@pytest.mark.parametrize(
+    ("row", "given", "field"),
+    [
+        ({"q": "say 1", "level": 3, "answer": "1"}, [], "q"),
+        ({"q": "say 1", "source": "book", "answer": "1"}, ["--prompt-field", "q"], "q"),
+        ({"instruction": "say 1", "input": "", "output": "1"}, [], "instruction"),
+        ({"instruction": "say", "input": "1", "output": "1"}, ["--prompt-field", "instruction"], "instruction"),
+        ({"prompt": "title", "turns": [{"role": "user", "content": "1"}], "answer": "1"}, ["--prompt-field", "turns"], "turns"),
+    ],
+)
+def test_the_field_of_the_prompt_is_named_or_the_only_one(here: Path, row: dict[str, Any], given: list[str], field: str) -> None:
+    assert main(["init", "--model", "model", "--data", rows(here / "prompts.jsonl", row), *given]) == 0
+    [source] = load("run.toml", environ={}).data.sources
+    assert isinstance(source, FileSource)
+    assert source.prompt_field == field
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "why"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "say 1"}], "source": "sharegpt"}, [],
+            "it is not clear which field is the prompt, a text or a list of messages (fields: conversations, source): "
+            "give --prompt-field NAME",
+        ),
+        ({"title": "one", "body": "say 1", "answer": "1"}, [], "(fields: title, body, answer): give --prompt-field NAME"),
+        ({"answer": "1"}, [], "(fields: answer): give --prompt-field NAME"),
+        ({"instruction": "say", "input": "1", "output": "1"}, [], "in two fields, instruction and input: join them in one"),
+        ({"prompt": "say 1", "answer": "1"}, ["--prompt-field", "q"], "have no such field: choose one of prompt, answer"),
+    ],
+)  # fmt: skip
+def test_an_unclear_prompt_is_refused_with_the_fields(
+    here: Path, row: dict[str, Any], given: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = rows(here / "prompts.jsonl", row)
+    (here / "own.py").write_text("def score(completion):\n    return 1\n")
+    assert main(["init", "--model", "model", "--data", data, "--reward", "own.py", *given]) == 2
+    assert why in capsys.readouterr().err
+    assert not Path("run.toml").exists()
+
+
 def test_the_longest_prompt_fits(here: Path) -> None:
     data = rows(here / "prompts.jsonl", {"prompt": "say 1 " * 12, "answer": "1"})
     assert main(["init", "--model", "model", "--data", data]) == 0
@@ -262,6 +303,7 @@ def test_a_row_without_the_prompt_is_an_error_and_no_other_field_takes_its_place
         (["--data", "prompts.csv"], "must end in .jsonl or .parquet: convert it"),
         (["--data", "prompts.jsonl"], "prompts.jsonl is not a file (resolved to "),
         (["--model", "./model"], "neither a folder nor a name on the hub (owner/name): correct the path"),
+        (["--prompt-field", "question"], "--prompt-field question has no effect without --data"),
         (["--reward", "own.py"], "own.py cannot be read (No such file or directory): correct the path"),
         (["--reward", "accuracy"], "give FILE.py:FUNCTION, or one of math, exact"),
         (["no/such/folder/run.toml"], "No such file or directory"),

@@ -29,7 +29,9 @@ MOST_TOKENS = 2**31 - 1
 SMALL_BYTES = 200 * 2**20  # of weights: a model of tens of millions of parameters
 
 
-def init(file: Path, model: str, data: str, reward: str, environment: str, tools: Sequence[str], as_json: bool) -> int:
+def init(
+    file: Path, model: str, data: str, prompt_field: str, reward: str, environment: str, tools: Sequence[str], as_json: bool
+) -> int:  # fmt: skip
     """Write `file`. On a terminal, missing arguments are asked for; elsewhere the model is the smallest Qwen3 and a made-up
     task."""
     if file.exists():
@@ -37,7 +39,9 @@ def init(file: Path, model: str, data: str, reward: str, environment: str, tools
     if sys.stdin.isatty() and not as_json and not (model and data and (reward or environment or tools)):
         model, data, reward = _asked(model, data, reward, bool(environment or tools))
     seen = look_at_model(model or MODEL)
-    rows = look_at_data(data) if data else None
+    if prompt_field and not data:
+        raise ConsoleError(f"--prompt-field {prompt_field} has no effect without --data: give --data FILE", EXIT_CONFIG)
+    rows = look_at_data(data, prompt_field) if data else None
     chosen = look_at_reward(reward, file.absolute().parent) if reward else None
     world = look_at_environment(environment, file.absolute().parent) if environment else None
     if tools:

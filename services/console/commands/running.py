@@ -21,6 +21,9 @@ def init(
             help="JSONL or parquet file of prompts, also as hf://datasets/OWNER/NAME/FILE; default: a reasoning-gym task."
         ),
     ] = "",
+    prompt_field: Annotated[
+        str, typer.Option(metavar="NAME", help="Field of the data that is the prompt; default: by its name, such as question.")
+    ] = "",
     reward: Annotated[
         str, typer.Option(metavar="FILE.py:NAME", help="Your reward function, or math or exact; default: depends on the data.")
     ] = "",
@@ -43,7 +46,7 @@ def init(
     """
     from services.console.commands import init as initial
 
-    return initial.init(file, model, data, reward, environment, tool or [], as_json)
+    return initial.init(file, model, data, prompt_field, reward, environment, tool or [], as_json)
 
 
 def run(

@@ -100,8 +100,11 @@ def look_at_model(path: str) -> SeenModel:
     return SeenModel(str(folder), context_of(folder), "float32" if given == "float32" else "bfloat16", chat)
 
 
-def look_at_data(path: str) -> SeenRows:
-    """Return how the rows of files are to be read, from the first of them. Raise `ConsoleError` if they cannot be."""
+def look_at_data(path: str, prompt_field: str = "") -> SeenRows:
+    """Return how the rows of files are to be read, from the first of them. Raise `ConsoleError` if they cannot be.
+
+    `prompt_field`: the field of the prompt; empty: the one whose name says so, or the only one that may be it.
+    """
     kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(path).suffix)
     if kind is None:
         raise ConsoleError(
@@ -117,10 +120,7 @@ def look_at_data(path: str) -> SeenRows:
     if not rows:
         raise ConsoleError(f"--data {path}: it has no rows: add prompts", EXIT_CONFIG)
     names = [name for name in rows[0] if all(name in row for row in rows)]
-    prompt = _first(PROMPTS, list(rows[0])) or next((name for name in names if isinstance(rows[0][name], str)), "")
-    if not prompt:
-        fields = ", ".join(rows[0]) or "none"
-        raise ConsoleError(f"--data {path}: no field of its rows is text (fields: {fields}): add one called prompt", EXIT_CONFIG)
+    prompt = _prompt_field(path, rows, names, prompt_field)
     answer = _first(ANSWERS, [name for name in names if name != prompt])
     answers = [str(row[answer]) for row in rows] if answer else []
     pattern = next((each for each in PATTERNS if answers and all(re.search(each, text) for text in answers)), "")
@@ -247,6 +247,34 @@ def _parquet(given: SourceFile) -> list[dict[str, Any]]:
         raise ConsoleError(
             f"--data {path}: it is not a parquet file that can be read ({error}): correct it or the path", EXIT_CONFIG
         ) from None
+
+
+def _prompt_field(path: str, rows: Sequence[dict[str, Any]], names: Sequence[str], given: str) -> str:
+    """Return the field of the prompt. Raise `ConsoleError` if it is not clear which one that is."""
+    fields = ", ".join(rows[0]) or "none"
+    if given:
+        if given not in rows[0]:
+            raise ConsoleError(
+                f"--prompt-field {given}: the rows of {path} have no such field: choose one of {fields}", EXIT_CONFIG
+            )
+        return given
+    found = _first(PROMPTS, list(rows[0]))
+    if found == "instruction" and any(row.get("input") for row in rows):
+        raise ConsoleError(
+            f"--data {path}: its prompts are in two fields, instruction and input: join them in one called prompt, or give "
+            "--prompt-field instruction to leave out the other",
+            EXIT_CONFIG,
+        )
+    candidates = [name for name in names if name not in ANSWERS and isinstance(rows[0][name], str | list | dict)]
+    if not found and len(candidates) == 1 and isinstance(rows[0][candidates[0]], str):
+        return candidates[0]
+    if not found:
+        raise ConsoleError(
+            f"--data {path}: it is not clear which field is the prompt, a text or a list of messages (fields: {fields}): "
+            "give --prompt-field NAME, or add a field called prompt",
+            EXIT_CONFIG,
+        )
+    return found
 
 
 def _is_mathematics(answers: Sequence[str]) -> bool:
