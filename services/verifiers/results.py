@@ -15,6 +15,7 @@ import msgspec
 
 from services.config.verifiers import MOST_SCORE
 from services.verifiers.base import Scores
+from services.verifiers.numeric import number_of
 
 NOTE_BYTES = 16 * 1024
 """Maximum size in bytes of the JSON that a verifier may attach to a completion: notes are stored with its tokens."""
@@ -127,10 +128,14 @@ def _numbers(rest: Mapping[str, Any]) -> set[str]:
 
 
 def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of floats
-        return False
+    number = number_of(value)
+    return number is not None and math.isfinite(number)
+
+
+def _as_json(value: Any) -> Any:
+    """Return what JSON has for a value that it does not know."""
+    number = number_of(value)
+    return str(value) if number is None else number
 
 
 def _note(rest: Mapping[str, Any]) -> str:
@@ -138,7 +143,7 @@ def _note(rest: Mapping[str, Any]) -> str:
     if not rest:
         return ""
     try:
-        note = msgspec.json.encode(rest, enc_hook=str)
+        note = msgspec.json.encode(rest, enc_hook=_as_json)
     except Exception as error:  # a value of one's own may raise anything here
         raise BadResult(f"what was returned in addition to the score is not JSON: {type(error).__name__}: {error}") from None
     if len(note) > NOTE_BYTES:

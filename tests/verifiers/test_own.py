@@ -184,6 +184,20 @@ async def test_a_mapping_gives_parts_of_the_score_and_a_note(own: Path) -> None:
     ]
 
 
+async def test_numbers_of_numpy_are_parts(own: Path) -> None:
+    (own / "counted.py").write_text(
+        "import numpy as np\n\ndef score(completion):\n"
+        "    long = np.int64(len(completion))\n"
+        "    return {'score': long / 2, 'long': long, 'half': np.float32(0.5), 'is_long': long > 1, 'words': np.array([1, 2])}\n"
+    )
+    async with scoring(own, "length", 'function="counted.py:score"') as made:
+        found = await made.score(job("a", "four"))
+    assert found.scores == {
+        "python": [0.5, 2.0], "python.long": [1.0, 4.0], "python.half": [0.5, 0.5], "python.is_long": [0.0, 1.0]
+    }  # fmt: skip
+    assert json.loads(found.notes[1])["python"] == {"long": 4.0, "half": 0.5, "is_long": 1.0, "words": "[1 2]"}
+
+
 async def test_a_class_is_instantiated_once_for_all_sources(own: Path) -> None:
     two = 'data.sources=[{kind="jsonl", path="d"}, {kind="jsonl", path="e", name="other"}]'
     config = load(own / "run.toml", [two, 'verifiers.0.function="my_rewards.py:Loaded"'], environ={})

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from services.environment.programs.tools import Callee, ToolSet, answered, methods_of
+from services.verifiers.numeric import number_of
 
 LOST = "The result of this call is unknown: the machine that made it was lost."
 
@@ -113,7 +114,7 @@ def scores_of(said: Any) -> dict[str, float] | None:
     if said is None:
         return None
     parts = cast("dict[str, Any]", said) if isinstance(said, dict) else {"score": said}
-    found = {str(name): float(value) for name, value in parts.items() if isinstance(value, int | float)}
+    found = {str(name): number for name, value in parts.items() if (number := number_of(value)) is not None}
     if found.keys() != parts.keys() or "score" not in found or not all(map(math.isfinite, found.values())):
         raise BadReply(f"the reward {said!r} is not valid: give a finite number, or a dict of them with the key 'score'")
     return found

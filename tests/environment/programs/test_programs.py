@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +93,11 @@ async def test_malformed_calls_and_lost_results_are_answered() -> None:
 def test_an_invalid_reward_is_rejected(expected: Any) -> None:
     with pytest.raises(BadReply, match="is not valid"):
         scores_of(expected)
+
+
+def test_a_reward_may_consist_of_numpys_numbers() -> None:
+    assert scores_of(np.float32(0.5)) == {"score": 0.5}
+    assert scores_of({"score": np.bool_(True), "words": np.int64(3)}) == {"score": 1.0, "words": 3.0}
 
 
 def test_records_are_complete_or_dropped() -> None:
