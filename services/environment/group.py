@@ -153,13 +153,12 @@ class GroupRunner:
             job = Job(ticket.source, [each.answer for each in done], ticket.answer, ticket.row, finish, tokens)
             found = await self._verifiers.score(job)
             scores, notes = dict(found.scores), found.notes
-        own = [each.scores for each in done]
-        for name in sorted({name for each in own if each for name in each}):
-            key = environment.name if name == "score" else f"{environment.name}.{name}"
-            scores[key] = [(each or {}).get(name, 0.0) for each in own]
-        given = scores.get(environment.name, [0.0] * len(done))
-        if environment.solved_at is not None:
+        own = [each.scores or {} for each in done]
+        given = [each.get("score", 0.0) for each in own]
+        if any(own) or environment.solved_at is not None:
             scores[environment.name] = given
+        for part in sorted(set[str].intersection(*map(set, own)) - {"score"}):  # as of verifiers: those that all rollouts have
+            scores[f"{environment.name}.{part}"] = [each[part] for each in own]
         others = combine(scores, self._config.verifiers) or [0.0] * len(done)
         return ScoredGroup(done, Scores(scores, notes), [mine + other for mine, other in zip(given, others, strict=True)])
 

@@ -227,6 +227,20 @@ async def test_an_agent_uses_the_openai_client(tmp_path: Path, server: RedisServ
         assert len(header.context_tokens) == len(payload.context_lengths) == 6
 
 
+async def test_parts_that_not_all_rollouts_of_a_group_have_are_omitted(tmp_path: Path, server: RedisServer) -> None:
+    """As those of verifiers; a missing score counts as 0."""
+    given = [*overrides(tmp_path, "python", "Uneven", processes=1), f"sampling.group_size={N}"]
+    given += ['verifiers=[{kind="regex", pattern="no such text"}]']
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
+        await issue(service.store, 0)
+        [(header, _)] = await groups(service.store, 1)
+        assert header.scores == {"regex": [0.0] * N, "world": [1.0] * N, "world.always": [2.0] * N}
+        await issue(service.store, 1)
+        _, (header, _) = await groups(service.store, 2)
+        assert sorted(header.scores["world"]) == [0.0, 1.0]
+        assert header.scores.keys() == {"regex", "world"}
+
+
 async def test_a_class_without_a_score_solves_nothing_by_its_own_threshold(tmp_path: Path, server: RedisServer) -> None:
     given = [*overrides(tmp_path, "python", "Silent", solved_at=1.0), f"sampling.group_size={N}"]
     given += ['verifiers=[{kind="regex", pattern=".", solved_at=1.0}]']

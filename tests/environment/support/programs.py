@@ -58,6 +58,20 @@ class Rude:
         return self.replies.get("score", 0.25)
 
 
+class Uneven:
+    """Scores with a part that only the first of a process' rollouts has, and no score at all in the third."""
+
+    rollouts = 0
+
+    def turn(self, message: dict[str, Any]) -> None: ...
+
+    def score(self) -> dict[str, float] | None:
+        Uneven.rollouts += 1
+        if Uneven.rollouts == 3:
+            return None
+        return {"score": 1.0, "always": 2.0} | ({"first": 3.0} if Uneven.rollouts == 1 else {})
+
+
 class Silent:
     """Ends the rollout without a score."""
 
