@@ -249,6 +249,7 @@ async def begin(folder: RunFolder, server: RedisServer) -> None:
     await store.run.create(digest(config), "data", config.run.steps, config.slots)
     await store.fleet.beat(PodStatus("web", LONG_NAME, "b", "here", os.getpid(), "", "ready", 0, 0, {}), 600.0)
     await store.fleet.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), 600.0)
+    await store.client.hset(store.keys.run, mapping=dict.fromkeys(("prepared_step", "committed_step", "retired_step"), 0))  # type: ignore[misc]
     await store.monitor.record({"step": 0.0, "reward/train/mean": 0.5})
     await store.close()
 
@@ -280,7 +281,7 @@ def test_commands_work_on_a_stopped_run(
 
     code, text, errors = grpo(capsys, "status")
     assert (code, errors) == (0, "")
-    for expected in ("small", "0/4 steps", "stopped", "step 0 (1/4)", "reward 0.500", "trainer-0", "training"):
+    for expected in ("small", "1/4 steps", "stopped", "step 0 (1/4)", "reward 0.500", "trainer-0", "training"):
         assert expected in text
     assert LONG_NAME in text, "without a terminal, as in kubectl exec, names are not truncated"
     _, text, errors = grpo(capsys, "pause", "small", "--role", "generator", "--why", "maintenance")
