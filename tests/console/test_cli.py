@@ -249,7 +249,8 @@ async def begin(folder: RunFolder, server: RedisServer) -> None:
     await store.run.create(digest(config), "data", config.run.steps, config.slots)
     await store.fleet.beat(PodStatus("web", LONG_NAME, "b", "here", os.getpid(), "", "ready", 0, 0, {}), 600.0)
     await store.fleet.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), 600.0)
-    await store.client.hset(store.keys.run, mapping=dict.fromkeys(("prepared_step", "committed_step", "retired_step"), 0))  # type: ignore[misc]
+    done = dict.fromkeys(("prepared_step", "committed_step", "retired_step"), 0) | {"published_version": 1}
+    await store.client.hset(store.keys.run, mapping=done)  # type: ignore[misc]
     await store.monitor.record({"step": 0.0, "reward/train/mean": 0.5})
     await store.close()
 
