@@ -69,6 +69,13 @@
 {{- if and (eq $v.generator.autoscaling.kind "hpa") (lt (int $v.generator.autoscaling.minReplicas) 1) }}
 {{- fail "generator.autoscaling.minReplicas = 0 needs generator.autoscaling.kind = keda: set at least 1" }}
 {{- end }}
+{{- if and (eq $v.generator.autoscaling.kind "keda") (lt (int $v.generator.autoscaling.minReplicas) 1) }}
+{{- $seen := false }}
+{{- range (dig "data" "sources" list $v.config) }}{{ if not .environment }}{{ $seen = true }}{{ end }}{{ end }}
+{{- if not $seen }}
+{{- fail "generator.autoscaling.minReplicas = 0 would never start a generator, since all of config.data.sources name an environment and KEDA does not see the tickets of environments: set at least 1" }}
+{{- end }}
+{{- end }}
 {{- if and (ne (int $v.generator.replicas) 1) (include "grpo.autoscaled" .) }}
 {{- fail (printf "generator.replicas = %d has no effect with generator.autoscaling.kind = %s, which begins with minReplicas: remove it" (int $v.generator.replicas) $v.generator.autoscaling.kind) }}
 {{- end }}

@@ -184,6 +184,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"interconnect": {"hostNetwork": True}}, "networkPolicy.nodeCIDRs"),
     ({"generator": {"autoscaling": {"kind": "hpa"}}}, "generator.autoscaling.metrics"),
     ({"generator": {"autoscaling": {"minReplicas": 9}}}, "generator.autoscaling.minReplicas"),
+    (
+        ENVIRONMENT | {"generator": {"autoscaling": {"kind": "keda", "minReplicas": 0}}},
+        "generator.autoscaling.minReplicas = 0 would never start a generator",
+    ),
     ({"accelerator": "none", "config": {"sync": {"backend": "nccl"}}}, "config.sync.backend"),
     ({"config": {"sync": {"backend": "filesystem"}}}, "storage.runs.accessMode"),
     ({"trainer": {"ranksPerNode": 3}, "config": {"trainer": {"sequence_parallel": 2}}}, "sequence_parallel"),
@@ -269,3 +273,13 @@ def test_the_readme_matches_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.modules.pop("make_readme")
     sys.modules.pop("make_schema", None)
     assert make_readme.FILE.read_text() == make_readme.make(), "run make generate"
+
+
+@pytest.mark.parametrize(("minimum", "others"), [(1, []), (0, [{"kind": "reasoning_gym", "task": "basic_arithmetic"}])])
+def test_keda_may_start_from_0_if_it_sees_tickets(minimum: int, others: list[dict[str, Any]]) -> None:
+    sources = [*ENVIRONMENT["config"]["data"]["sources"], *others]
+    values = changed(ENVIRONMENT, "config.data.sources", sources) | {
+        "generator": {"autoscaling": {"kind": "keda", "minReplicas": minimum}},
+        "environment": {"internet": True},
+    }
+    assert chart.named(chart.render(values), "ScaledObject", "demo-generator")["spec"]["minReplicaCount"] == minimum
