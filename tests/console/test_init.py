@@ -222,6 +222,15 @@ def test_an_unclear_prompt_is_refused_with_the_fields(
     assert not Path("run.toml").exists()
 
 
+@pytest.mark.parametrize("answer", [["x", "y"], True])
+def test_an_own_reward_takes_answers_of_any_type(here: Path, answer: Any) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1", "answer": answer})
+    (here / "own.py").write_text("def score(row):\n    return float(row['answer'] in (['x', 'y'], True))\n")
+    assert main(["init", "--model", "model", "--data", data, "--reward", "own.py"]) == 0
+    faults = [one.detail for one in preflight(load("run.toml", environ={}), [], {}, own=True) if one.state == "fault"]
+    assert faults == []
+
+
 def test_the_longest_prompt_fits(here: Path) -> None:
     data = rows(here / "prompts.jsonl", {"prompt": "say 1 " * 12, "answer": "1"})
     assert main(["init", "--model", "model", "--data", data]) == 0

@@ -91,7 +91,7 @@ def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where:
     columns = _columns(record, source, where) if needs.columns else None
     if not needs.answer and record.get(source.answer_field) is None:
         return PromptRow(prompt, "", where, columns)
-    answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, where)
+    answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, needs, where)
     if source.answer_pattern:
         match = re.search(source.answer_pattern, answer)
         if match is None or match[1] is None:
@@ -200,11 +200,12 @@ def _is_message(value: Any) -> bool:
     return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
-def _answer(value: Any, name: str, where: str) -> str:
+def _answer(value: Any, name: str, needs: Needs, where: str) -> str:
+    """Return an answer as text: a number as JSON, and also any other value if nothing compares with it."""
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return json.dumps(value)
+    if not needs.answer or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return json.dumps(value, ensure_ascii=False, default=str)
     raise DataError(f"{where}: field {name!r} must be a string or a number, not {_short(value)}: fix the row")
 
 

@@ -199,6 +199,25 @@ def test_parquet_and_jsonl_give_the_same_data(model: Path, tmp_path: Path):
     assert [jsonl.prompt(i) for i in range(10)] == [parquet.prompt(i) for i in range(10)]
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"), [(["x", "ü"], '["x", "ü"]'), (True, "true"), ({"a": 1}, '{"a": 1}'), (4, "4"), ("4", "4"), (None, "")]
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_an_answer_that_nothing_compares_with_may_have_any_type(kind: str, answer: Any, text: str, tmp_path: Path):
+    path = _write(tmp_path, {"prompt": "how many", "answer": answer})
+    if kind == "parquet":
+        path = tmp_path / "prompts.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "how many", "answer": answer}]), path)
+    source = FileSource.model_validate({"kind": kind, "path": str(path)})
+    [row] = read_rows(source, Needs(answer=False, columns=True))
+    assert row.answer == text
+    assert row.columns is not None
+    assert row.columns["answer"] == answer
+    if not isinstance(answer, str | int) or isinstance(answer, bool):
+        with pytest.raises(DataError, match="field 'answer' must be a string or a number"):
+            list(read_rows(source, Needs(answer=True)))
+
+
 def test_the_digest_covers_content_and_order(model: Path, tmp_path: Path):
     def digest(*rows: tuple[str, str], **data: Any) -> str:
         path = _write(tmp_path, *({"prompt": prompt, "answer": answer} for prompt, answer in rows))
