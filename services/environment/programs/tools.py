@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, get_type_hints
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 ERROR_CHARACTERS = 500
 ANSWER_CHARACTERS = 200_000
@@ -75,7 +75,9 @@ class Tool:
     def __init__(self, method: Callable[..., Any]) -> None:
         """Raises TypeError for a method whose parameters cannot be described."""
         self.name, self._method = method.__name__, method
-        self._arguments, self._schema = _arguments_of(getattr(method, "__func__", method), hasattr(method, "__func__"))
+        self._arguments, self._names, self._schema = _arguments_of(
+            getattr(method, "__func__", method), hasattr(method, "__func__")
+        )
 
     @property
     def described(self) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class Tool:
             where = ".".join(map(str, first["loc"])) or "arguments"
             return f"Error: {where}: {first['msg']}"[:ERROR_CHARACTERS]
         try:
-            said = self._method(**{name: getattr(given, name) for name in type(given).model_fields})
+            said = self._method(**{name: getattr(given, field) for field, name in self._names.items()})
             if inspect.isawaitable(said):
                 said = await said
         except Exception as error:  # reported to the model, which may do better
@@ -170,19 +172,24 @@ def _arguments(text: object) -> object:
 
 
 @lru_cache(maxsize=1024)
-def _arguments_of(function: Callable[..., Any], bound: bool) -> tuple[type[BaseModel], dict[str, Any]]:
-    """Return the arguments of a function as a model and as a JSON schema, cached; `bound`: its first parameter is bound."""
+def _arguments_of(function: Callable[..., Any], bound: bool) -> tuple[type[BaseModel], dict[str, str], dict[str, Any]]:
+    """Return the arguments of a function as a model, as parameters by the model's fields, and as a JSON schema, cached.
+
+    `bound`: the first parameter is bound. The fields have names of their own, since models reserve some, such as `model_config`
+    and those that begin with an underscore.
+    """
     hints = get_type_hints(function)
-    fields: dict[str, Any] = {}
+    fields, names = dict[str, Any](), dict[str, str]()
     for name, parameter in list(inspect.signature(function).parameters.items())[bound:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise TypeError(f"tool {function.__name__!r}: parameter {name!r} must be one that can be given by name")
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[name] = (hints.get(name, Any), default)
-    model = create_model(function.__name__, **fields)
+        field = f"parameter_{len(fields)}"
+        fields[field], names[field] = (hints.get(name, Any), default), name
+    model = create_model(function.__name__, __config__=ConfigDict(alias_generator=names.__getitem__), **fields)
     schema = model.model_json_schema()
     schema.pop("title", None)
     for field in schema.get("properties", {}).values():
         field.pop("title", None)
     schema.setdefault("properties", {})
-    return model, schema
+    return model, names, schema

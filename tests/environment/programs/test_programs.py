@@ -72,6 +72,23 @@ async def test_a_tool_is_described_by_its_signature_and_answers_every_call() -> 
     assert reply["content"] == "Error: there is no tool 'prise'; the tools are price"
 
 
+async def test_a_tools_parameters_may_have_any_name() -> None:
+    def odd(_x: int, model_config: str, model_fields: list[int], json: bool = True, self: int = 2) -> str:
+        return f"{_x} {model_config} {model_fields} {json} {self}"
+
+    [tool] = methods_of(None, [odd]).values()
+    parameters = tool.described["function"]["parameters"]
+    assert list(parameters["properties"]) == ["_x", "model_config", "model_fields", "json", "self"]
+    assert parameters["required"] == ["_x", "model_config", "model_fields"]
+    given = {"_x": 1, "model_config": "a", "model_fields": [3]}
+    assert await tool.call(given) == "1 a [3] True 2"
+    assert await tool.call(given | {"self": 5}) == "1 a [3] True 5"
+    assert await tool.call(given | {"_x": "many"}) == (
+        "Error: _x: Input should be a valid integer, unable to parse string as an integer"
+    )
+    assert (await tool.call({"_x": 1})).startswith("Error: model_config: Field required")
+
+
 @given(st.recursive(st.none() | st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 async def test_a_tool_answers_any_arguments(arguments: Any) -> None:
     [reply] = await answered(called("price", arguments), methods_of(Shop(), Shop.tools))
