@@ -364,6 +364,14 @@ async def test_an_unusable_function_is_reported_at_start(own: Path, function: st
     assert str(caught.value).startswith("verifier 'python' cannot be used: ")
 
 
+@pytest.mark.parametrize(
+    ("function", "option"), [("everything", 'options={answer = "x"}'), ("whatever", 'options={row = "x", other = 1}')]
+)
+async def test_an_option_for_a_parameter_of_the_group_is_refused(own: Path, function: str, option: str) -> None:
+    with pytest.raises(VerifierFailure, match=r"options\.(answer|row) = 'x' has no effect: a parameter of this name gets the"):
+        await scores(own, function, option)
+
+
 async def test_the_answer_of_a_generated_task_is_its_entrys(own: Path) -> None:
     (own / "gym.toml").write_text(CONFIG.replace('kind = "jsonl"\npath = "d"', 'kind = "reasoning_gym"\ntask = "gcd"'))
     config = load(own / "gym.toml", ['verifiers.0.function="my_rewards.py:ranked"', 'verifiers.0.scope="group"'], environ={})

@@ -100,6 +100,12 @@ def load(config: PythonConfig) -> Callable[..., Any]:
         return found.score if hasattr(found, "score") else found
     if not callable(found):
         raise Unusable(f"function = {config.function!r} is not a function or class but {type(found).__name__}")
+    reserved = sorted(_offered(config.scope == "group") & config.options.keys())
+    if reserved:
+        raise Unusable(
+            f"options.{reserved[0]} = {config.options[reserved[0]]!r} has no effect: a parameter of this name gets the group's "
+            f"value ({', '.join(sorted(_offered(config.scope == 'group')))}): rename the parameter and the option"
+        )
     return partial(found, **config.options) if config.options else found
 
 
@@ -109,9 +115,14 @@ def builtin(config: VerifierConfig, source: Source) -> Any:
     return getattr(importlib.import_module(module), name)(config, source)
 
 
+def _offered(whole: bool) -> set[str]:
+    """Return the names of the parameters that a function may have for a group's fields; `whole`: it gets all completions."""
+    return {*(OF_ONE.values() if whole else OF_ONE), *OF_ALL}
+
+
 def _parameters(function: Callable[..., Any], whole: bool) -> frozenset[str]:
     """Return which of a group's fields a function requests. Raises `Unusable` for an unknown parameter."""
-    offered = {*(OF_ONE.values() if whole else OF_ONE), *OF_ALL}
+    offered = _offered(whole)
     wanted: set[str] = set()
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
