@@ -392,6 +392,7 @@ async def test_a_long_completion_is_punished_softly(own: Path, length: int, scor
     finally:
         await made.close()
     assert found.scores == {"length": [pytest.approx(score)]}
+    assert math.copysign(1, found.scores["length"][0]) == (-1 if score else 1), "0 is not shown as -0"
 
 
 def test_a_completion_is_solved_if_it_reaches_every_threshold() -> None:

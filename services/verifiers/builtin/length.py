@@ -14,4 +14,4 @@ class LengthVerifier:
 
     def score(self, tokens: list[int]) -> float:
         """Return the score in -1..0 of one completion."""
-        return -min(1.0, max(0, len(tokens) - (self._limit - self._soft)) / self._soft)
+        return 0.0 - min(1.0, max(0, len(tokens) - (self._limit - self._soft)) / self._soft)
