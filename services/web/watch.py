@@ -134,7 +134,7 @@ class Watch:
                 "looked_at": self._polled_at,
                 "fault": self._fault,
                 "condition": found,
-                "awaited": "" if found.word == "stopped" else self._awaited(state),
+                "awaited": self._awaited(state) if found.word in ("running", "paused") else "",
                 "state": None if state is None else _state(state),
                 "fleet": _fleet(self._observer.last.members),
                 "sync": {

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from services.console.local.redis_server import RedisServer
+from services.operations.condition import Condition
 from services.protocol.messages import PodStatus, Round
 from services.store import Store
 from tests.operations.samples.made import made_row, write_log
@@ -175,6 +176,25 @@ async def test_a_run_that_ends_cannot_be_scaled(visit: Visit, store: Store, url:
     assert await visit(disabled) == [False, False]
     await store.run.stop("ada: enough")
     assert await visit(disabled) == [True, True]
+
+
+async def test_the_page_of_a_failed_run_says_why_it_failed(
+    visit: Visit, store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    why = "trainer-0 exited with code 1"
+
+    def unborn(page: Any) -> None:
+        page.wait_for_selector(f"main .empty:has-text('Its condition is failed: {why}.')")
+
+    def failed(page: Any) -> None:
+        assert texts(page, "main p.banner[role=status]") == [f"failed: {why}"]
+        page.wait_for_selector("main :text-is('No step has been trained yet.')")
+
+    async with served(config, store, lambda _: Condition("failed", why)) as url:
+        await visit(at(url, unborn))
+        await start(store)
+        await visit(at(url, failed))
 
 
 async def test_the_overview_has_pass_at_k_once_rounds_exist(visit: Visit, store: Store, url: str) -> None:

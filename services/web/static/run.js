@@ -15,6 +15,9 @@ export function mood(live) {
   return { kind: KINDS[word], word, why: detail };
 }
 
+// A condition in words: "failed: trainer-0 exited with code 1".
+export const told = ({ word, detail }) => `${word}${detail && `: ${detail}`}`;
+
 export const trainedSteps = (state) => (state ? state.committed_step + 1 : 0);
 
 export const generators = (frame) => {

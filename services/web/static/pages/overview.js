@@ -6,7 +6,7 @@ import { Passes } from "../charts/passes.js";
 import { Smoothing } from "../charts/smoothing.js";
 import { count, duration, fixed, percent, plain, short } from "../format.js";
 import { Ago, Answer, Badge, Facts, Meter, Page, Panel, Tile } from "../parts.js";
-import { generators, pausedRoles, version } from "../run.js";
+import { generators, pausedRoles, told, version } from "../run.js";
 import { choose, link, route, useStore } from "../state.js";
 import { html, useMemo } from "../vendor/htm-preact.js";
 import { StepsTable } from "./steps_table.js";
@@ -38,7 +38,7 @@ function Tiles({ frame, about, metrics }) {
 function Notice({ frame }) {
   const { condition, awaited, state } = frame;
   const first = state.committed_step < 0 && !state.ended ? " before its first step" : "";
-  const text = awaited ? `The run is waiting for ${awaited}${first}.` : condition.word === "running" ? "" : `${condition.word}${condition.detail && `: ${condition.detail}`}`;
+  const text = awaited ? `The run is waiting for ${awaited}${first}.` : condition.word === "running" ? "" : told(condition);
   return text && html`<p class="banner" role="status">${plain(text)}</p>`;
 }
 
