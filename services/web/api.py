@@ -58,7 +58,7 @@ class Bearer(BaseModel):
 
 
 class About(BaseModel):
-    """Facts that do not change while the page is open."""
+    """Facts that do not change while this server runs."""
 
     run: str
     facts: dict[str, Any]

@@ -128,8 +128,11 @@ function App() {
   const [open, setOpen] = useState(false);
   const where = path.join("/");
   useEffect(() => {
-    if (current.link === "open" && !about) read("v1/console/about").then(setAbout, () => {});
-  }, [current.link, about]);
+    if (!current.opened) return undefined;
+    const aborter = new AbortController();
+    read("v1/console/about", aborter.signal).then(setAbout, () => {});
+    return () => aborter.abort();
+  }, [current.opened]);
   useEffect(() => {
     const main = document.getElementById("main");
     main.scrollTop = 0;

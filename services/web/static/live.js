@@ -6,8 +6,9 @@ const FIRST_PAUSE_S = 1;
 const LONGEST_PAUSE_S = 10;
 const SILENCE_S = 15; // a stream without a frame for this long is closed and reopened
 
-// `link`: connecting | open | lost | ended | denied. `frame`: the last one. `retry_at`: time of the next attempt, Unix seconds.
-export const live = store({ link: "connecting", frame: null, retry_at: 0, why: "" });
+// `link`: connecting | open | lost | ended | denied. `opened`: streams so far; the run may have been resumed, or be another, since
+// the one before. `frame`: the last one. `retry_at`: time of the next attempt, Unix seconds.
+export const live = store({ link: "connecting", opened: 0, frame: null, retry_at: 0, why: "" });
 
 const say = (changes) => live.set({ ...live.get(), ...changes });
 
@@ -47,13 +48,14 @@ async function follow(aborter) {
   document.addEventListener("visibilitychange", hide, { signal: aborter.signal });
   const answer = await fetch("v1/console/live", { headers: withToken(), cache: "no-store", signal: aborter.signal });
   if (!answer.ok) throw await problemOf(answer);
+  say({ opened: live.get().opened + 1 });
   let watchdog = setTimeout(() => aborter.abort(), SILENCE_S * 1000);
   try {
     for await (const { name, data } of events(answer)) {
       clearTimeout(watchdog);
       watchdog = setTimeout(() => aborter.abort(), SILENCE_S * 1000);
       const frame = JSON.parse(data);
-      live.set({ link: name === "bye" ? "ended" : "open", frame, skew: frame.at - Date.now() / 1000, retry_at: 0, why: "" });
+      say({ link: name === "bye" ? "ended" : "open", frame, skew: frame.at - Date.now() / 1000, retry_at: 0, why: "" });
       if (name === "frame") pause_s = FIRST_PAUSE_S;
     }
   } finally {

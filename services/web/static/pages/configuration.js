@@ -18,8 +18,8 @@ function Shown({ every }) {
     </select></span>`;
 }
 
-export function ConfigurationPage() {
-  const answer = useAnswer("v1/console/configuration");
+export function ConfigurationPage({ about }) {
+  const answer = useAnswer("v1/console/configuration", 0, about); // read again with `about`
   const every = useStore(route).query.get("every") ?? "";
   return html`<${Page} title="Configuration" lead="The configuration as the services of the run read it.">
     <${Answer} of=${answer}>

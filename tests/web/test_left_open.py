@@ -1,0 +1,60 @@
+"""A page that stays open while its server, the run or the reader's mind changes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import RunConfig
+from services.console.local.redis_server import RedisServer
+from services.runtime.process_tools import free_port
+from services.store import Store
+from tests.support.flow import start
+from tests.support.harness import small_config
+from tests.web import browser as browsers
+from tests.web.browser import Visit, opened
+from tests.web.served import served
+
+pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
+HIDE = """hidden => {
+    Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
+    document.dispatchEvent(new Event('visibilitychange'));
+}"""
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+async def test_the_facts_of_a_run_are_read_again_when_its_server_is_back(
+    visit: Visit, store: Store, server: RedisServer, tmp_path: Path, hidden: bool
+) -> None:
+    await start(store)
+    port, stack = free_port(), ExitStack()
+
+    def config(name: str, generators: int) -> RunConfig:
+        given = f"run.name={name}", f"web.port={port}", f"generator.count={generators}"
+        return small_config(tmp_path, server, *given)
+
+    def open_pages(browser: Any) -> list[Any]:
+        pages = [stack.enter_context(opened(browser, f"{url}/#/{path}")) for path in ("", "configuration")]
+        pages[0].wait_for_selector("main .tile:has-text('of 1 desired')")
+        pages[1].wait_for_selector(f"main td:has-text('{store.keys.name}')")
+        for page in pages:
+            page.evaluate(HIDE, hidden)
+        return pages
+
+    def look(pages: list[Any]) -> None:
+        for page in pages:
+            page.evaluate(HIDE, False)
+            page.wait_for_selector("header .run-name:text-is('renamed')")
+        pages[0].wait_for_selector("main .tile:has-text('of 4 desired')")
+        pages[1].wait_for_selector("main td:has-text('renamed')")
+
+    try:
+        async with served(config(store.keys.name, 1), store) as url:
+            pages = await visit(open_pages)
+        async with served(config("renamed", 4), store):
+            await visit(lambda _: look(pages))
+    finally:
+        await visit(lambda _: stack.close())
