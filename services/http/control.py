@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from services.http.client import Client
+from services.http.models import Desired
 from services.operations.control import InvalidRequest, modes_of
 from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore
 from services.operations.inspection.deadletters import RequeueAnswer
@@ -20,17 +22,12 @@ class HttpControl:
 
     async def pause(self, roles: Sequence[Role], mode: PauseMode, why: str, who: str, wait_s: float = 0.0) -> list[str]:
         """Pause roles until they are resumed. Return the pods not paused yet."""
-        left: list[str] = []
-        for role, each in modes_of(roles, mode).items():
-            left += (await asyncio.to_thread(self._client.pause, role, each, why, who, wait_s)).waiting_for
-        return left
+        modes = modes_of(roles, mode)
+        return await _left(partial(self._client.pause, role, each, why, who, wait_s) for role, each in modes.items())
 
     async def resume(self, roles: Sequence[Role], why: str, who: str, wait_s: float = 0.0) -> list[str]:
         """Resume roles. Return the pods that have not resumed yet."""
-        left: list[str] = []
-        for role in roles:
-            left += (await asyncio.to_thread(self._client.resume, role, why, who, wait_s)).waiting_for
-        return left
+        return await _left(partial(self._client.resume, role, why, who, wait_s) for role in roles)
 
     async def stop(self, why: str, who: str, wait_s: float = 0.0) -> list[str]:
         """End the run after the step in training. The service is dataprep."""
@@ -53,3 +50,11 @@ class HttpControl:
         if reason:
             raise InvalidRequest("dead letters cannot be selected by reason through --api: give their ids, or --all")
         return await asyncio.to_thread(self._client.requeue, "all" if ids is None else list(ids))
+
+
+async def _left(requests: Iterable[Callable[[], Desired]]) -> list[str]:
+    """Send requests at the same time, so that no role's request waits until another role has complied. Return the pods that have
+    not. Each is sent once: a later repetition could undo what somebody else has requested since.
+    """
+    answers = await asyncio.gather(*(asyncio.to_thread(request) for request in requests))
+    return [pod for answer in answers for pod in answer.waiting_for]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.console.__main__ import main
@@ -14,6 +15,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.messages import PodStatus
 from services.runtime.portal import Portal
 from services.store import Store
+from services.store.records import ROLES
 from tests.api_fuzz.world import TOKENS, endpoints
 from tests.support.harness import wait_until
 
@@ -56,6 +58,40 @@ def test_a_stopped_run_has_ended(served: tuple[Portal, Store, list[str]], capsys
     assert main(["stop", *run, "--yes", "--wait", "30"]) == 0
     ended.result()
     assert capsys.readouterr().out == f"run {RUN}: ended\n"
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume"])
+def test_all_roles_are_asked_before_any_is_waited_for(
+    served: tuple[Portal, Store, list[str]], capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    portal, store, _ = served
+    before, after, asked = ("", "keep", set(ROLES)) if verb == "pause" else ("keep", "", set[str]())
+
+    async def prepare() -> str:
+        if verb == "resume":
+            for role in ROLES:
+                await store.run.pause(role, "ada")
+        await beat(before)
+        return (await store.fleet.members(600.0))[0].url
+
+    async def beat(paused: str) -> None:
+        (pod,) = await store.fleet.members(600.0)
+        await store.fleet.beat(msgspec.structs.replace(pod, paused=paused), 600.0)
+
+    async def every_role_is_asked() -> bool:
+        await beat(before)
+        state = await store.run.state()
+        return state is not None and set(state.paused) == asked
+
+    async def comply() -> None:
+        await wait_until(every_role_is_asked)
+        await beat(after)
+
+    url = portal.call(prepare())
+    complying = portal.start(comply())
+    assert main([verb, "--api", url, "--wait", "10"]) == 0, capsys.readouterr().out
+    complying.result()
+    assert capsys.readouterr().out == f"generator, dataprep, trainer {verb}d\n"
 
 
 async def _stopping(store: Store) -> bool:
