@@ -22,7 +22,7 @@ TOKENS = 8000  # of a completion that are sent one by one
 NO_PYARROW = "the sample log needs pyarrow: pip install 'grpo[dataprep]' where the page is served"
 _LISTED = (
     "group", "sample", "step", "outcome", "reason", "source", "completion", "reward", "advantage", "solved", "truncated",
-    "length", "oldest", "newest", "payload",
+    "length", "oldest", "newest", "payload", "incarnation",
 )  # fmt: skip
 
 
@@ -116,13 +116,15 @@ def samples_router(service: Service) -> APIRouter:
     async def sample(
         payload: Annotated[str, Query(pattern=r"^[0-9.r-]{1,64}$")], step: Annotated[int, Query(ge=0, le=2**31)],
         outcome: Annotated[str, Query(pattern=r"^[a-z]{1,16}$")], sample: Annotated[int | None, Query(ge=0, le=2**31)] = None,
+        incarnation: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     ) -> WholeSample:  # fmt: skip
-        """Return one completion with its tokens."""
+        """Return one completion with its tokens: of an incarnation of the run, or of the last one that has it."""
         from services.operations.samples.columns import SCHEMA
 
         which = "sample is None" if sample is None else f"sample == {sample}"
         group = payload.partition(".")[0]  # unlike the payload's name, it is in memory; few payloads share all of these
-        where = f"group == '{group}' and step == {step} and outcome == '{outcome}' and {which} and (undone or not undone)"
+        life = "" if incarnation is None else f" and incarnation == {incarnation}"
+        where = f"group == '{group}' and step == {step} and outcome == '{outcome}' and {which}{life} and (undone or not undone)"
         found, _ = await log.find(SCHEMA.names, where, "", False, 0, PAGE)
         row = next((row for row in found.rows if row["payload"] == payload), None)
         if row is None:

@@ -120,4 +120,4 @@ def settle(page: Any) -> None:
 def a_sample(http: Any) -> str:
     """Return the name of a trained completion in the sample log, as used in the page's address."""
     rows = http.get("/v1/console/samples", params={"where": "outcome == 'trained'"}).json()["rows"]
-    return "~".join(str(rows[0][name]) for name in ("payload", "step", "outcome", "sample")) if rows else ""
+    return "~".join(str(rows[0][name]) for name in ("payload", "step", "outcome", "sample", "incarnation")) if rows else ""

@@ -70,7 +70,7 @@ def log_samples(folder: Path, model: Path) -> str:
         for i, text in enumerate((MARKUP, CONTROLS, HUGE, PLAIN))
     ]  # fmt: skip
     write_log(folder, [*rows, made_row(4, sample=None, outcome="failed", reason=MARKUP + CONTROLS, completion=None, reward=None)])
-    return "0-0.7~0~trained~0"
+    return "0-0.7~0~trained~0~1"
 
 
 def visit(url: str, group: str, letter: str, sample: str) -> None:

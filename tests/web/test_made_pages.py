@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -12,9 +13,10 @@ import pytest_asyncio
 
 from services.console.local.redis_server import RedisServer
 from services.operations.condition import Condition
+from services.operations.samples.folder import LogPosition
 from services.protocol.messages import PodStatus, Round
 from services.store import Store
-from tests.operations.samples.made import made_row, write_log
+from tests.operations.samples.made import columns_of, made_row, write_log
 from tests.support.flow import start, trainer_fence
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.web import browser as browsers
@@ -28,7 +30,7 @@ CHOSEN = "() => [...document.querySelectorAll('.token')].findIndex(one => one.ar
 
 
 def sample_of(epoch: int) -> str:
-    return f"{epoch}-0.7~{epoch}~trained~0"
+    return f"{epoch}-0.7~{epoch}~trained~0~1"
 
 
 def logged() -> list[dict[str, Any]]:
@@ -105,6 +107,26 @@ async def test_every_completion_of_the_prompt_can_be_reached(visit: Visit, url: 
         page.wait_for_selector("main :text('60 of 61')")
 
     await visit(at(f"{url}/#/samples/{sample_of(3)}", look))
+
+
+async def test_an_undone_completion_is_told_from_the_one_that_replaced_it(
+    visit: Visit, url: str, store: Store, tmp_path: Path
+) -> None:
+    row, restored = made_row(0, group="9-9", payload="9-9.7", step=1, reward=0.125), LogPosition(9, 1, {"1": 0, "9": 1})
+    writer = write_log(tmp_path / store.keys.name / "samples", [row])
+    writer.write(columns_of([row | {"reward": 0.875, "incarnation": 9}]), restored)
+
+    def look(page: Any) -> None:
+        rows = "table[aria-label=Completions] tbody tr"
+        page.wait_for_selector(f"{rows} >> nth=1")
+        page.click(f"{rows}:has-text('0.125') a[href^='#/samples/']")
+        page.wait_for_selector("main dt:has-text('Reward') + dd:text-is('0.125')")
+        page.go_back()
+        page.click(f"{rows}:has-text('0.875') a[href^='#/samples/']")
+        page.wait_for_selector("main dt:has-text('Reward') + dd:text-is('0.875')")
+
+    where = quote("group == '9-9' and (undone or not undone)")
+    await visit(at(f"{url}/#/samples?where={where}", look))
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW])

@@ -6,20 +6,28 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import pytest
 import pytest_asyncio
 
 from services.console.local.redis_server import RedisServer
-from services.operations.samples.folder import LogStatus
+from services.operations.samples.folder import LogPosition, LogStatus
 from services.store import Store
+from services.tracker.samples.writer import PartWriter
 from services.web.samples import CUT
-from tests.operations.samples.made import made_row, write_log
+from tests.operations.samples.made import columns_of, made_row, write_log
 from tests.support.flow import start
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.web.served import served
 
 
+@pytest.fixture
+def log(store: Store, tmp_path: Path) -> Path:
+    """Return the folder of the log."""
+    return tmp_path / store.keys.name / "samples"
+
+
 @pytest_asyncio.fixture
-async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def http(store: Store, server: RedisServer, tmp_path: Path, log: Path) -> AsyncIterator[httpx.AsyncClient]:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     save_tokenizer_folder(tmp_path / "model")
     await start(store)
@@ -27,7 +35,7 @@ async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterat
         made_row(40, payload="0-10.r9", completion="of before a restore", tokens=[5], logprobs=[-1.0]),
         made_row(40, completion="x" * 1000, tokens=[5, 6, 7], logprobs=[-1.0, float("nan"), -2.0]),
     ]
-    write_log(tmp_path / store.keys.name / "samples", rows).note(LogStatus({"stale": 2}))
+    write_log(log, rows).note(LogStatus({"stale": 2}))
     async with served(config, store) as url, httpx.AsyncClient(base_url=f"{url}/v1/console", timeout=30) as client:
         yield client
 
@@ -48,6 +56,19 @@ async def test_a_completion_is_returned_token_by_token(http: httpx.AsyncClient) 
     assert [token["logprob"] for token in found["tokens"]] == [-1.0, None, -2.0]
     assert all(token["text"] for token in found["tokens"])
     assert found["note"] == ""
+
+
+async def test_a_completion_is_told_from_the_one_that_a_restore_has_undone(http: httpx.AsyncClient, log: Path) -> None:
+    again = made_row(8, incarnation=9, completion="trained again")
+    PartWriter(log, 1000).write(columns_of([again]), LogPosition(9, 1, {"1": 0, "9": 1}))  # restored to step 0
+    where = "group == '0-2' and sample == 0 and (undone or not undone)"
+    rows = (await http.get("/samples", params={"where": where})).json()["rows"]
+    assert {row["incarnation"]: row["completion"] for row in rows} == {1: "it is 8", 9: "trained again"}
+    asked = {"payload": "0-2.7", "step": 1, "outcome": "trained", "sample": 0}
+    for given, text in (({"incarnation": 1}, "it is 8"), ({"incarnation": 9}, "trained again"), ({}, "trained again")):
+        found = (await http.get("/samples/one", params=asked | given)).json()
+        assert found["row"]["completion"] == text, given
+    assert (await http.get("/samples/one", params=asked | {"incarnation": 5})).status_code == 404
 
 
 async def test_invalid_queries_are_errors_with_a_reason(http: httpx.AsyncClient) -> None:

@@ -1,7 +1,7 @@
 """The columns of the sample log, one row per completion.
 
 Guarantees: all files of a log have these columns, in this order, except later ones in files of earlier versions, which read as
-null; `payload`, `step`, `outcome` and `sample` identify a row.
+null; `payload`, `step`, `outcome`, `sample` and `incarnation` identify a row.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ const facts = (row) => [
 ];
 
 const pathOf = (key) => {
-  const [payload, step, outcome, sample] = key.split("~");
-  return `v1/console/samples/one?${new URLSearchParams({ payload: payload ?? "", step: step ?? "", outcome: outcome ?? "", ...(sample ? { sample } : {}) })}`;
+  const [payload = "", step = "", outcome = "", sample, incarnation] = key.split("~");
+  return `v1/console/samples/one?${new URLSearchParams({ payload, step, outcome, ...(sample && { sample }), ...(incarnation && { incarnation }) })}`;
 };
 
 // The words that another completion has instead.

@@ -24,7 +24,7 @@ const FIELDS = [
 // A text as the expressions of the search write it.
 export const quoted = (text) => `'${text.replaceAll("\\", "\\\\").replaceAll("'", "\\'").replaceAll("\n", "\\n")}'`;
 
-export const keyOf = (row) => [row.payload, row.step, row.outcome, row.sample ?? ""].join("~");
+export const keyOf = (row) => [row.payload, row.step, row.outcome, row.sample ?? "", row.incarnation].join("~");
 
 const conditions = (query) => [
   ...FIELDS.filter(([name]) => query.get(name)).map(([name, , , condition]) => condition(query.get(name))),
