@@ -12,6 +12,7 @@ from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.runtime.process_tools import free_port
 from services.store import Store
+from tests.operations.samples.made import made_row, write_log
 from tests.support.flow import start
 from tests.support.harness import small_config
 from tests.web import browser as browsers
@@ -58,3 +59,20 @@ async def test_the_facts_of_a_run_are_read_again_when_its_server_is_back(
             await visit(lambda _: look(pages))
     finally:
         await visit(lambda _: stack.close())
+
+
+async def test_completions_logged_after_the_last_step_appear(
+    visit: Visit, store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    await start(store)
+    folder = tmp_path / store.keys.name / "samples"
+    write_log(folder, [made_row(0)])
+
+    def look(browser: Any) -> None:
+        with opened(browser, f"{url}/#/samples") as page:
+            page.wait_for_selector("main td:has-text('0-0, 0')")
+            write_log(folder, [made_row(1)])
+            page.wait_for_selector("main td:has-text('0-0, 1')")
+
+    async with served(small_config(tmp_path, server, f"run.name={store.keys.name}"), store) as url:
+        await visit(look)

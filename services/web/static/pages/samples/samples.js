@@ -6,6 +6,7 @@ import { choose, link, route, useStore } from "../../state.js";
 import { html, useMemo } from "../../vendor/htm-preact.js";
 
 export const PAGE = 50;
+const LOGGED_S = 10; // the tracker logs a group within about this time, also after the last step
 const OUTCOMES = ["trained", "filtered", "stale", "evicted", "failed"];
 const KINDS = { trained: "good", filtered: "calm", stale: "warn", evicted: "warn", failed: "bad" };
 const SORTS = [["", "newest"], ["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["step", "step"], ["oldest", "policy version"], ["gap_max", "largest gap"]];
@@ -100,7 +101,7 @@ export function SamplesPage({ frame }) {
   const { query } = useStore(route);
   const offset = Number(query.get("offset")) || 0;
   const again = frame && !offset ? `${frame.steps.revision}/${frame.steps.count}` : null;
-  const answer = useAnswer(pathOf(query), 0, again);
+  const answer = useAnswer(pathOf(query), offset ? 0 : LOGGED_S, again);
   // Rendered once for each query: a live update would set its fields back to the query's values while somebody types.
   const filters = useMemo(() => html`<${Panel} title="Filter"><${Filters} query=${query} /><//>`, [query.toString()]);
   return html`<${Page} title="Samples" lead="Every completion of the run, whatever its outcome.">
