@@ -76,3 +76,32 @@ async def test_completions_logged_after_the_last_step_appear(
 
     async with served(small_config(tmp_path, server, f"run.name={store.keys.name}"), store) as url:
         await visit(look)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_the_result_of_a_cancelled_dialog_leaves_the_next_one_alone(
+    visit: Visit, store: Store, server: RedisServer, tmp_path: Path, refused: bool
+) -> None:
+    await start(store)
+
+    def look(browser: Any) -> None:
+        held: list[Any] = []
+        with opened(browser, url, token="test-token") as page:
+            page.route("**/v1/fleet/generators", lambda route: held.append(route))
+            page.click("header >> text=Scale …")
+            page.fill("dialog input[name=replicas]", "2")
+            page.click("dialog button[type=submit]")
+            while not held:
+                page.wait_for_timeout(20)
+            page.click("dialog button:has-text('Cancel')")
+            page.click("header >> text=Pause …")
+            if refused:
+                held[0].fulfill(status=409, json={"detail": "they do not fit"})
+            else:
+                held[0].continue_()
+            page.wait_for_selector(f".said :text('{'they do not fit' if refused else 'Desired generators set to 2.'}')")
+            assert page.inner_text("dialog[open] h2") == "Pause the run"
+            assert page.inner_text("dialog .refusal") == ""
+
+    async with served(small_config(tmp_path, server, f"run.name={store.keys.name}"), store) as url:
+        await visit(look)

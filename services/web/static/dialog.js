@@ -48,12 +48,14 @@ export function Dialogs() {
   const submit = async (event) => {
     event.preventDefault();
     setState({ busy: true, refusal: "" });
+    const still = () => open.get() === dialog; // it may have been cancelled since, and another opened; the result is told anyway
     try {
       const words = await dialog.run(values);
-      element.current.close();
+      if (still()) element.current.close();
       say(words);
     } catch (error) {
-      setState({ busy: false, refusal: error.message });
+      if (still()) setState({ busy: false, refusal: error.message });
+      else say(error.message, true);
     }
   };
   return html`<dialog ref=${element} aria-labelledby="dialog-title" onClose=${() => open.set(null)}>
