@@ -105,3 +105,22 @@ async def test_the_result_of_a_cancelled_dialog_leaves_the_next_one_alone(
 
     async with served(small_config(tmp_path, server, f"run.name={store.keys.name}"), store) as url:
         await visit(look)
+
+
+async def test_a_request_that_is_never_answered_is_repeated(
+    visit: Visit, store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    await start(store)
+
+    def look(browser: Any) -> None:
+        asked: list[Any] = []
+        with opened(browser, "about:blank") as page:
+            page.clock.install()
+            page.route("**/v1/console/live", lambda route: route.continue_() if asked else asked.append(route))
+            with page.expect_request("**/v1/console/live"):
+                page.goto(url)
+            page.clock.fast_forward(15_000)
+            page.wait_for_selector("header .badge:has-text('running')")
+
+    async with served(small_config(tmp_path, server, f"run.name={store.keys.name}"), store) as url:
+        await visit(look)

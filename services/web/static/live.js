@@ -4,7 +4,7 @@ import { store } from "./state.js";
 
 const FIRST_PAUSE_S = 1;
 const LONGEST_PAUSE_S = 10;
-const SILENCE_S = 15; // a stream without a frame for this long is closed and reopened
+const SILENCE_S = 15; // a request or stream without a frame for this long is ended and repeated
 
 // `link`: connecting | open | lost | ended | denied. `opened`: streams so far; the run may have been resumed, or be another, since
 // the one before. `frame`: the last one. `retry_at`: time of the next attempt, Unix seconds.
@@ -46,11 +46,11 @@ const looked = () =>
 async function follow(aborter) {
   const hide = () => document.hidden && aborter.abort();
   document.addEventListener("visibilitychange", hide, { signal: aborter.signal });
-  const answer = await fetch("v1/console/live", { headers: withToken(), cache: "no-store", signal: aborter.signal });
-  if (!answer.ok) throw await problemOf(answer);
-  say({ opened: live.get().opened + 1 });
   let watchdog = setTimeout(() => aborter.abort(), SILENCE_S * 1000);
   try {
+    const answer = await fetch("v1/console/live", { headers: withToken(), cache: "no-store", signal: aborter.signal });
+    if (!answer.ok) throw await problemOf(answer);
+    say({ opened: live.get().opened + 1 });
     for await (const { name, data } of events(answer)) {
       clearTimeout(watchdog);
       watchdog = setTimeout(() => aborter.abort(), SILENCE_S * 1000);
