@@ -28,7 +28,7 @@ demo-tools: $(INSTALLED)  ## warm-start a tiny model that can call tools, train 
 	$(BIN)/python -m examples.tools.curve runs/tools
 
 # Hundreds of tests kill, stop and time real processes; they wait more than they compute, so there are more workers than cores.
-# `make test-fast`, about a minute, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.
+# `make test-fast`, in half the time, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.
 WORKERS ?= 6
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
