@@ -72,7 +72,7 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
     if given.solved_at is not None and done.scores is None and not done.truncated:
         why = f"with environments.{index}.solved_at = {given.solved_at:g}, it does not count as solved"
         return note(what, f"{done.what} and gave no score: {why}", "give one, or remove solved_at")
-    if done.unfinished and done.scores is None and not config.verified(source.name):
+    if done.truncated and done.scores is None and not drives_itself(given) and not config.verified(source.name):
         return note(what, f"{done.what} and gave no reward yet", "it must give one by its end, or a verifier must")
     without = "left the reward to verifiers" if config.verified(source.name) else "gave no reward"
     scored = f"scored {done.scores['score']:.3g}" if done.scores else without
@@ -89,9 +89,7 @@ class Tried(NamedTuple):
     what: str  # was done
     scores: dict[str, float] | None
     truncated: bool = False
-    """Whether a limit ended it, so that it need not have a reward."""
-    unfinished: bool = False
-    """Whether the environment would go on."""
+    """Whether it was ended early, so that it need not have a reward."""
 
 
 async def _driven(config: RunConfig, tried: EnvironmentConfig, process: ProgramProcess, job: Job) -> Tried:
@@ -113,10 +111,9 @@ async def _rollout(config: RunConfig, tried: EnvironmentConfig, process: Program
     process.drop(NAME)
     await _cut_off(process, job)
     names = ", ".join(tool["function"]["name"] for tool in began.value["tools"]) or "none"
-    unfinished = replied.value["messages"] is not None
-    then = "replied to" if unfinished else "ended with"
-    what = f"started with the first row, tools: {names}; {then} its answer"
-    return Tried(what, scored.value, unfinished, unfinished)
+    goes_on = replied.value["messages"] is not None
+    what = f"started with the first row, tools: {names}; {'replied to' if goes_on else 'ended with'} its answer"
+    return Tried(what, scored.value, truncated=goes_on)
 
 
 async def _cut_off(process: ProgramProcess, job: Job) -> None:

@@ -49,9 +49,9 @@ def preflight(
     slow: list[Look] = [("functions", lambda: functions.functions(config))]
     if there("tokenizers") and there("jinja2"):
         looks += [("model", lambda: model(config))]
-    if not pod and there("tokenizers") and there("jinja2"):
-        slow += [("data", lambda: data(config)), ("verifiers", lambda: functions.verifiers(config, remote))]
-        slow += [("environments", lambda: environments(config))]
+        if not pod:
+            slow += [("data", lambda: data(config)), ("verifiers", lambda: functions.verifiers(config, remote))]
+            slow += [("environments", lambda: environments(config))]
     with ThreadPoolExecutor(len(slow)) as pool:  # they wait for processes that they start
         waiting = [pool.submit(gathered, [look]) for look in slow]
         found = gathered(looks)

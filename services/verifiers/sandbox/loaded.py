@@ -100,11 +100,11 @@ def load(config: PythonConfig) -> Callable[..., Any]:
         return found.score if hasattr(found, "score") else found
     if not callable(found):
         raise Unusable(f"function = {config.function!r} is not a function or class but {type(found).__name__}")
-    reserved = sorted(_offered(config.scope == "group") & config.options.keys())
-    if reserved:
+    offered = _offered(config.scope == "group")
+    for name in sorted(offered & config.options.keys()):
         raise Unusable(
-            f"options.{reserved[0]} = {config.options[reserved[0]]!r} has no effect: a parameter of this name gets the group's "
-            f"value ({', '.join(sorted(_offered(config.scope == 'group')))}): rename the parameter and the option"
+            f"options.{name} = {config.options[name]!r} has no effect: a parameter of this name gets the group's value "
+            f"({', '.join(sorted(offered))}): rename the parameter and the option"
         )
     return partial(found, **config.options) if config.options else found
 
