@@ -3,7 +3,7 @@
 The environment says which rank this is: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
 
 Guarantees: SIGTERM ends a rank that has not loaded yet immediately, even while it waits for the others in a call that runs no
-Python signal handler. After loading, rank 0 decides when all ranks exit: it stops if any rank is told to.
+Python signal handler. After loading, a SIGTERM to any rank makes rank 0 end all of them in order.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 STOP = "grpo/stop"
-"""Key of the store through which the ranks connected: one of them was told to stop."""
+"""Key in the store through which the ranks connect. It exists once a rank has asked for the end of all."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def maximum(values: torch.Tensor) -> torch.Tensor:
 
 
 def request_stop() -> None:
-    """Ask rank 0 to finish its step, save and end all ranks, as when it is told to stop itself. Not collective."""
+    """Ask rank 0 to finish its step, save and end all ranks, as it does after a SIGTERM of its own. Not collective."""
     _get_default_store().set(STOP, "1")
 
 

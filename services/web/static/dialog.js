@@ -48,7 +48,7 @@ export function Dialogs() {
   const submit = async (event) => {
     event.preventDefault();
     setState({ busy: true, refusal: "" });
-    const still = () => open.get() === dialog; // it may have been cancelled since, and another opened; the result is told anyway
+    const still = () => open.get() === dialog; // it may have been cancelled since, and another opened; the result is shown anyway
     try {
       const words = await dialog.run(values);
       if (still()) element.current.close();
