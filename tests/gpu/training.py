@@ -20,7 +20,7 @@ from tests.support.models.tiny_model import make_config, make_samples, plan_of
 
 GROUP = 8
 ROWS = 4
-KERNELS = 20  # listed in a profile
+KERNELS = 40  # listed in a profile
 
 
 def step_8k(bench: Bench) -> Figures:
