@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.config.training import Trainer
-from services.trainer.model.attention import NAME, packed_attention
+from services.trainer.model.attention import NAME, fused, packed_attention
+from services.trainer.model.attention.current_row import row
+from services.trainer.model.attention.explicit import ScoreRule
 
 KEPT = frozenset(
     {
         "aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu", "flash_attn::_flash_attn_varlen_forward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu", "grpo::packed_attention",
     }
 )  # fmt: skip
 """Operations whose results selective checkpointing keeps: products of matrices and attention, which take nearly all the time."""
@@ -70,10 +72,29 @@ def compile_blocks(model: nn.Module) -> None:
 
     Decoder blocks are the layers that transformers can recompute in backward. They have the same code, which is compiled once.
     """
-    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(packed_attention))
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _traced_attention)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True)
+
+
+def _traced_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, None]:
+    """Compute `packed_attention` within a compiled block: by one operator, where there is one for it, else between two parts of
+    the block, each of which would cost the host as much time as launching its kernels.
+    """
+    plain = attention_mask is None and not row.flex and not any(given.get(name) for name in ("dropout", "softcap"))
+    if plain and given.get("s_aux") is None:
+        q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+        scaling = given.get("scaling")
+        scores = ScoreRule(q.shape[-1] ** -0.5 if scaling is None else scaling, given.get("sliding_window"))
+        if fused.fits(q, k, v, scores):
+            return fused.attend(q, k, v, scores)[None], None
+    return _eager_attention(module, query, key, value, attention_mask, **given)
+
+
+_eager_attention = torch.compiler.disable(packed_attention)
 
 
 def _keep(_: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +16,7 @@ from services.protocol.messages import RankPlan
 from services.protocol.payloads import Payload
 from services.trainer.model import attention
 from services.trainer.model import policy_network as model
-from services.trainer.model.attention.explicit import ScoreRule
+from services.trainer.model.attention.fused import gathered
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import Computing
 from services.trainer.model.logprobs import LogitRule, token_logprobs
@@ -186,7 +184,8 @@ def test_packing_matches_a_hand_computed_row() -> None:
     assert (packing.own.tolist(), packing.longest_own) == ([0, 2, 5, 7, 8], 3)
     assert (packing.whole.tolist(), packing.longest) == ([0, 2, 5, 9, 12], 4)
     assert packing.filled[packing.owned].tolist() == list(range(8))
-    assert packing.shared.tokens.tolist() == packing.filled[packing.shared.slots].tolist() == [2, 3, 2, 3]
+    shared = packing.shared.prompts[packing.shared.numbers]
+    assert shared.tolist() == packing.filled[packing.shared.slots].tolist() == [2, 3, 2, 3]
     slots = packing.owned.tolist() + packing.shared.slots.tolist()
     assert len(set(slots)) == 12, "no two tokens share a slot"
     longer = packing.longer(3)
@@ -254,44 +253,6 @@ def test_unsupported_attention_arguments_are_rejected() -> None:
         attend(torch.nn.Identity(), states, states, states, None, packing=packing, s_aux=torch.zeros(4))
 
 
-def flash_attn_varlen_func(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, longest_own: int, longest: int,
-    *, softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Compute attention as flash-attn (2.1 and later) documents it: by sequence, with last query and last key aligned."""
-    assert causal
-    assert not deterministic
-    assert (longest_own, longest) == (int(own.diff().max()), int(whole.diff().max()))
-    outputs = []
-    for (q0, q1), (k0, k1) in zip(itertools.pairwise(own.tolist()), itertools.pairwise(whole.tolist()), strict=True):
-        behind = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
-        seen = (behind >= 0) & ((window_size[0] < 0) | (behind <= window_size[0]))
-        keys, values = (states[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1) for states in (k, v))
-        scores = q[q0:q1].transpose(0, 1) @ keys.transpose(-1, -2) * softmax_scale
-        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("softcap", [None, 0.5])
-@pytest.mark.parametrize("window", [None, 1, 3, 50])
-def test_flash_attention_arguments_match_the_padded_path(
-    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))  # type: ignore[arg-type]
-    packing, generator = _packing(SMALL), torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(int(packing.own[-1]), heads, size, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads, size in ((4, 8), (2, 8), (2, 6))
-    ]
-    scores = ScoreRule(0.3, window, softcap)
-    both = [attend(*inputs, packing, scores) for attend in (attention._flash, attention._padded)]
-    factors = torch.randn(both[0].shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(*both)
-    for flash, padded in zip(*(torch.autograd.grad((output * factors).sum(), inputs) for output in both), strict=True):
-        torch.testing.assert_close(flash, padded)
-
-
 def test_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
     """A prompt shared by 300 responses, each with the same small gradient: a bfloat16 sum would stall at 256."""
     packing = _packing([(1, [1] * 300)])
@@ -299,8 +260,7 @@ def test_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
     laid: torch.Tensor = attention._Lay.apply(states, packing, packing.shared)  # type: ignore[assignment]
     (gradient,) = torch.autograd.grad(laid.sum(), states)
     assert float(gradient[0]) == 300
-    gathered: torch.Tensor = attention._Gather.apply(states, packing.sequences)  # type: ignore[assignment]
-    (gradient,) = torch.autograd.grad(gathered.sum(), states)
+    gradient = gathered(torch.ones(600, 1, 1, dtype=torch.bfloat16), packing.originals, packing.copies)
     assert float(gradient[0]) == 300
 
 

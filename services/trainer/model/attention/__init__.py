@@ -1,18 +1,16 @@
 """Block-diagonal causal attention over packed rows, for Hugging Face models through transformers' attention registry.
 
 Guarantees: a response attends to its prompt and to itself, and to nothing else. Responses of one group share a prompt that is
-stored in the row once: work that is linear in tokens is done once for it, and each response sees its keys and values.
-FlashAttention's variable-length kernel does that with `cu_seqlens`. Without it, each prompt with its response becomes one entry
-of a padded batch, so that tokens of two responses never meet in one product. Batches are formed by length (powers of two), so
-padding at most doubles the work. Memory is linear in the tokens of sequences, which in a plan is at most twice a row's budget
+stored in the row once: work that is linear in tokens is done once for it, and each response sees its keys and values. On a GPU a
+fused kernel does that (fused.py). Elsewhere, and for scores that it does not compute, each prompt with its response becomes one
+entry of a padded batch, so that tokens of two responses never meet in one product. Batches are formed by length (powers of two),
+so padding at most doubles the work. Memory is linear in the tokens of sequences, which in a plan is at most twice a row's budget
 (planning/packing.py): there is no T x T mask, and a sliding window is computed in blocks of queries, as are capped scores and
 sinks (explicit.py). Keys and values may have heads of different size, as in multi-head latent attention.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -21,11 +19,11 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.config import ConfigError
+from services.trainer.model.attention import fused
+from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import SMALLEST_BLOCK, ScoreRule, explicit
-from services.trainer.model.attention.packing import Packing, Places
-
-FLASH_HEAD = 256
-"""Largest head that FlashAttention 2 computes."""
+from services.trainer.model.attention.fused import FLASH_HEAD, gathered
+from services.trainer.model.attention.packing import Packing, Shared
 
 NAME = "packed"
 """Name under which transformers knows the function, for `attn_implementation`."""
@@ -69,40 +67,16 @@ def packed_attention(
         raise UnsupportedModel(f"{type(module).__name__} attends to {query.shape[2]} tokens, which are not those of the row")
     if s_aux is not None and len(s_aux) != query.shape[1]:
         raise UnsupportedModel(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads")
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
+    q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [T, heads, D]; a view in backward, too
     scores = ScoreRule(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     if row.flex and q.is_cuda and scores.sinks is None:
         from services.trainer.model.attention.flexible import flexible  # imports a compiler, which takes seconds
 
         return flexible(q, k, v, packing, scores)[None], None
-    if _flash_fits(q, v, scores):
-        return _flash(q, k, v, packing, scores)[None], None
+    if fused.fits(q, k, v, scores):
+        row.packing = packing
+        return fused.attend(q, k, v, scores)[None], None
     return _padded(q, k, v, packing, scores)[None], None
-
-
-class CurrentRow:
-    """The row of the last forward pass, for models whose layers pass no extra arguments to attention (Nemotron, StableLM). It
-    is kept until the next forward pass, because checkpointed layers are recomputed in the backward pass.
-    """
-
-    packing: Packing | None = None
-    flex = False
-    """Whether FlexAttention computes it on a GPU (`trainer.attention`)."""
-
-
-row = CurrentRow()
-
-
-def _flash_fits(q: Tensor, v: Tensor, scores: ScoreRule) -> bool:
-    """Return whether FlashAttention's kernel computes these heads. It has no sinks."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or scores.sinks is not None:
-        return False
-    return max(q.shape[-1], v.shape[-1]) <= FLASH_HEAD and _has_flash()
-
-
-@functools.cache  # the search takes as long as a layer's kernels for a short row
-def _has_flash() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
 
 
 def takes_groups(q: Tensor, v: Tensor, masked: bool) -> bool:
@@ -121,21 +95,18 @@ class _Lay(torch.autograd.Function):
     """Lays tokens out in their places, [P, ...] from [T, ...], in one pass. Padding holds any token, and its gradient is 0.
 
     The gradient of owned tokens is read from their places; `index_select` would add it up token by token, which only shared
-    tokens need. Shared tokens have many contributions, so they are summed in float32 or wider. Queries have none: without
-    `shared`, places of tokens that others own are padding.
+    tokens need. Queries have none: without `shared`, places of tokens that others own are padding.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, packing: Packing, shared: Places | None) -> Tensor:
+    def forward(ctx: Any, states: Tensor, packing: Packing, shared: Shared | None) -> Tensor:
         ctx.packing, ctx.shared = packing, shared
         return states.index_select(0, packing.filled)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,), shared = gradients, ctx.shared
-        back = gradient.index_select(0, ctx.packing.owned)
-        if shared is not None:
-            back = _added(back, gradient.index_select(0, shared.slots), shared.tokens)
+        (gradient,), owned, shared = gradients, ctx.packing.owned, ctx.shared
+        back = gradient.index_select(0, owned) if shared is None else gathered(gradient, owned, shared)
         return back, None, None
 
 
@@ -154,26 +125,6 @@ class _Take(torch.autograd.Function):
         return laid.index_copy_(0, packing.owned, gradient), None
 
 
-class _Gather(torch.autograd.Function):
-    """Gathers the tokens of the row in the order of sequences, [S, ...] from [T, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, sequences: Tensor) -> Tensor:
-        ctx.sequences, ctx.size = sequences, len(states)
-        return states.index_select(0, sequences)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        return _added(gradient.new_zeros(ctx.size, *gradient.shape[1:]), gradient, ctx.sequences), None
-
-
-def _added(to: Tensor, gradients: Tensor, places: Tensor) -> Tensor:
-    """Return `to` with `gradients` added at `places`, which may repeat."""
-    wide = torch.promote_types(to.dtype, torch.float32)
-    return to.to(wide).index_add_(0, places, gradients.to(wide)).to(to.dtype)
-
-
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> Tensor:
     """Compute the attention of every batch of sequences, [T, heads, E].
 
@@ -181,9 +132,9 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule
     prompts that others own, is dropped.
     """
     sizes = [count * length for count, length in packing.shapes]
-    shared = packing.shared if len(packing.shared.tokens) else None
+    shared = packing.shared if packing.shares else None
 
-    def pad(states: Tensor, shared: Places | None) -> list[Tensor]:  # [T, heads, D] -> [count, heads, length, D] of each batch
+    def pad(states: Tensor, shared: Shared | None) -> list[Tensor]:  # [T, heads, D] -> [count, heads, length, D] of each batch
         flat: Tensor = _Lay.apply(states, packing, shared)  # pyright: ignore[reportAssignmentType]
         return [
             piece.view(*shape, *states.shape[1:]).transpose(1, 2)
@@ -228,31 +179,6 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None,
             )
         )
     return torch.cat(outputs, 2)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    if len(packing.shared.tokens):
-        gathered: list[Tensor] = [_Gather.apply(states, packing.sequences) for states in (k, v)]  # pyright: ignore[reportAssignmentType]
-        k, v = gathered
-    width = max(q.shape[-1], v.shape[-1])  # the kernel wants heads of one size; zeros change neither scores nor outputs
-    q, k, values = (F.pad(states, (0, width - states.shape[-1])) for states in (q, k, v))
-    output = flash_attn_varlen_func(
-        q,
-        k,
-        values,
-        packing.own,
-        packing.whole,
-        packing.longest_own,
-        packing.longest,
-        softmax_scale=scores.scaling,
-        causal=True,  # the last query sees the last key, so own tokens follow their prompt
-        window_size=(-1, -1) if scores.window is None else (scores.window - 1, 0),
-        softcap=scores.softcap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return output[..., : v.shape[-1]]
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

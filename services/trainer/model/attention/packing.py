@@ -12,15 +12,16 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Places:
-    """Maps tokens of the row to their places in the flattened batches of `Packing.shapes`, concatenated."""
+class Shared:
+    """Where tokens of shared prompts are in the m places of sequences that do not own them."""
 
-    tokens: Tensor  # [m] int64
-    slots: Tensor  # [m] int64
+    slots: Tensor  # [m] int64: these places
+    prompts: Tensor  # [M] int64, ascending: the shared tokens of the row, each once
+    numbers: Tensor  # [m] int64: the token at each place, by its number among `prompts`
 
-    def to(self, device: torch.device) -> Places:
+    def to(self, device: torch.device) -> Shared:
         """Copy to `device`."""
-        return Places(self.tokens.to(device), self.slots.to(device))
+        return Shared(self.slots.to(device), self.prompts.to(device), self.numbers.to(device))
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,17 @@ class Packing:
     own: Tensor  # [n + 1] int32, from 0 to T: boundaries of each sequence's own tokens
     whole: Tensor  # [n + 1] int32, from 0 to S: boundaries of whole sequences, concatenated
     sequences: Tensor  # [S] int64: the token of the row at each place of the concatenated sequences
+    originals: Tensor  # [T] int64: the place of each token among these, in the sequence that owns it
+    copies: Shared  # S - T of these places
     longest_own: int
     longest: int
     shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
     filled: Tensor  # [P] int64: the token of the row at each place of the batches; an arbitrary token at places of padding
     owned: Tensor  # [T] int64: the place of each token in the sequence that owns it
-    shared: Places  # [S - T]: a prompt's tokens in the sequences that do not own it
+    sources: Tensor  # [P] int64: the token at each place, T at places of padding and of tokens that another sequence owns
+    shared: Shared  # S - T of these places
+    work: int  # pairs of a query and a key that it sees, twice
+    padded_work: int  # the same for the batches
 
     @classmethod
     def of(cls, lengths: Sequence[int], prompts: Sequence[tuple[int, int]] | None = None) -> Packing:
@@ -59,17 +65,31 @@ class Packing:
         slots = slots[owner] + offset
         filled = torch.zeros(sum(count * length for count, length in shapes), dtype=torch.int64)
         filled[slots] = sequences
+        owned, tokens = slots[~theirs], int(ends[-1])  # in the order of the row, whose tokens lie as the sequences that own them
+        sources = torch.full_like(filled, tokens)
+        sources[owned] = torch.arange(tokens)
+        prompts, numbers = sequences[theirs].unique(return_inverse=True)
         return cls(
             own=F.pad(ends, (1, 0)).to(torch.int32),
             whole=F.pad(whole.cumsum(0), (1, 0)).to(torch.int32),
             sequences=sequences,
+            originals=(~theirs).nonzero()[:, 0],
+            copies=Shared(theirs.nonzero()[:, 0], prompts, numbers),
             longest_own=max(lengths),
             longest=int(whole.max()),
             shapes=shapes,
             filled=filled,
-            owned=slots[~theirs],  # in the order of the row, whose tokens lie as the sequences that own them
-            shared=Places(sequences[theirs], slots[theirs]),
+            owned=owned,
+            sources=sources,
+            shared=Shared(slots[theirs], prompts, numbers),
+            work=int((sizes * (sizes + 2 * before)).sum()),
+            padded_work=sum(count * length**2 for count, length in shapes),
         )
+
+    @property
+    def shares(self) -> bool:
+        """Whether a sequence has a prompt that another owns."""
+        return len(self.copies.slots) > 0
 
     @property
     def prompts(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,227 @@
+"""Causal attention over a packed row by PyTorch's fused kernels for GPUs, as one operator of eager and of compiled layers.
+
+Guarantees: a layer's compiled code is not split at it, and does not depend on the lengths of a row's sequences. For the backward
+pass it keeps the normalisers of the softmax, [heads, T] float32, in addition to its inputs and output.
+
+Two kernels compute it: FlashAttention's for sequences of any length, which reads queries where they are; and cuDNN's, which takes
+batches of equal length and is faster on Hopper and later GPUs, unless much of the batches is padding. FlashAttention 3 or 4 takes
+the place of 2 after `torch.nn.attention.activate_flash_attention_impl`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.trainer.model.attention.current_row import row
+from services.trainer.model.attention.explicit import ScoreRule
+from services.trainer.model.attention.packing import Packing, Shared
+
+AMPERE, HOPPER = (8, 0), (9, 0)
+
+FLASH_HEAD = 256
+"""Largest head that FlashAttention 2 computes."""
+
+DENSE_HEAD = 128
+"""Largest head for which cuDNN's kernel was measured."""
+
+DENSE_WORK = 1.6
+"""How many times the work cuDNN's kernel does in the same time as FlashAttention's: 1.75 on an H200, for both passes, less what
+laying out queries takes."""
+
+NO_WEIGHT = 1e30
+"""Normaliser of a query that gives no key any weight."""
+
+WHOLE = 0
+"""The window of a layer that has none."""
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> bool:
+    """Return whether the operator computes these heads, [T, heads, D] each, under these rules for scores."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or scores.softcap is not None or scores.sinks is not None:
+        return False
+    size = q.shape[-1]
+    if not size == k.shape[-1] == v.shape[-1] <= FLASH_HEAD or size % 8:
+        return False
+    return capability() >= AMPERE
+
+
+@torch.compiler.assume_constant_result
+def capability() -> tuple[int, int]:
+    """Return the compute capability of this process's GPU."""
+    return torch.cuda.get_device_capability()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
+    """Compute the attention of the current row, [T, heads, D]: q [T, heads, D], k and v [T, kv heads, D]."""
+    return torch.ops.grpo.packed_attention(q, k, v, scores.scaling, scores.window or WHOLE)[0]
+
+
+def _dense(q: Tensor, packing: Packing, window: int) -> bool:
+    """Return whether cuDNN computes a row."""
+    if window != WHOLE or q.shape[-1] > DENSE_HEAD or packing.padded_work > DENSE_WORK * packing.work:
+        return False
+    if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return capability() >= HOPPER
+
+
+def _packing(q: Tensor) -> Packing:
+    packing = row.packing
+    if packing is None or len(packing.owned) != len(q):
+        raise RuntimeError(f"attention over {len(q)} tokens, which are not those of the current row")
+    return packing
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int) -> tuple[Tensor, Tensor]:
+    packing = _packing(q)
+    q, k, v = (states.contiguous() for states in (q, k, v))
+    if _dense(q, packing, window):
+        return _dense_forward(q, k, v, packing, scaling)
+    if packing.shares:
+        k, v = (states.index_select(0, packing.sequences) for states in (k, v))
+    return flash_forward(q, k, v, packing, scaling, window)
+
+
+def _backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scaling: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    packing = _packing(q)
+    gradient, q, k, v = (states.contiguous() for states in (gradient, q, k, v))
+    if _dense(q, packing, window):
+        return _dense_backward(gradient, q, k, v, out, lse, packing, scaling)
+    if not packing.shares:
+        return flash_backward(gradient, q, k, v, out, lse, packing, scaling, window)
+    k, v = (states.index_select(0, packing.sequences) for states in (k, v))
+    for_q, *others = flash_backward(gradient, q, k, v, out, lse, packing, scaling, window)
+    for_k, for_v = (gathered(each, packing.originals, packing.copies) for each in others)
+    return for_q, for_k, for_v
+
+
+def gathered(gradient: Tensor, places: Tensor, shared: Shared) -> Tensor:
+    """Return the gradient of the row's tokens, [T, ...], from that of `places`, to which they were copied, and of the places of
+    shared tokens in other sequences. Shared tokens have many contributions, which are added in float32 or wider.
+    """
+    own = gradient.index_select(0, places)
+    wide = torch.promote_types(own.dtype, torch.float32)
+    prompts = own.index_select(0, shared.prompts).to(wide)
+    prompts.index_add_(0, shared.numbers, gradient.index_select(0, shared.slots).to(wide))
+    return own.index_copy_(0, shared.prompts, prompts.to(own.dtype))
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float, window: int
+) -> tuple[Tensor, Tensor]:  # [T, heads, D], [heads, T]
+    """Compute attention over sequences, of which q holds the own tokens and k and v all, last aligned with last."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, False,
+        scale=scaling, **_windows(window),
+    )  # fmt: skip
+    return out, lse
+
+
+def flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scaling: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v as `flash_forward` had them."""
+    random, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)  # there is no dropout
+    return torch.ops.aten._flash_attention_backward(
+        gradient, q, k, v, out, lse, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, random, unused,
+        scale=scaling, **_windows(window),
+    )  # fmt: skip
+
+
+def _windows(window: int) -> dict[str, int]:
+    return {} if window == WHOLE else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _batches(laid: Tensor, packing: Packing) -> list[Tensor]:
+    """Return the batches of tokens that are laid out, [count, heads, length, D] each, from [P, heads, D]."""
+    sizes = [count * length for count, length in packing.shapes]
+    pieces = laid.split(sizes) if len(sizes) > 1 else [laid]
+    return [piece.view(*shape, *laid.shape[1:]).transpose(1, 2) for piece, shape in zip(pieces, packing.shapes, strict=True)]
+
+
+def _flat(batches: list[Tensor]) -> Tensor:
+    """Undo `_batches`."""
+    flat = [each.transpose(1, 2).reshape(-1, each.shape[1], each.shape[3]) for each in batches]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _dense_forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> tuple[Tensor, Tensor]:
+    laid = [_batches(states.index_select(0, packing.filled), packing) for states in (q, k, v)]
+    outputs, normalisers = zip(*(cudnn_forward(*batch, scaling) for batch in zip(*laid, strict=True)), strict=True)
+    out = _flat(list(outputs)).index_select(0, packing.owned)
+    lse = _flat(list(normalisers)).index_select(0, packing.owned)
+    return out, lse[..., 0].T.contiguous()
+
+
+def _dense_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay everything out again, which takes less than keeping it would need memory."""
+    laid = [states.index_select(0, packing.filled) for states in (q, k, v, out)]
+    gradient, lse = (  # other queries have no weight
+        torch.cat((states, states.new_full((1, *states.shape[1:]), other))).index_select(0, packing.sources)
+        for states, other in ((gradient, 0.0), (lse.T[..., None], NO_WEIGHT))
+    )
+    batches = zip(*(_batches(states, packing) for states in (gradient, *laid, lse)), strict=True)
+    found = zip(*(cudnn_backward(*batch, scaling) for batch in batches), strict=True)
+    for_q, for_k, for_v = (_flat(list(each)) for each in found)
+    for_q = for_q.index_select(0, packing.owned)
+    if not packing.shares:
+        return for_q, for_k.index_select(0, packing.owned), for_v.index_select(0, packing.owned)
+    return for_q, gathered(for_k, packing.owned, packing.shared), gathered(for_v, packing.owned, packing.shared)
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of a batch, [count, heads, length, D], and its normalisers, [count, heads, length, 1]."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scaling)
+    return out, lse.view(*out.shape[:3], 1)
+
+
+def cudnn_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of a batch."""
+    random = torch.zeros((), dtype=torch.int64, device=q.device)  # there is no dropout
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        gradient, q, k, v, out, lse.contiguous(), random, random, None, None, None, q.shape[2], k.shape[2], 0.0, True,
+        scale=scaling,
+    )  # fmt: skip
+
+
+_operator = torch.library.custom_op(
+    "grpo::packed_attention", _forward, mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, float scaling, int window) -> (Tensor, Tensor)",
+)  # fmt: skip
+_gradient = torch.library.custom_op(
+    "grpo::packed_attention_backward", _backward, mutates_args=(),
+    schema="(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scaling, int window) "
+    "-> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+
+
+@_operator.register_fake
+def _shapes(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+
+
+@_gradient.register_fake
+def _gradient_shapes(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    for_q, for_k, for_v = (torch.empty_like(states, memory_format=torch.contiguous_format) for states in (q, k, v))
+    return for_q, for_k, for_v
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *states, ctx.scaling, ctx.window = inputs
+    ctx.save_for_backward(*states, *output)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*torch.ops.grpo.packed_attention_backward(gradient, *ctx.saved_tensors, ctx.scaling, ctx.window), None, None)
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep)
