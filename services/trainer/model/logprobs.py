@@ -92,10 +92,7 @@ class _TokenLogprobs(torch.autograd.Function):
             hidden_gradient[part] = (gradient @ matrix).to(hidden.dtype)
             if weight_gradient is None:
                 continue
-            if matrix.dtype == torch.float32:
-                weight_gradient.addmm_(gradient.T, hidden[part].float())  # avoids a second [V, H]
-            else:
-                weight_gradient += gradient.T @ hidden[part]
+            _add_product(weight_gradient, gradient.T, hidden[part])
         whole = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         return hidden_gradient, whole, None if bias_gradient is None else bias_gradient.to(bias.dtype), *[None] * 7
 
@@ -148,6 +145,16 @@ def _logit_gradient(log_p: Tensor, entropy: Tensor, for_logprobs: Tensor, for_en
         return log_p.exp_().mul_(-for_logprobs[:, None])
     p = log_p.exp()
     return p.mul_(log_p.add_(entropy[:, None]).mul_(for_entropy[:, None]).add_(for_logprobs[:, None])).neg_()
+
+
+def _add_product(to: Tensor, one: Tensor, two: Tensor) -> None:
+    """Add a product, [V, H], to a float32 tensor, where possible without computing it apart."""
+    if one.dtype == torch.float32:
+        to.addmm_(one, two.float())
+    elif to.is_cuda:  # the kernel adds up in float32, and need not round
+        torch.addmm(to, one, two, out_dtype=torch.float32, out=to)
+    else:
+        to += one @ two
 
 
 def _product(hidden: Tensor, matrix: Tensor) -> Tensor:
