@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
@@ -19,7 +20,7 @@ from services.console.doctor.resources import LOGITS_CHUNK
 from services.trainer.model import attention, logprobs, policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention, takes_groups
 from services.trainer.model.attention.explicit import ScoreRule
-from services.trainer.model.attention.flexible import RowMasks, flexible
+from services.trainer.model.attention.flexible import RowMasks, block_mask, flexible
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import PLAIN as PLAIN_RULE
@@ -203,6 +204,21 @@ def test_heads_that_are_repeated_give_the_same_results_and_gradients(window: int
         grouped.clear()
     for repeated, shared in zip(*found, strict=True):
         torch.testing.assert_close(repeated, shared, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("packing", [ROW, Packing.of([700, 300, 129, 1, 128], [(0, 0), (0, 256), (0, 256), (0, 256), (0, 0)])])
+def test_blocks_of_a_mask_are_those_that_pytorch_finds(packing: Packing, window: int | None) -> None:
+    tokens = len(packing.owned)
+    found = block_mask(packing, window, torch.device("cpu"))
+    expected = create_block_mask(found.mask_mod, None, None, tokens, tokens, device="cpu")
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert found.full_kv_num_blocks is not None
+    assert expected.full_kv_num_blocks is not None
+    assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
+    mask = row_mask(packing, window)
+    places = torch.arange(tokens)
+    assert torch.equal(found.mask_mod(places, places, places[:, None], places), mask)
 
 
 def test_a_mask_is_shared_by_the_layers_of_one_row() -> None:
