@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, _padded, fused, packed_attention
-from services.trainer.model.attention.current_row import row
+from services.trainer.model.attention.current_row import PLAN_ROWS, CurrentRow, row
 from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
@@ -133,6 +133,7 @@ def test_the_operator_refuses_tokens_of_another_row(kernels: None, monkeypatch: 
 
 def test_batches_are_used_where_little_of_them_is_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "capability", lambda: fused.HOPPER)
+    monkeypatch.setattr(row, "recurs", True)
     query, even, uneven = torch.empty(8, 4, 128), Packing.of([4, 4]), Packing.of([5, 5, 5, 8])
     assert (even.work, even.padded_work, uneven.work, uneven.padded_work) == (32, 32, 139, 256)
     assert fused._dense(query, even, fused.WHOLE)
@@ -141,9 +142,22 @@ def test_batches_are_used_where_little_of_them_is_padding(monkeypatch: pytest.Mo
     assert not fused._dense(torch.empty(8, 4, 256), even, fused.WHOLE)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not fused._dense(query, even, fused.WHOLE)
-    monkeypatch.undo()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    assert fused._dense(query, even, fused.WHOLE)
     monkeypatch.setattr(fused, "capability", lambda: fused.AMPERE)
     assert not fused._dense(query, even, fused.WHOLE)
+
+
+def test_a_shape_is_planned_for_when_it_recurs() -> None:
+    rows, packing = CurrentRow(), Packing.of([4, 4])
+    found = []
+    for _ in range(PLAN_ROWS + 1):
+        rows.begin(packing)
+        found.append(rows.recurs)
+        rows.begin(Packing.of([4, 5]))
+    assert found == [False] * PLAN_ROWS + [True]
+    rows.begin(Packing.of([4, 5, 5]))
+    assert not rows.recurs
 
 
 @pytest.mark.slow  # imports a compiler, and traces

@@ -74,7 +74,8 @@ def packed_attention(
 
         return flexible(q, k, v, packing, scores)[None], None
     if fused.fits(q, k, v, scores):
-        row.packing = packing
+        if packing is not row.packing:
+            row.begin(packing)
         return fused.attend(q, k, v, scores)[None], None
     return _padded(q, k, v, packing, scores)[None], None
 

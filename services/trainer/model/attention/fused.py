@@ -4,8 +4,8 @@ Guarantees: a layer's compiled code is not split at it, and does not depend on t
 pass it keeps the normalisers of the softmax, [heads, T] float32, in addition to its inputs and output.
 
 Two kernels compute it: FlashAttention's for sequences of any length, which reads queries where they are; and cuDNN's, which takes
-batches of equal length and is faster on Hopper and later GPUs, unless much of the batches is padding. FlashAttention 3 or 4 takes
-the place of 2 after `torch.nn.attention.activate_flash_attention_impl`.
+batches of equal length, plans every new shape of these for a third of a second, and is then faster on Hopper and later GPUs, if
+little of them is padding. FlashAttention 3 or 4 takes the place of 2 after `torch.nn.attention.activate_flash_attention_impl`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ FLASH_HEAD = 256
 DENSE_HEAD = 128
 """Largest head for which cuDNN's kernel was measured."""
 
-DENSE_WORK = 1.6
-"""How many times the work cuDNN's kernel does in the same time as FlashAttention's: 1.75 on an H200, for both passes, less what
-laying out queries takes."""
+DENSE_WORK = 1.3
+"""How many times the work of FlashAttention's kernel cuDNN's does in the same time: 1.4 on an H200, for both passes and with what
+laying tokens out takes. At 1.12 times the work it takes 0.78 of the time, at 1.46 times 1.03 (docs/gpu.md).
+"""
 
 NO_WEIGHT = 1e30
 """Normaliser of a query that gives no key any weight."""
@@ -61,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
 
 def _dense(q: Tensor, packing: Packing, window: int) -> bool:
     """Return whether cuDNN computes a row."""
-    if window != WHOLE or q.shape[-1] > DENSE_HEAD or packing.padded_work > DENSE_WORK * packing.work:
+    if not row.recurs or window != WHOLE or q.shape[-1] > DENSE_HEAD or packing.padded_work > DENSE_WORK * packing.work:
         return False
     if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
