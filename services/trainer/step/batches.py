@@ -9,8 +9,7 @@ without a target, so that every rank runs the same number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
 from services.rollouts.records import number_contexts
 from services.trainer.model.attention.packing import Packing
+from services.trainer.model.to_device import fields_to_device
 
 LOWEST_LOGPROB, HIGHEST_LOGPROB = -1000.0, 0.1
 """Range of valid sampled logprobs: below -745 a probability is 0 even in float64, and never sampled; above 0 a logprob can only
@@ -59,8 +59,7 @@ class PackedRow:
 
     def to(self, device: torch.device) -> PackedRow:
         """Copy to `device`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return PackedRow(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
+        return PackedRow(**fields_to_device(self, device))
 
 
 def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, row_tokens: int) -> list[PackedRow]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from services.config import RunConfig
 from services.trainer import losses
 from services.trainer.model.reference import ReferencePolicy
+from services.trainer.model.to_device import to_device
 from services.trainer.ranks import World
 from services.trainer.step import deepspeed_engine
 from services.trainer.step.batches import PackedRow
@@ -78,7 +79,7 @@ class GradientSum:
                 reference=reference,
                 advantages=row.advantages,
                 weights=row.weights,
-                shares=shares.to(device),
+                shares=to_device(shares, device),
                 entropy=entropy if self._config.loss.entropy_coefficient > 0 else entropy.detach(),
                 samples=row.sample_of_token,
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from services.trainer.model.to_device import fields_to_device
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Shared:
 
     def to(self, device: torch.device) -> Shared:
         """Copy to `device`."""
-        return Shared(self.slots.to(device), self.prompts.to(device), self.numbers.to(device))
+        return Shared(**fields_to_device(self, device))
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """Copy to `device`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Packing(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
+        return Packing(**fields_to_device(self, device))
 
 
 def _batches(sizes: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
