@@ -84,17 +84,48 @@ class StepMetrics:
 
 
 class Clock:
-    """Measures seconds per phase on this rank. On a GPU a phase ends when its kernels have finished."""
+    """Measures seconds per phase on this rank. On a GPU a phase begins and ends when the kernels before that point have finished,
+    and nothing waits for them until `seconds` are read.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._device = device
+        self._phases: list[tuple[str, _Mark, _Mark]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the code inside the block; times of the same name add up."""
-        started = time.perf_counter()
+        begin = _Mark(self._device)
         yield
+        self._phases.append((name, begin, _Mark(self._device)))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of every phase so far. Waits for the device."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for name, begin, end in self._phases:
+            found[name] += end.since(begin)
+        return dict(found)
+
+    def wait(self) -> None:
+        """Wait until the device has nothing left to do."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.seconds[name] += time.perf_counter() - started
+
+
+class _Mark:
+    """A point in time: now, or on a GPU, when the kernels that were launched before have finished."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def since(self, earlier: _Mark) -> float:
+        """Return the seconds from an earlier mark of the same device to this one."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1000

@@ -131,6 +131,7 @@ class Policy:
         (counts,), learns = self._survey(given, [list(range(len(given)))], ends=False)
         self._add(under_way, given, [None] * len(given), counts, learns, 1.0, ends=False)
         under_way.counts = denominators.join((under_way.counts, counts))
+        under_way.clock.wait()  # otherwise the time until its kernels have finished would be in neither part of the total
         under_way.early_s += time.perf_counter() - started
         self._under_way = under_way
 
