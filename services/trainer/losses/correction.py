@@ -37,6 +37,11 @@ def counted(behaviour: Tensor) -> Tensor:
     return behaviour.isfinite()
 
 
+def counted_places(behaviour: Tensor) -> Tensor:
+    """Return the places of the tokens that count, ascending, int64. Waits for the device of `behaviour`."""
+    return counted(behaviour).nonzero().squeeze(-1)
+
+
 def log_ratio(old: Tensor, behaviour: Tensor) -> Tensor:
     """Return d, [R]."""
     return (old - behaviour).clamp(-MAX_LOG_CORRECTION, MAX_LOG_CORRECTION)
@@ -56,9 +61,9 @@ def correct(tokens: Tokens, config: Loss) -> Correction:
     if config.correction_token_mask:
         dropped |= _outside(rho, config.correction_token_mask)
     if config.correction_sequence_mask:
-        dropped |= _outside(response_mean(d, tokens.samples).exp(), config.correction_sequence_mask)
+        dropped |= _outside(response_mean(d, tokens).exp(), config.correction_sequence_mask)
     if config.correction_variation_mask:
-        variation = response_mean((rho - 1).abs() / 2, tokens.samples)
+        variation = response_mean((rho - 1).abs() / 2, tokens)
         dropped |= (variation > config.correction_variation_mask) & (d.sign() * tokens.advantages > 0)
     truncated = rho.clamp(config.correction_lower, config.correction_upper)
     return Correction(rho, truncated.masked_fill(dropped, 0.0), (truncated != rho) & ~dropped, dropped)

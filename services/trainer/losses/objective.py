@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.config.loss import Loss
-from services.trainer.losses.correction import correct, counted
+from services.trainer.losses.correction import correct, counted_places
 from services.trainer.losses.custom import find
 from services.trainer.losses.kl import reference_kl
 from services.trainer.losses.measures import measure
@@ -25,7 +25,7 @@ class LossOutput:
     learning: Tensor  # [R] bool: counted, and the policy has not moved past the clip bounds since the token was sampled
 
 
-def compute(tokens: Tokens, config: Loss, denominator: float) -> LossOutput:
+def compute(tokens: Tokens, config: Loss, denominator: float, places: Tensor | None = None) -> LossOutput:
     """Compute the loss of a row:
 
     (sum over counted tokens of weight * share * (c * policy loss + kl_beta * KL - entropy_coefficient * H)) / denominator.
@@ -33,9 +33,13 @@ def compute(tokens: Tokens, config: Loss, denominator: float) -> LossOutput:
     c = the correction's weight; KL and entropy are not corrected. weight = the importance weight of the token's group (Schaul et
     al. 2016, section 3.4), which the denominator ignores. share: see denominators.py. Without tokens the loss is 0 and still has
     a gradient (of zeros), so that an empty row takes part in backward.
+
+    `places`: those of the counted tokens (`counted_places`). Without them, it waits for the device to find them.
     """
-    keep = counted(tokens.behaviour)
-    tokens = tokens.only(keep)
+    size = len(tokens.behaviour)
+    places = counted_places(tokens.behaviour) if places is None else places
+    if len(places) < size:
+        tokens = tokens.only(places)
     if config.from_behaviour:
         tokens = replace(tokens, old=tokens.behaviour)
     term = find(config.policy)(tokens, config)
@@ -47,8 +51,9 @@ def compute(tokens: Tokens, config: Loss, denominator: float) -> LossOutput:
         loss = loss - config.entropy_coefficient * tokens.entropy
     total = (tokens.weights * tokens.shares * loss).sum() / denominator
     sums, maxima = measure(tokens, config, term, correction, total)
-    learning = keep.clone()
-    learning[keep] = ~_learnt(tokens, config)
+    learning = ~_learnt(tokens, config)
+    if len(places) < size:
+        learning = learning.new_zeros(size).index_copy(0, places, learning)
     return LossOutput(total, sums, maxima, learning)
 
 

@@ -73,7 +73,7 @@ def gspo(tokens: Tokens, config: Loss) -> PolicyTerm:
     The gradient flows through the mean to all of them. s moves far less than r: the paper clips at 3e-4 and 4e-4. Its mean over
     responses needs denominator "sequence". Equals TRL's "grpo" with importance_sampling_level = "sequence".
     """
-    ratio = bounded(response_mean(tokens.logprobs - tokens.old, tokens.samples)).exp()
+    ratio = bounded(response_mean(tokens.logprobs - tokens.old, tokens)).exp()
     return _clipped(tokens.advantages, ratio, config.clip_low, config.clip_high)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ class Tokens:
     shares: Tensor  # factor that makes the sum a mean of means (denominators.py); 1 for token means
     entropy: Tensor  # carries a gradient only if there is an entropy bonus
     samples: Tensor  # int64, the response of the row that a token belongs to
+    responses: int | None = None  # of the row, more than any of `samples`; None if only the device knows
 
-    def only(self, mask: Tensor) -> Tokens:
-        """Return the tokens where `mask` [R] is true."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        chosen: dict[str, Any] = {name: None if column is None else column[mask] for name, column in columns.items()}
-        return Tokens(**chosen)
+    def only(self, places: Tensor) -> Tokens:
+        """Return the tokens at `places`, int64."""
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {name: column.index_select(0, places) for name, column in columns.items() if isinstance(column, Tensor)}
+        return replace(self, **chosen)
 
     def ratio(self) -> Tensor:
         """Return r = exp(theta - old), [R]."""
@@ -53,13 +54,17 @@ def bounded(difference: Tensor) -> Tensor:
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def response_mean(values: Tensor, samples: Tensor) -> Tensor:
-    """Return at each token [R] the mean of `values` [R] over the tokens of its response, `samples` [R]. Differentiable.
+def response_mean(values: Tensor, tokens: Tokens) -> Tensor:
+    """Return at each of the tokens [R] the mean of `values` [R] over the tokens of its response. Differentiable.
 
-    Sums in float64: a response has tens of thousands of tokens, and their mean affects all of them.
+    Sums in float64: a response has tens of thousands of tokens, and their mean affects all of them. Waits for the device unless
+    `tokens.responses` is known.
     """
+    samples = tokens.samples
     if not len(samples):
         return values
-    counts = torch.bincount(samples)
-    sums = torch.zeros(len(counts), dtype=torch.float64, device=values.device).index_add(0, samples, values.double())
+    responses = int(samples.max()) + 1 if tokens.responses is None else tokens.responses
+    wide = values.double()
+    nothing = wide.new_zeros(responses)
+    sums, counts = (nothing.index_add(0, samples, each) for each in (wide, torch.ones_like(wide)))
     return (sums / counts.clamp(min=1))[samples].to(values.dtype)

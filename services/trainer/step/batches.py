@@ -19,6 +19,7 @@ from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
 from services.rollouts.records import number_contexts
+from services.trainer import losses
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.to_device import fields_to_device
 
@@ -56,6 +57,7 @@ class PackedRow:
     advantages: Tensor  # [R] float32
     weights: Tensor  # [R] float32, importance weight of the token's group
     sample_of_token: Tensor  # [R] int64, into samples
+    counted: Tensor  # int64, ascending, into R: the tokens that the loss counts
 
     def to(self, device: torch.device) -> PackedRow:
         """Copy to `device`."""
@@ -215,6 +217,7 @@ def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -
         raise PlanMismatch(f"a row of {end} tokens exceeds trainer.row_tokens = {row_tokens}")
     if not samples:  # one token without a target
         ids, positions, lengths, contexts = [np.zeros(1)], [np.zeros(1)], [1], [(0, 0)]
+    mu = _join(behaviour, np.float32)
     return PackedRow(
         samples=tuple(sample.response for sample in samples),
         segments=tuple(sample.index for sample in samples),
@@ -223,10 +226,11 @@ def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -
         packing=Packing.of(lengths, contexts),
         predictors=_join(predictors, np.int64),
         targets=_join(targets, np.int64),
-        behaviour=_join(behaviour, np.float32),
+        behaviour=mu,
         advantages=_join(advantages, np.float32),
         weights=_join(weights, np.float32),
         sample_of_token=_join(owners, np.int64),
+        counted=losses.counted_places(mu),
     )
 
 

@@ -82,8 +82,9 @@ class GradientSum:
                 shares=to_device(shares, device),
                 entropy=entropy if self._config.loss.entropy_coefficient > 0 else entropy.detach(),
                 samples=row.sample_of_token,
+                responses=len(row.samples),
             )
-            output = losses.compute(tokens, self._config.loss, 1.0 if self.divides_last else divisor)
+            output = losses.compute(tokens, self._config.loss, 1.0 if self.divides_last else divisor, row.counted)
         if self._leads:
             metrics.add(output.sums, output.maxima)
         if learns:

@@ -13,7 +13,9 @@ from services.trainer.model.to_device import to_device
 from services.trainer.step.batches import PackedRow
 
 GPU = torch.device("cuda", 0)
-ROW_TENSORS = ("input_ids", "positions", "predictors", "targets", "behaviour", "advantages", "weights", "sample_of_token")
+ROW_TENSORS = (
+    "input_ids", "positions", "predictors", "targets", "behaviour", "advantages", "weights", "sample_of_token", "counted",
+)  # fmt: skip
 
 
 @pytest.fixture
