@@ -15,7 +15,7 @@ from services.algorithm.histograms import BOUNDS, PREFIX, counted, edges, named,
 from services.protocol.messages import Ticket
 from services.store import Claim
 from services.tracker.event_files import EventFiles
-from services.trainer.losses.measures import _counts
+from services.trainer.losses.measures import HISTOGRAMS, _counts
 from tests.support import flow
 from tests.support.documented import undocumented
 
@@ -33,17 +33,18 @@ def test_each_value_is_in_the_bin_with_the_next_bound(what: str) -> None:
     assert not undocumented(found)
 
 
-@pytest.mark.parametrize("what", ["ratio", "advantage", "logprob_gap"])
-def test_the_trainers_counts_match_the_definition(what: str) -> None:
-    bounds = BOUNDS[what]
-    values = torch.tensor([*bounds, bounds[0] - 1, bounds[-1] + 1], dtype=torch.float32)
-    values = torch.cat([values, torch.empty(300).uniform_(bounds[0], bounds[-1], generator=torch.Generator().manual_seed(1))])
-    counts = _counts(what, values)
+def test_the_trainers_counts_match_the_definition() -> None:
+    random, rows, expected = torch.Generator().manual_seed(1), list[torch.Tensor](), list[int]()
+    for bounds in map(BOUNDS.__getitem__, HISTOGRAMS):
+        edge_cases = torch.tensor([*bounds, bounds[0] - 1, bounds[-1] + 1], dtype=torch.float32)
+        drawn = torch.empty(300 - len(edge_cases)).uniform_(bounds[0], bounds[-1], generator=random)
+        rows.append(torch.cat([edge_cases, drawn]))
+        exact = np.searchsorted(np.array(bounds, np.float32), rows[-1].numpy())  # in the precision of the values
+        expected += np.bincount(exact, minlength=len(bounds) + 1).tolist()
+    counts = _counts(torch.stack(rows))
     assert counts.dtype == torch.float64
-    assert counts.shape == (len(bounds) + 1,)
-    exact = np.searchsorted(np.array(bounds, np.float32), values.numpy())  # in the precision of the values
-    assert counts.tolist() == np.bincount(exact, minlength=len(bounds) + 1).tolist()
-    assert _counts(what, torch.empty(0)).sum() == 0
+    assert counts.tolist() == expected
+    assert _counts(torch.empty(len(HISTOGRAMS), 0)).tolist() == [0] * len(expected)
 
 
 def test_a_record_is_split_and_bins_have_finite_edges() -> None:

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from services.algorithm.histograms import BOUNDS
 from services.config.loss import Loss
@@ -20,7 +21,7 @@ SUMS = (
 )  # fmt: skip
 MAXIMA = ("logprob_gap", "advantage", "negative_advantage")
 HISTOGRAMS = ("ratio", "advantage", "logprob_gap")
-"""Measures of a token whose histograms are kept."""
+"""Measures of a token whose histograms are kept, and the first of `measure`."""
 COUNTS = "counts"
 """Name in addition to those of `SUMS`: the counts of all bins of `HISTOGRAMS`, one after the other."""
 
@@ -31,43 +32,50 @@ def measure(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return `SUMS` and `MAXIMA` by name, float64 scalars, over the tokens, with the row's `loss`; and `COUNTS`, float64 [bins].
     Without a reference, KLs are 0.
+
+    Measures are summed together: a GPU computes one in less time than a kernel takes to launch.
     """
     ratio = tokens.ratio()
     # The policy at the start of the step. Where mu stands in for it, theta is the closest approximation.
     start = tokens.logprobs if config.from_behaviour else tokens.old
-    gap = (tokens.behaviour - start).abs()
-    nothing = torch.zeros_like(ratio)
-    kls = {name: nothing if tokens.reference is None else reference_kl(tokens, name) for name in ESTIMATORS}
     per_token = {
-        "tokens": torch.ones_like(ratio),
-        "policy_loss": term.loss,
-        "clip_low": term.clipped_low,
-        "clip_high": term.clipped_high,
         "ratio": ratio,
+        "advantage": tokens.advantages,
+        "logprob_gap": (tokens.behaviour - start).abs(),
+        "policy_loss": term.loss,
         "ratio_squared": ratio.square(),
         "entropy": tokens.entropy,
         "rho": correction.ratio,
         "rho_weight": correction.weights,
+    }
+    flags = {
+        "clip_low": term.clipped_low,
+        "clip_high": term.clipped_high,
         "rho_clipped": correction.clipped,
         "rho_dropped": correction.dropped,
-        "logprob_gap": gap,
-        "advantage": tokens.advantages,
-        "kl": kls[config.kl_estimator],
-        **kls,
     }
-    sums = {name: values.double().sum() for name, values in per_token.items()} | {"loss": loss.detach().double()}
-    sums[COUNTS] = torch.cat([_counts(name, per_token[name]) for name in HISTOGRAMS])
-    lowest = torch.full((1,), -torch.inf, device=gap.device)
-    extremes = {"logprob_gap": gap, "advantage": tokens.advantages, "negative_advantage": -tokens.advantages}
-    return sums, {name: torch.cat((lowest, values)).max().double() for name, values in extremes.items()}
+    nothing = torch.zeros((), dtype=torch.float64, device=ratio.device)
+    sums = {"loss": loss.detach().double(), "tokens": nothing + len(ratio), **dict.fromkeys(ESTIMATORS, nothing)}
+    if tokens.reference is not None:
+        per_token |= {name: reference_kl(tokens, name) for name in ESTIMATORS}
+    values = torch.stack(list(per_token.values()))
+    for names, rows in ((per_token, values), (flags, torch.stack(list(flags.values())))):
+        sums |= zip(names, rows.sum(1, dtype=torch.float64), strict=True)
+    sums["kl"] = sums[config.kl_estimator]
+    sums[COUNTS] = _counts(values[: len(HISTOGRAMS)])
+    extremes = torch.stack((per_token["logprob_gap"], tokens.advantages, -tokens.advantages))
+    return sums, dict(zip(MAXIMA, pad(extremes, (0, 1), value=-torch.inf).amax(1).double(), strict=True))
 
 
-def _counts(name: str, values: Tensor) -> Tensor:
-    """Return the counts of a histogram's bins, float64 [bins]."""
-    below = (values.float().unsqueeze(-1) <= _bounds(name, values.device)).sum(0)  # unlike bincount, nothing waits for the device
-    return torch.diff(pad(pad(below, (1, 0)), (0, 1), value=len(values))).double()
+def _counts(values: Tensor) -> Tensor:
+    """Return the counts of the bins of all `HISTOGRAMS`, float64 [bins], from their values, [histograms, R]."""
+    below = (values.float().unsqueeze(1) <= _edges(values.device)).sum(2)  # unlike bincount, nothing waits for the device
+    bins = (counts[: len(BOUNDS[name]) + 1] for name, counts in zip(HISTOGRAMS, below.diff(), strict=True))
+    return torch.cat(list(bins)).double()
 
 
 @cache
-def _bounds(name: str, device: torch.device) -> Tensor:
-    return torch.tensor(BOUNDS[name], dtype=torch.float32, device=device)
+def _edges(device: torch.device) -> Tensor:
+    """Return the edges of the bins of `HISTOGRAMS`, [histograms, edges, 1]: NaN, which nothing is below, and the upper bounds."""
+    edges = [torch.tensor([torch.nan, *BOUNDS[name], torch.inf], dtype=torch.float32) for name in HISTOGRAMS]
+    return pad_sequence(edges, batch_first=True, padding_value=torch.inf).unsqueeze(-1).to(device)

@@ -12,7 +12,7 @@ from services.trainer.losses.correction import correct, counted_places
 from services.trainer.losses.custom import find
 from services.trainer.losses.kl import reference_kl
 from services.trainer.losses.measures import measure
-from services.trainer.losses.tokens import Tokens
+from services.trainer.losses.tokens import PolicyTerm, Tokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def compute(tokens: Tokens, config: Loss, denominator: float, places: Tensor | N
         loss = loss - config.entropy_coefficient * tokens.entropy
     total = (tokens.weights * tokens.shares * loss).sum() / denominator
     sums, maxima = measure(tokens, config, term, correction, total)
-    learning = ~_learnt(tokens, config)
+    since = term if config.from_behaviour else _from_behaviour(tokens, config)
+    learning = ~(since.clipped_low | since.clipped_high)
     if len(places) < size:
         learning = learning.new_zeros(size).index_copy(0, places, learning)
     return LossOutput(total, sums, maxima, learning)
@@ -63,11 +64,10 @@ def has_gradient(advantages: Tensor, weights: Tensor, config: Loss) -> bool:
 
 
 @torch.no_grad()
-def _learnt(tokens: Tokens, config: Loss) -> Tensor:
-    """Return where the policy loss clips when it starts from mu, [R] bool.
+def _from_behaviour(tokens: Tokens, config: Loss) -> PolicyTerm:
+    """Return the policy loss that starts from mu.
 
-    Measures how far the policy has moved since a token was sampled, whenever that was. `old` cannot show it, because it is the
-    policy of the current step.
+    Its clip flags show how far the policy has moved since a token was sampled, whenever that was. `old` cannot show it, because
+    it is the policy of the current step.
     """
-    term = find(config.policy)(replace(tokens, old=tokens.behaviour), config)
-    return term.clipped_low | term.clipped_high
+    return find(config.policy)(replace(tokens, old=tokens.behaviour), config)
