@@ -29,6 +29,7 @@ from services.trainer.ranks import World
 from services.trainer.step.policy import LOGPROB_CHUNK_TOKENS, Policy
 from tests.gpu.numerics import row_mask
 from tests.support.models.tiny_model import make_config
+from tests.trainer.no_waiting import no_waiting
 
 ROW = Packing.of([6, 3, 4, 5, 2], [(0, 0), (0, 2), (0, 2), (0, 0), (13, 3)])
 """Three responses to one prompt of two tokens and two to one of three, 20 tokens."""
@@ -229,6 +230,12 @@ def test_a_mask_is_shared_by_the_layers_of_one_row() -> None:
     first = masks.of(ROW, None, cpu)
     masks.of(other, None, cpu)
     assert masks.of(ROW, None, cpu) is not first
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_masks_are_made_without_waiting_for_the_device(window: int | None) -> None:
+    with no_waiting():
+        RowMasks().of(ROW, window, torch.device("cpu"))
 
 
 def test_unsupported_compile_and_flex_settings_are_rejected(tiny_model: Path) -> None:
