@@ -42,7 +42,7 @@ class StepMetrics:
 
         `flops`: those of this rank's rows, 0 if unknown. `divisor`: of the loss, if the rows' losses are not divided.
         """
-        gathered = ranks.gather(([row.tolist() for row in self._sums], flops))
+        gathered = ranks.gather((torch.stack(self._sums).tolist() if self._sums else [], flops))
         of_rows = [row for rows, _ in gathered for row in rows]
         sums = {name: math.fsum(row[place] for row in of_rows) for place, name in enumerate(SUMS)}
         counts = [math.fsum(of_bin) for of_bin in zip(*(row[len(SUMS) :] for row in of_rows), strict=True)]
