@@ -90,14 +90,14 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._phases: list[tuple[str, _Mark, _Mark]] = []
+        self._phases: list[tuple[str, _Moment, _Moment]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the code inside the block; times of the same name add up."""
-        begin = _Mark(self._device)
+        begin = _Moment(self._device)
         yield
-        self._phases.append((name, begin, _Mark(self._device)))
+        self._phases.append((name, begin, _Moment(self._device)))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -113,7 +113,7 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
 
-class _Mark:
+class _Moment:
     """A point in time: now, or on a GPU, when the kernels that were launched before have finished."""
 
     def __init__(self, device: torch.device) -> None:
@@ -123,8 +123,8 @@ class _Mark:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
-    def since(self, earlier: _Mark) -> float:
-        """Return the seconds from an earlier mark of the same device to this one."""
+    def since(self, earlier: _Moment) -> float:
+        """Return the seconds from an earlier moment of the same device to this one."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
         self._event.synchronize()
