@@ -82,7 +82,7 @@ def _largest(found: dict[str, dict[str, Any]], start: str, key: str) -> float | 
 
 
 def deliver(out: Path, found: dict[str, dict[str, Any]], dry: bool, left: list[str]) -> dict[str, Any]:
-    """Write `results.json` and `logs.txt`, and copy them to the folder that `$OUT` names. Return the summary."""
+    """Write `results.json` and `logs.txt`, and copy them and traces to the folder that `$OUT` names. Return the summary."""
     result = summary(found, dry, left)
     written = out / "results.new"
     written.write_text(json.dumps(result, indent=2))
@@ -90,8 +90,8 @@ def deliver(out: Path, found: dict[str, dict[str, Any]], dry: bool, left: list[s
     logs = [f"=== {log.stem}\n" + log.read_text(errors="replace")[-LOG_BYTES:] for log in sorted(out.glob("*.log"))]
     (out / "logs.txt").write_text("\n".join(logs))
     if (given := os.environ.get("OUT")) and Path(given).resolve() != out.resolve():
-        for name in ("results.json", "logs.txt"):
-            shutil.copy(out / name, given)
+        for path in (out / "results.json", out / "logs.txt", *out.glob("*.json.gz")):
+            shutil.copy(path, given)
     return result
 
 
@@ -120,6 +120,8 @@ def main() -> int:
             found.pop(stage.name, None)
             figures = found[stage.name] = run_stage(stage, Path(place), out / f"{stage.name}.log", options.dry)
             print(f"{stage.name:16} {json.dumps(figures)}", file=sys.stderr, flush=True)
+            for trace in Path(place).glob("*.json.gz"):
+                shutil.move(trace, out / trace.name)
             deliver(out, found, options.dry, left)
     result = deliver(out, found, options.dry, left)
     print(json.dumps(result, indent=2) if options.json else f"{len(found)} stages, {result['failed']} failed: {out}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +158,10 @@ def ragged_16k(bench: Bench) -> Figures:
 
 
 def profile(bench: Bench) -> Figures:
-    """List the slowest kernels in a step of rows of 16k tokens at 0.6B with `trainer.compile`."""
+    """List the slowest kernels of a step of rows of 16k tokens at 0.6B with `trainer.compile`, and where the host waits for them.
+
+    Leaves `trace.json.gz`, which https://ui.perfetto.dev shows.
+    """
     from torch.profiler import ProfilerActivity
 
     row_tokens = bench.size(16_384, 128)
@@ -164,15 +169,35 @@ def profile(bench: Bench) -> Figures:
     payloads = _payloads(bench, row_tokens, policy.vocabulary)
     for step in range(1 + RECUR):
         _timed(bench, policy, payloads, step)
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA]) as profiled:
-        seconds, _ = _timed(bench, policy, payloads, 1 + RECUR)
+    places = _waits(bench, lambda: _timed(bench, policy, payloads, 1 + RECUR))
+    of_device = [ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=of_device) as profiled:
+        seconds, _ = _timed(bench, policy, payloads, 2 + RECUR)
     key = "self_cpu_time_total" if bench.dry else "self_device_time_total"
     events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, key))
     busy = sum(getattr(event, key) for event in events)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *of_device]) as traced:
+        _timed(bench, policy, payloads, 3 + RECUR)
+    traced.export_chrome_trace(str(bench.folder / "trace.json.gz"))
     return {
-        "step_s": round(seconds, 4), "busy_s": round(1e-6 * busy, 4),
+        "step_s": round(seconds, 4), "busy_s": round(1e-6 * busy, 4), "waits": places,
         "kernels_ms": [[event.key[:100], event.count, round(1e-3 * getattr(event, key), 2)] for event in events[:KERNELS]],
     }  # fmt: skip
+
+
+def _waits(bench: Bench, call: Callable[[], object]) -> dict[str, int]:
+    """Return how often the host waits for the device, by line of code."""
+    if bench.dry:
+        return {}
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = Counter(f"{'/'.join(Path(each.filename).parts[-3:])}:{each.lineno}" for each in caught)
+    return dict(found.most_common())
 
 
 def _bits(policy: Policy) -> dict[str, torch.Tensor]:
