@@ -72,7 +72,7 @@ def compile_blocks(model: nn.Module) -> None:
 
     Decoder blocks are the layers that transformers can recompute in backward. They have the same code, which is compiled once.
     """
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _traced_attention)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _traced_attention if fused.available() else _eager_attention)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True)

@@ -132,7 +132,7 @@ def test_the_operator_refuses_tokens_of_another_row(kernels: None, monkeypatch: 
 
 
 def test_batches_are_used_where_little_of_them_is_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "capability", lambda: fused.HOPPER)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: fused.HOPPER)
     monkeypatch.setattr(row, "recurs", True)
     query, even, uneven = torch.empty(8, 4, 128), Packing.of([4, 4]), Packing.of([5, 5, 5, 8])
     assert (even.work, even.padded_work, uneven.work, uneven.padded_work) == (32, 32, 139, 256)
@@ -144,7 +144,7 @@ def test_batches_are_used_where_little_of_them_is_padding(monkeypatch: pytest.Mo
     assert not fused._dense(query, even, fused.WHOLE)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     assert fused._dense(query, even, fused.WHOLE)
-    monkeypatch.setattr(fused, "capability", lambda: fused.AMPERE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: fused.AMPERE)
     assert not fused._dense(query, even, fused.WHOLE)
 
 
@@ -168,6 +168,7 @@ def test_a_compiled_block_is_one_graph_around_the_operator(
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **named: compiled(function, **{**named, "backend": "aot_eager"}))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, packed_attention)  # compilation replaces it
+    monkeypatch.setattr(fused, "available", lambda: True)
     monkeypatch.setattr(fused, "fits", lambda q, k, v, scores: True)
     monkeypatch.setattr(fused, "_dense", lambda q, packing, window: False)
     compiled_chunks.cache_clear()

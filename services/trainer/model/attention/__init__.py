@@ -73,7 +73,7 @@ def packed_attention(
         from services.trainer.model.attention.flexible import flexible  # imports a compiler, which takes seconds
 
         return flexible(q, k, v, packing, scores)[None], None
-    if fused.fits(q, k, v, scores):
+    if q.is_cuda and fused.available() and fused.fits(q, k, v, scores):
         if packing is not row.packing:
             row.begin(packing)
         return fused.attend(q, k, v, scores)[None], None

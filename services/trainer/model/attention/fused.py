@@ -39,20 +39,17 @@ WHOLE = 0
 """The window of a layer that has none."""
 
 
+def available() -> bool:
+    """Return whether this process's GPU has the kernels."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= AMPERE
+
+
 def fits(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> bool:
-    """Return whether the operator computes these heads, [T, heads, D] each, under these rules for scores."""
+    """Return whether the kernels compute these heads, [T, heads, D] each, under these rules for scores. May be compiled."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or scores.softcap is not None or scores.sinks is not None:
         return False
     size = q.shape[-1]
-    if not size == k.shape[-1] == v.shape[-1] <= FLASH_HEAD or size % 8:
-        return False
-    return capability() >= AMPERE
-
-
-@torch.compiler.assume_constant_result
-def capability() -> tuple[int, int]:
-    """Return the compute capability of this process's GPU."""
-    return torch.cuda.get_device_capability()
+    return size == k.shape[-1] == v.shape[-1] <= FLASH_HEAD and size % 8 == 0
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
@@ -66,7 +63,7 @@ def _dense(q: Tensor, packing: Packing, window: int) -> bool:
         return False
     if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    return capability() >= HOPPER
+    return torch.cuda.get_device_capability() >= HOPPER
 
 
 def _packing(q: Tensor) -> Packing:
