@@ -1,6 +1,7 @@
-"""Evaluation during training: real Redis, real sync rounds in flight, slow scripted engines; generators are killed.
+"""Evaluation during training: real Redis, real sync rounds in flight, scripted engines; generators are killed.
 
-Every engine records which versions sampled which tokens, so that the report of a round can be verified.
+Every engine records which versions sampled which tokens, so that the report of a round can be verified. A test that acts during a
+round holds the engines until it has acted: a round of slow engines, too, may end before a busy machine continues the test.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.support.rounds_world import World, open_world
 from tests.support.scripted import ScriptedEngine
 
 PROMPTS, SAMPLES = 10, 2
+NONE, ANY = -1, 1 << 30  # versions to sample with
 
 
 class Rows:
@@ -47,9 +49,14 @@ class Rows:
 class Noting(ScriptedEngine):
     """An engine that records the versions that every finished completion was sampled with, by ticket."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int = ANY) -> None:
+        """`last` is the last version to sample with: with later ones the engine is held."""
         super().__init__()
+        self.last = last
         self.sampled: list[tuple[str, set[int]]] = []
+
+    def _held(self) -> bool:
+        return self.version > self.last
 
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
@@ -80,6 +87,7 @@ class Lead:
         self.world, self.store = world, world.store
         self.fence = self._call(self.store.run.lead("leader:boot", 60.0))
         self.registry, self.tracing = CollectorRegistry(), Noted()
+        self.turn = asyncio.Lock()
         metrics = EvaluationMetrics(self.registry)
         self.evaluation = EvaluationRounds(world.config, self.store, Rows(), metrics, self.tracing)  # type: ignore[arg-type]
         self.task = self._call(self._start())
@@ -92,16 +100,18 @@ class Lead:
 
     async def _lead(self) -> None:
         while True:
-            state = await self.store.run.state()
-            assert state is not None
-            if not await self.evaluation.tend(self.fence, state):
-                await asyncio.sleep(0.02)
+            async with self.turn:
+                state = await self.store.run.state()
+                assert state is not None
+                done = await self.evaluation.tend(self.fence, state)
+            await asyncio.sleep(0 if done else 0.02)
 
     def wait_for(self, dealt_with: int) -> None:
-        """Wait until the rounds up to a version are over."""
+        """Wait until the rounds up to a version are over, and the leader has counted them."""
 
         async def over() -> bool:
-            seen = await self.store.evaluation.state(60)
+            async with self.turn:  # in the middle of a turn, Redis may know more than metrics and traces
+                seen = await self.store.evaluation.state(60)
             return self.task.done() or (seen.dealt_with >= dealt_with and seen.round is None)
 
         self._call(wait_until(over))
@@ -135,6 +145,7 @@ class Lead:
 
 @contextmanager
 def leading(folder: Path, server: RedisServer, *overrides: str) -> Iterator[tuple[World, Lead]]:
+    """Yield a run without members whose first round is open."""
     sources = ", ".join(f"{{kind='jsonl', name='{span.name}', path='none.jsonl'}}" for span in Rows.spans)
     given = (
         "generator.count=3", "evaluation.every_steps=2", f"evaluation.sources=[{sources}]", "run.steps=6",
@@ -144,13 +155,15 @@ def leading(folder: Path, server: RedisServer, *overrides: str) -> Iterator[tupl
     with open_world(folder, server, *given) as world:
         lead = Lead(world)
         try:
+            lead.wait_for_results(0)
             yield world, lead
         finally:
             world.portal.call(end_tasks([lead.task]))
 
 
-def members(world: World, *names: str) -> dict[str, Noting]:
-    engines = {name: Noting() for name in names}
+def members(world: World, *names: str, last: int = ANY) -> dict[str, Noting]:
+    """Add generators that sample with versions up to `last`."""
+    engines = {name: Noting(last) for name in names}
     for name, engine in engines.items():
         world.member(name, engine)
     return engines
@@ -160,16 +173,10 @@ def volunteers(world: World) -> list[str]:
     return [name for name, lane in world.lanes.items() if lane.version is not None]
 
 
-def paused_volunteer(world: World) -> str:
-    """Wait for a volunteer and pause it, so that no completion ends; return its name."""
-
-    async def pause() -> str:
-        await wait_until(lambda: any(world.lanes[name].rollouts for name in volunteers(world)))
-        (name,) = volunteers(world)
-        await world.engines[name].pause()
-        return name
-
-    return world.portal.call(pause())
+def held_volunteers(world: World, count: int = 1) -> list[str]:
+    """Wait until so many generators have claimed tickets, which they do not complete because their engines are held."""
+    world.portal.call(wait_until(lambda: sum(bool(world.lanes[name].rollouts) for name in volunteers(world)) == count))
+    return volunteers(world)
 
 
 def test_rounds_use_one_version_while_training_continues(tmp_path: Path, server: RedisServer) -> None:
@@ -220,27 +227,24 @@ def test_rounds_use_one_version_while_training_continues(tmp_path: Path, server:
 
 
 def test_another_volunteer_takes_over_from_a_killed_one(tmp_path: Path, server: RedisServer) -> None:
-    slow = ("generator.engine_options.token_s=0.02", "generator.max_concurrent_groups=1", "evaluation.max_generators=2")
-    with leading(tmp_path, server, *slow) as (world, lead):
-        members(world, "a", "b", "c")
+    two = ("generator.max_concurrent_groups=1", "evaluation.max_generators=2")
+    with leading(tmp_path, server, *two) as (world, lead):
+        engines = members(world, "a", "b", "c", last=NONE)
         world.train(0)
-        world.portal.call(wait_until(lambda: len(volunteers(world)) == 2))
-        victim, _ = volunteers(world)
-        world.portal.call(world.engines[victim].pause())  # so that it finishes nothing that it has started
-        lead.wait_for_results(1)
-        world.portal.call(wait_until(lambda: world.lanes[victim].rollouts))
+        victim, other = held_volunteers(world, 2)
         world.kill(victim)
         world.train(1)
+        engines[other].last = ANY
         lead.wait_for(0)
         assert set(lead.reports()) == {0}
         lead.check_no_key_left()
 
 
 def test_a_round_without_volunteers_is_not_reported(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
-        members(world, "a", "b")
+    with leading(tmp_path, server) as (world, lead):
+        members(world, "a", "b", last=NONE)
         world.train(0)
-        victim = paused_volunteer(world)
+        (victim,) = held_volunteers(world)
         world.kill(victim)
         world.train(1)
         lead.wait_for(0)
@@ -267,16 +271,20 @@ def test_a_round_that_none_may_join_is_abandoned_with_the_reason(tmp_path: Path,
 
 
 def test_training_waits_for_the_only_generator_if_configured(tmp_path: Path, server: RedisServer) -> None:
-    alone = ("generator.count=1", "evaluation.min_training_generators=0", "generator.engine_options.token_s=0.1")
+    alone = ("generator.count=1", "evaluation.min_training_generators=0")
     with leading(tmp_path, server, *alone) as (world, lead):
-        engines = members(world, "a")
-        lead.wait_for_results(0)
+        engine = members(world, "a", last=NONE)["a"]
         world.train(0)
         assert volunteers(world) == ["a"], "it is reserved for the version before the trainer learns that it holds it"
-        world.train(1)
+
+        def none_took_it() -> bool:
+            engine.last = ANY
+            return False
+
+        world.train(1, none_took_it)
         lead.wait_for(0)
         assert set(lead.reports()) == {0}, "the weights were replaced before the round was complete"
-        assert all(versions == {0} for _, versions in engines["a"].sampled)
+        assert all(versions == {0} for _, versions in engine.sampled)
         assert world.versions() == {"a": 1}
 
 
@@ -286,12 +294,12 @@ def test_a_generator_that_replaces_the_last_volunteer_gets_the_last_weights(
     monkeypatch.setattr("services.trainer.loop.FINAL_S", 30.0)
     alone = ("generator.count=1", "evaluation.min_training_generators=0", "run.steps=1")
     with leading(tmp_path, server, *alone) as (world, lead):
-        members(world, "a")
-        lead.wait_for_results(0)
+        members(world, "a", last=0)
         world.train(0)
         lead.wait_for(0)
         world.train(1)
-        world.kill(paused_volunteer(world))
+        (victim,) = held_volunteers(world)
+        world.kill(victim)
         members(world, "b")
         recovery = SimpleNamespace(stay_in_step=lambda step: world.portal.call(world.store.run.state()))
         updates = SimpleNamespace(catch_up=lambda: world.rounds.catch_up(1))
@@ -305,12 +313,12 @@ def test_a_generator_that_replaces_the_last_volunteer_gets_the_last_weights(
 
 def test_a_completion_of_two_versions_is_rejected(tmp_path: Path, server: RedisServer) -> None:
     with leading(tmp_path, server, "generator.max_attempts=1", "generator.engine_options.token_s=0.02") as (world, lead):
-        engines = members(world, "a", "b")
+        engines = members(world, "a", "b", last=NONE)
         world.train(0)
-        world.portal.call(wait_until(lambda: volunteers(world)))
-        (name,) = volunteers(world)
+        (name,) = held_volunteers(world)
 
         async def load() -> None:
+            engines[name].last = ANY
             await wait_until(lambda: engines[name].gauges().tokens > 0)
             engines[name].version = 1  # as if new weights had been loaded unnoticed
 
@@ -322,40 +330,50 @@ def test_a_completion_of_two_versions_is_rejected(tmp_path: Path, server: RedisS
 
 
 def test_a_draining_volunteer_hands_back_its_tickets_at_once(tmp_path: Path, server: RedisServer) -> None:
-    long_leases = ("generator.engine_options.token_s=0.02", "generator.lease_s=60.0", "evaluation.max_generators=1")
+    long_leases = ("generator.lease_s=60.0", "evaluation.max_generators=1")
     with leading(tmp_path, server, *long_leases) as (world, lead):
-        members(world, "a", "b", "c")
+        engines = members(world, "a", "b", "c", last=NONE)
         world.train(0)
-        world.portal.call(wait_until(lambda: any(world.lanes[name].rollouts for name in volunteers(world))))
-        (name,) = volunteers(world)
+        (name,) = held_volunteers(world)
         world.portal.call(world.lanes[name].drain())
+        for engine in engines.values():
+            engine.last = ANY
         lead.wait_for(0)
         assert set(lead.reports()) == {0}, "another generator that holds the version did not take over"
         assert world.lanes[name].version is None
 
 
 def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, server: RedisServer) -> None:
-    slow = ("generator.engine_options.token_s=0.02", "generator.max_concurrent_groups=1")  # so that the round is seen half done
-    with leading(tmp_path, server, *slow) as (world, lead):
-        members(world, "a", "b")
+    two = ("generator.max_concurrent_groups=1", "evaluation.max_generators=2")  # one leaves tickets to the other
+    with leading(tmp_path, server, *two) as (world, lead):
+        engines = members(world, "a", "b", "c", last=NONE)
         world.train(0)
+        first, second = held_volunteers(world, 2)
+        engines[first].last = ANY
         lead.wait_for_results(2)
         former = lead.fence
-        world.portal.call(world.store.run.step_down("leader:boot"))
-        lead.fence = world.portal.call(world.store.run.lead("other:boot", 60.0))
+
+        async def replace() -> None:
+            async with lead.turn:
+                await world.store.run.step_down("leader:boot")
+                lead.fence = await world.store.run.lead("other:boot", 60.0)
+
+        world.portal.call(replace())
         assert lead.fence > former
+        engines[second].last = ANY
         lead.wait_for(0)
         assert [record["eval/version"] for _, record in world.portal.call(world.store.evaluation.records())] == [0.0]
 
 
 def test_rounds_due_while_another_is_open_are_skipped(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
-        members(world, "a", "b")
+    with leading(tmp_path, server) as (world, lead):
+        engines = members(world, "a", "b", last=NONE)
         world.train(0)
-        name = paused_volunteer(world)  # so that its round outlasts five syncs
+        held_volunteers(world)
         for version in range(1, 6):
             world.train(version)
-        world.portal.call(world.engines[name].resume())
+        for engine in engines.values():
+            engine.last = ANY
         lead.wait_for(4)
         assert set(lead.reports()) == {0}
         assert lead.ledger("evaluations_skipped") == lead.shown("rounds_total", outcome="skipped") == 2
@@ -365,10 +383,10 @@ def test_rounds_due_while_another_is_open_are_skipped(tmp_path: Path, server: Re
 
 
 def test_a_stopped_run_abandons_its_round(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
-        members(world, "a", "b")
+    with leading(tmp_path, server) as (world, lead):
+        members(world, "a", "b", last=NONE)
         world.train(0)
-        world.portal.call(wait_until(lambda: volunteers(world)))
+        held_volunteers(world)
         world.portal.call(world.store.run.stop("a test"))
         lead.wait_for(0)
         assert world.portal.call(world.store.evaluation.state(60)).abandoned == "version 0: the run is ending: a test"

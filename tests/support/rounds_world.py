@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +103,10 @@ class World:
         """Return a member to training."""
         self.lanes[name].version = None
 
-    def train(self, version: int) -> SyncReport:
-        """Sync `version` to the fleet and publish it, as after a step."""
+    def train(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
+        """Sync `version` to the fleet and publish it, as after a step. `ending` is called whenever no generator has taken it."""
         self.commit(version)
-        report = self.rounds.run(version)
+        report = self.rounds.run(version, ending)
         self.portal.call(self.store.steps.publish(self.fence, version))
         return report
 
