@@ -7,7 +7,6 @@ bfloat16 is proven twice: in float32, where a mistake cannot hide in rounding, a
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -132,8 +131,8 @@ def digest(model: nn.Module, settings: Sequence[object]) -> str:
     """
     import transformers
 
-    versions = torch.__version__, transformers.__version__, _version("flash_attn")
-    found = hashlib.sha256(repr((*versions, *settings)).encode())
+    computed = torch.__version__, transformers.__version__, _gpu()
+    found = hashlib.sha256(repr((*computed, *settings)).encode())
     for file in computed_by():
         found.update(file.read_bytes())
     config: Any = model.config
@@ -149,11 +148,9 @@ def computed_by() -> list[Path]:
     return sorted(Path(__file__).parent.rglob("*.py"))
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _gpu() -> str:
+    """Return what determines which kernels a GPU computes with; empty without one."""
+    return f"{torch.cuda.get_device_name()} {torch.backends.cudnn.version()}" if torch.cuda.is_available() else ""
 
 
 def _refuse(model: Any, path: str, proof: Proof) -> None:

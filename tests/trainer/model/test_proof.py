@@ -74,7 +74,7 @@ def test_other_code_changes_the_digest(tiny_model: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(proofs, "computed_by", list)
         assert proofs.digest(model, ()) != before
-    monkeypatch.setattr(proofs, "_version", lambda package: f"{package} 9")
+    monkeypatch.setattr(proofs, "_gpu", lambda: "another GPU")
     assert proofs.digest(model, ()) != before
 
 
