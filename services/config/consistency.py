@@ -99,14 +99,9 @@ def _training(config: RunConfig) -> Iterator[str]:
     trainer, optimizer, reference = config.trainer, config.optimizer, config.reference
     if trainer.offload and trainer.zero_stage == 0:
         yield ("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one of these, or trainer.offload = false")
-    for key, wrong in (
-        ("deterministic", trainer.deterministic), ("zero_stage", trainer.zero_stage == 3),
-        ("sequence_parallel", trainer.sequence_parallel > 1),
-        ("gradient_checkpointing", trainer.gradient_checkpointing == "selective"),  # compiled products write into buffers
-    ):  # fmt: skip
-        if trainer.compile and wrong:
-            value = json.dumps(getattr(trainer, key))
-            yield f"trainer.compile = true and trainer.{key} = {value} are incompatible: set trainer.compile = false"
+    for key in trainer.against_compile if trainer.compile else ():
+        value = json.dumps(getattr(trainer, key))
+        yield f"trainer.compile = true and trainer.{key} = {value} are incompatible: set trainer.compile = false"
     if trainer.ranks % trainer.sequence_parallel:
         yield (
             f"trainer.ranks = {trainer.ranks} cannot be divided into teams of trainer.sequence_parallel = "

@@ -70,7 +70,7 @@ class Sync(Section):
     tried again from time to time. With `delta` and `auto`, the trainer's rank 0 and each rank of a generator keep a copy of the
     weights in host memory. `sparse`, only with `backend = "nccl"`: as `delta`, but every trainer rank finds on its GPU which
     values of its share of the weights changed, and keeps a copy of that share there; generators write them into the tensors that
-    they sample with, so nothing passes through host memory. It has not run on a GPU. `store` always sends only changes."""
+    they sample with. Nothing passes through host memory. Not yet run between two GPUs. `store` always sends only changes."""
     in_flight: Literal["keep", "drain", "abort"] = "keep"
     """What happens to unfinished completions when new weights are applied. `keep` continues them under the new weights and
     records the policy version of every token; `drain` starts no others and lets them finish first, for up to half of

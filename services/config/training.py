@@ -142,11 +142,13 @@ class Trainer(Section):
     """Recompute activations in the backward pass. `selective`: all but the results of matrix products and attention, which take
     most of the time to recompute. With adapters on all layers this saves little memory, since their products are kept, too."""
     attention: Literal["auto", "flex"] = "auto"
-    """`auto`: FlashAttention's kernel for sequences of different lengths if it is installed, otherwise PyTorch's over padded
-    sequences. `flex`: PyTorch's FlexAttention, which pads nothing; needs a GPU, and has not run on one yet."""
+    """`auto`: on a GPU PyTorch's FlashAttention for sequences of any length, and cuDNN's kernel for rows of a shape that recurs;
+    elsewhere, or where scores are capped or have sinks, sequences padded to batches. `flex`: PyTorch's FlexAttention, which pads
+    nothing and computes capped scores, but is slower otherwise; needs a GPU."""
     compile: bool = False
-    """Compile the model's blocks and the logprobs with torch.compile. The first steps then take minutes longer. Without
-    gradient_checkpointing, the logits of a row are kept, 2 bytes x vocabulary a token. Has not run on a GPU yet."""
+    """Compile the model's blocks and the logprobs with torch.compile, which halves the time of a step on a GPU. Needs a C
+    compiler there. The first step takes 10 s longer, the first with rows of other lengths once more. Without
+    gradient_checkpointing, the logits of a row are kept, 2 bytes x vocabulary a token."""
     deterministic: bool = False
     """Use deterministic kernels, and rows that depend neither on the number of ranks nor on when groups ended. With zero_stage 0
     and float32 (or adapters), gradients are also summed in fixed point, so that loss, gradient and weights are bit-identical for
@@ -155,6 +157,17 @@ class Trainer(Section):
     """Peak of one device in 10^12 FLOP/s, from which `mfu/train` is computed. 0: built-in values, for common GPUs in bfloat16."""
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Timeout of a collective operation among the ranks, in seconds."""
+
+    @property
+    def against_compile(self) -> list[str]:
+        """The keys whose values `compile` is incompatible with."""
+        wrong = {
+            "deterministic": self.deterministic,
+            "zero_stage": self.zero_stage == 3,
+            "sequence_parallel": self.sequence_parallel > 1,
+            "gradient_checkpointing": self.gradient_checkpointing == "selective",  # compiled products write into buffers
+        }
+        return [key for key, found in wrong.items() if found]
 
 
 class Checkpoint(Section):

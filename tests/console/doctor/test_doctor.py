@@ -327,6 +327,22 @@ def test_the_activations_of_a_row_are_estimated_as_they_were_measured(
     assert resources.activation_bytes(config) == 0
 
 
+@pytest.mark.parametrize(
+    ("gpus", "setting", "expected"),
+    [
+        (["0", "1"], "trainer.compile=false", ["GPUs for this run", "compiled training"]),
+        (["0", "1"], "trainer.compile=true", ["GPUs for this run"]),
+        (["0", "1"], "trainer.deterministic=true", ["GPUs for this run"]),
+        ([], "trainer.compile=false", ["GPUs for this run"]),
+    ],
+)
+def test_compiled_training_is_recommended_where_a_gpu_gains_by_it(
+    tmp_path: Path, gpus: list[str], setting: str, expected: list[str]
+) -> None:
+    config = small_config(tmp_path, None, "generator.count=1", setting)
+    assert [found.what for found in resources.fleet(config, gpus)] == expected
+
+
 def test_a_trainer_that_shares_a_gpu_needs_room_beside_its_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_gpu_bytes", lambda: 80 * 2**30)
     weights = Weights({"all": [3 * 10**9]}, 1)  # training takes 18 bytes per weight: 50 GiB
