@@ -1,7 +1,7 @@
 """How the network's passes are computed: what backward recomputes, what is compiled, and which kernel computes attention.
 
 Guarantees: none of it changes results beyond rounding. Compilation and FlexAttention are off unless the configuration asks for
-them, since neither has run on a GPU yet.
+them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _traced_attention(
     return _eager_attention(module, query, key, value, attention_mask, **given)
 
 
-_eager_attention = torch.compiler.disable(packed_attention)
+_eager_attention: Any = torch.compiler.disable(packed_attention)
 
 
 def _keep(_: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:

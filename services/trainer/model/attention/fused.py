@@ -150,9 +150,8 @@ def _flat(batches: list[Tensor]) -> Tensor:
 
 def _dense_forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> tuple[Tensor, Tensor]:
     laid = [_batches(states.index_select(0, packing.filled), packing) for states in (q, k, v)]
-    outputs, normalisers = zip(*(cudnn_forward(*batch, scaling) for batch in zip(*laid, strict=True)), strict=True)
-    out = _flat(list(outputs)).index_select(0, packing.owned)
-    lse = _flat(list(normalisers)).index_select(0, packing.owned)
+    batches = [cudnn_forward(q, k, v, scaling) for q, k, v in zip(*laid, strict=True)]
+    out, lse = (_flat(list(each)).index_select(0, packing.owned) for each in zip(*batches, strict=True))
     return out, lse[..., 0].T.contiguous()
 
 
@@ -161,13 +160,12 @@ def _dense_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay everything out again, which takes less than keeping it would need memory."""
     laid = [states.index_select(0, packing.filled) for states in (q, k, v, out)]
-    gradient, lse = (  # other queries have no weight
-        torch.cat((states, states.new_full((1, *states.shape[1:]), other))).index_select(0, packing.sources)
-        for states, other in ((gradient, 0.0), (lse.T[..., None], NO_WEIGHT))
-    )
-    batches = zip(*(_batches(states, packing) for states in (gradient, *laid, lse)), strict=True)
-    found = zip(*(cudnn_backward(*batch, scaling) for batch in batches), strict=True)
-    for_q, for_k, for_v = (_flat(list(each)) for each in found)
+    for states, other in ((gradient, 0.0), (lse.T[..., None], NO_WEIGHT)):  # of queries that this place does not own
+        extended = torch.cat((states, states.new_full((1, *states.shape[1:]), other)))
+        laid.append(extended.index_select(0, packing.sources))
+    batches = zip(*(_batches(states, packing) for states in laid), strict=True)
+    found = [cudnn_backward(g, q, k, v, out, lse, scaling) for q, k, v, out, g, lse in batches]
+    for_q, for_k, for_v = (_flat(list(each)) for each in zip(*found, strict=True))
     for_q = for_q.index_select(0, packing.owned)
     if not packing.shares:
         return for_q, for_k.index_select(0, packing.owned), for_v.index_select(0, packing.owned)

@@ -69,20 +69,20 @@ class Packing:
         owned, tokens = slots[~theirs], int(ends[-1])  # in the order of the row, whose tokens lie as the sequences that own them
         sources = torch.full_like(filled, tokens)
         sources[owned] = torch.arange(tokens)
-        prompts, numbers = sequences[theirs].unique(return_inverse=True)
+        unique, numbers = sequences[theirs].unique(return_inverse=True)
         return cls(
             own=F.pad(ends, (1, 0)).to(torch.int32),
             whole=F.pad(whole.cumsum(0), (1, 0)).to(torch.int32),
             sequences=sequences,
             originals=(~theirs).nonzero()[:, 0],
-            copies=Shared(theirs.nonzero()[:, 0], prompts, numbers),
+            copies=Shared(theirs.nonzero()[:, 0], unique, numbers),
             longest_own=max(lengths),
             longest=int(whole.max()),
             shapes=shapes,
             filled=filled,
             owned=owned,
             sources=sources,
-            shared=Shared(slots[theirs], prompts, numbers),
+            shared=Shared(slots[theirs], unique, numbers),
             work=int((sizes * (sizes + 2 * before)).sum()),
             padded_work=sum(count * length**2 for count, length in shapes),
         )
