@@ -142,12 +142,12 @@ class Trainer(Section):
     """Recompute activations in the backward pass. `selective`: all but the results of matrix products and attention, which take
     most of the time to recompute. With adapters on all layers this saves little memory, since their products are kept, too."""
     attention: Literal["auto", "flex"] = "auto"
-    """`auto`: on a GPU PyTorch's FlashAttention for sequences of any length, and cuDNN's kernel for rows of a shape that recurs;
-    elsewhere, or where scores are capped or have sinks, sequences padded to batches. `flex`: PyTorch's FlexAttention, which pads
-    nothing and computes capped scores, but is slower otherwise; needs a GPU."""
+    """`auto`: on a GPU PyTorch's FlashAttention for sequences of any length, and on Hopper cuDNN's kernel for rows of a shape
+    that recurs; elsewhere, or where scores are capped or have sinks, sequences padded to batches. `flex`: PyTorch's
+    FlexAttention, which pads nothing and computes capped scores, but is slower otherwise; needs a GPU."""
     compile: bool = False
-    """Compile the model's blocks and the logprobs with torch.compile, which halves the time of a step on a GPU. Needs a C
-    compiler there. The first step takes 10 s longer, the first with rows of other lengths once more. Without
+    """Compile the model's blocks and the logprobs with torch.compile, which about halves the time of a step on a GPU. Needs a
+    C compiler there. The first step takes some 10 s longer, and so do the first ones with rows of other lengths. Without
     gradient_checkpointing, the logits of a row are kept, 2 bytes x vocabulary a token."""
     deterministic: bool = False
     """Use deterministic kernels, and rows that depend neither on the number of ranks nor on when groups ended. With zero_stage 0

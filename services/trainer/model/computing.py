@@ -81,8 +81,8 @@ def compile_blocks(model: nn.Module) -> None:
 def _traced_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """Compute `packed_attention` within a compiled block: by one operator, where there is one for it, else between two parts of
-    the block, each of which would cost the host as much time as launching its kernels.
+    """Compute `packed_attention` within a compiled block: as one operator if the kernels support it. Otherwise the block is split
+    there, and every part costs the host as much time as launching its kernels.
     """
     plain = attention_mask is None and not row.flex and not any(given.get(name) for name in ("dropout", "softcap"))
     if plain and given.get("s_aux") is None:

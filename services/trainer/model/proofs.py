@@ -1,7 +1,8 @@
 """Records which models are verified: verifies an unknown one, and stores results by digest.
 
 Guarantees: a model passes if it was proven on this software, or is now; otherwise it is refused with the figures. A model in
-bfloat16 is proven twice: in float32, where a mistake cannot hide in rounding, and in bfloat16, with the kernels that train it.
+bfloat16 is proven in float32, where a mistake cannot hide in rounding, and in bfloat16, with each kernel of attention that may
+train it. Blocks are proven before they are compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from services.trainer.model.attention import UnsupportedModel, is_out_of_memory
+from services.trainer.model.attention import UnsupportedModel, fused, is_out_of_memory
+from services.trainer.model.attention.current_row import row as current
 from services.trainer.model.proof import Proof, ProofRow, Score, alone, compare
 from services.trainer.model.support import named
 
@@ -84,6 +86,9 @@ def _try(model: Any, attach: Callable[[], Score]) -> list[Proof]:
             exact = alone(model, row)
     score = attach()
     found = [compare(model, score, row, as_is)]
+    if fused.plans():
+        with current.planning():
+            found.append(compare(model, score, row, as_is))
     if exact is not None:
         with _widened(model):
             found.append(compare(model, score, row, exact))

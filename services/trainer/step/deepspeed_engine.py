@@ -62,8 +62,9 @@ def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
     }
     if bf16:
-        # Immediately: a weight's gradient is added to its float32 sum and freed during the backward pass. Otherwise gradients
-        # would be kept, set to 0, and the next row's added to them, and the device would wait for the last sums of each row.
+        # In stages 0 and 1, a weight's gradient is added to its float32 sum and freed during the backward pass. Otherwise
+        # gradients would be kept, set to 0, and the next row's added to them, and the device would wait for the last sums of
+        # each row.
         tree |= {
             "bf16": {"enabled": True, "immediate_grad_update": True},
             "data_types": {"grad_accum_dtype": "fp32"},

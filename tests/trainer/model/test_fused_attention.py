@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, _padded, fused, packed_attention
-from services.trainer.model.attention.current_row import PLAN_ROWS, CurrentRow, row
+from services.trainer.model.attention.current_row import PLAN_ROWS, SHAPES, CurrentRow, row
 from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
@@ -131,33 +133,72 @@ def test_the_operator_refuses_tokens_of_another_row(kernels: None, monkeypatch: 
         fused.attend(*(torch.zeros(2, 1, 8) for _ in range(3)), ScoreRule(1.0))
 
 
-def test_batches_are_used_where_little_of_them_is_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that there is the GPU for which cuDNN's kernel was measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: fused.HOPPER)
+    monkeypatch.delenv(fused.PLANS, raising=False)
+
+
+QUERY, EVEN, UNEVEN = torch.empty(8, 4, 128), Packing.of([4, 4]), Packing.of([5, 5, 5, 8])
+
+
+def test_batches_are_used_where_little_of_them_is_padding(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (EVEN.work, EVEN.padded_work, UNEVEN.work, UNEVEN.padded_work) == (32, 32, 139, 256)
+    assert not fused._dense(QUERY, EVEN, fused.WHOLE), "the shape has not recurred"
     monkeypatch.setattr(row, "recurs", True)
-    query, even, uneven = torch.empty(8, 4, 128), Packing.of([4, 4]), Packing.of([5, 5, 5, 8])
-    assert (even.work, even.padded_work, uneven.work, uneven.padded_work) == (32, 32, 139, 256)
-    assert fused._dense(query, even, fused.WHOLE)
-    assert not fused._dense(query, uneven, fused.WHOLE)
-    assert not fused._dense(query, even, 3)
-    assert not fused._dense(torch.empty(8, 4, 256), even, fused.WHOLE)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not fused._dense(query, even, fused.WHOLE)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    assert fused._dense(query, even, fused.WHOLE)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: fused.AMPERE)
-    assert not fused._dense(query, even, fused.WHOLE)
+    assert fused._dense(QUERY, EVEN, fused.WHOLE)
+    assert not fused._dense(QUERY, UNEVEN, fused.WHOLE)
+    with row.planning():
+        assert fused._dense(QUERY, UNEVEN, fused.WHOLE)
+
+
+def test_cudnn_gets_no_row_that_its_kernel_does_not_take(hopper: None) -> None:
+    with row.planning():
+        assert fused._dense(QUERY, EVEN, fused.WHOLE)
+        assert not fused._dense(QUERY, EVEN, 3)
+        assert not fused._dense(torch.empty(8, 4, 256), EVEN, fused.WHOLE)
+        for length in (1, 100):
+            assert fused._dense(QUERY, Packing.of([length, 100]), fused.WHOLE) == (length > 1)
+        assert not fused._dense(QUERY, Packing.of([1]), fused.WHOLE), "an empty row"
+
+
+@pytest.mark.parametrize("why", ["deterministic", "another GPU", "other normalisers", "disabled"])
+def test_cudnn_is_used_only_where_it_was_measured(why: str, hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fused.plans()
+    match why:
+        case "deterministic":
+            monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        case "another GPU":
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+        case "other normalisers":
+            monkeypatch.setenv(fused.PLANS, "1")
+        case _:
+            monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert not fused.plans()
+    with row.planning():
+        assert not fused._dense(QUERY, EVEN, fused.WHOLE)
 
 
 def test_a_shape_is_planned_for_when_it_recurs() -> None:
-    rows, packing = CurrentRow(), Packing.of([4, 4])
-    found = []
-    for _ in range(PLAN_ROWS + 1):
-        rows.begin(packing)
-        found.append(rows.recurs)
-        rows.begin(Packing.of([4, 5]))
+    rows, found = CurrentRow(), list[bool]()
+
+    def begin(count: int) -> bool:
+        rows.begin(cast(Packing, SimpleNamespace(shapes=((count, 4),), owned=SimpleNamespace(is_cuda=True))))
+        return rows.recurs
+
+    for i in range(PLAN_ROWS + 1):
+        found.append(begin(2))
+        assert not begin(3 + i)
     assert found == [False] * PLAN_ROWS + [True]
-    rows.begin(Packing.of([4, 5, 5]))
-    assert not rows.recurs
+    with torch.no_grad():
+        for _ in range(PLAN_ROWS + 1):
+            assert not begin(1), "a row that is only scored does not count"
+    for i in range(2 * SHAPES):
+        begin(100 + i)
+    assert len(rows._seen) <= SHAPES
+    assert begin(2)
 
 
 @pytest.mark.slow  # imports a compiler, and traces

@@ -4,12 +4,13 @@ Guarantees: a layer's compiled code is not split at it, and does not depend on t
 pass it keeps the normalisers of the softmax, [heads, T] float32, in addition to its inputs and output.
 
 Two kernels compute it: FlashAttention's for sequences of any length, which reads queries where they are; and cuDNN's, which takes
-batches of equal length, plans every new shape of these for a third of a second, and is then faster on Hopper and later GPUs, if
+batches of equal length, plans every new shape of these for a third of a second, and is then faster on Hopper GPUs, if
 little of them is padding. FlashAttention 3 or 4 takes the place of 2 after `torch.nn.attention.activate_flash_attention_impl`.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from services.trainer.model.attention.packing import Packing, Shared
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 
+PLANS = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
+"""Makes cuDNN use one plan for any length, and lay out normalisers in another way than the backward pass here expects."""
+
 FLASH_HEAD = 256
 """Largest head that FlashAttention 2 computes."""
 
@@ -29,7 +33,7 @@ DENSE_HEAD = 128
 
 DENSE_WORK = 1.3
 """How many times the work of FlashAttention's kernel cuDNN's does in the same time: 1.4 on an H200, for both passes and with what
-laying tokens out takes. At 1.12 times the work it takes 0.78 of the time, at 1.46 times 1.03 (docs/gpu.md).
+laying tokens out takes. At 1.12 times the work it takes 0.78 of the time, at 1.46 times 1.03 (docs/log.md, 2026-11-27).
 """
 
 NO_WEIGHT = 1e30
@@ -53,17 +57,27 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
-    """Compute the attention of the current row, [T, heads, D]: q [T, heads, D], k and v [T, kv heads, D]."""
+    """Compute the attention of the current row, [T, heads, D]: q [T, heads, D], k and v [T, kv heads, D].
+
+    Its backward pass must precede the forward pass of another row.
+    """
     return torch.ops.grpo.packed_attention(q, k, v, scores.scaling, scores.window or WHOLE)[0]
 
 
 def _dense(q: Tensor, packing: Packing, window: int) -> bool:
     """Return whether cuDNN computes a row."""
-    if not row.recurs or window != WHOLE or q.shape[-1] > DENSE_HEAD or packing.padded_work > DENSE_WORK * packing.work:
+    if not row.planned and (not row.recurs or packing.padded_work > DENSE_WORK * packing.work):
         return False
-    if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled():
+    if window != WHOLE or q.shape[-1] > DENSE_HEAD or any(length == 1 for _, length in packing.shapes):
         return False
-    return torch.cuda.get_device_capability() >= HOPPER
+    return plans()
+
+
+def plans() -> bool:
+    """Return whether cuDNN may compute rows whose shape recurs: on the GPUs where this was measured."""
+    if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled() or PLANS in os.environ:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
 
 
 def _packing(q: Tensor) -> Packing:
