@@ -22,6 +22,7 @@ STAGES = (
     Stage("profile", "tests.gpu.training:profile", 120),
     Stage("whole_run", "tests.gpu.whole_run:whole_run", 180),
     Stage("collective", "tests.gpu.transfer:collective", 90),
+    Stage("compiled_architectures", "tests.gpu.architectures:compiled_architectures", 270),
     Stage("determinism", "tests.gpu.training:determinism", 90),
     Stage("step_17b_16k", "tests.gpu.training:step_17b_16k", 150),
     Stage("step_16k", "tests.gpu.training:step_16k", 120),
