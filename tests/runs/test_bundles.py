@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from services.console.bundles import trainer_stages
 from services.console.errors import ConsoleError
 from services.operations.bundles import format as bundles
 from services.operations.bundles.format import Bundle
+from services.operations.bundles.gathering import StepReader
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan
 from tests.support.harness import save_model_folder
 from tests.support.once import once
-from tests.support.whole_runs import finish, start, write_run
+from tests.support.whole_runs import Hold, finish, start, wait_for, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FIRST, LAST = "first.bundle", "last.bundle"
@@ -49,25 +51,46 @@ class Recorded:
         return out
 
 
-SLOWER = "generator.engine_options.token_s=0.3"  # both recorders must attach before a checkpoint covers their steps
+@contextmanager
+def watched() -> Iterator[dict[int, set[int]]]:
+    """Return the steps that recorders have read, by the first that each needs, as they read them."""
+    read, read_ahead = dict[int, set[int]](), StepReader.read_ahead
+
+    async def watch(self: StepReader, first: int, last: int, incarnation: int) -> None:
+        await read_ahead(self, first, last, incarnation)
+        read[first] = set(self._read)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StepReader, "read_ahead", watch)
+        yield read
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """The run goes on only when both recorders have read what the next checkpoint removes."""
     with once(tmp_path_factory, "bundles") as (folder, new):
         if new:
             save_model_folder(folder / "model")
+            hold = Hold(folder, "seen")
             config = write_run(
-                folder, "seen", SLOWER, "run.steps=6", "checkpoint.every_steps=3", "trainer.ranks=2", "trainer.zero_stage=1",
+                folder, "seen", hold.option, "admission.max_staleness=1", "run.steps=6",
+                "checkpoint.every_steps=3", "trainer.ranks=2", "trainer.zero_stage=1",
                 "trainer.deterministic=false", 'verifiers=[{kind="regex", pattern="[0-4]"}, {kind="length", soft_tokens=8}]',
             )  # fmt: skip
             process = start(config)
             run = str(folder / "seen")
             while not (folder / "seen" / "config.toml").exists():
                 assert process.poll() is None
-            with ThreadPoolExecutor(2) as both:  # the run waits for neither
+            with watched() as read, ThreadPoolExecutor(2) as both:
                 first = both.submit(_record, run, "1", folder / FIRST, "--weights")
                 last = both.submit(_record, run, "5", folder / LAST)
+                wait_for(lambda: 0 in read.get(0, ()) and 3 in read, process)
+                for steps, step, needed in ((1, 0, {0, 1}), (4, 3, {3, 4, 5})):
+                    hold.reach(steps, process)
+                    assert main(["pause", run, "--role", "trainer", "--wait", "60"]) == 0
+                    hold.allow(max(needed))
+                    wait_for(lambda step=step, needed=needed: read[step] >= needed, process)
+                    assert main(["resume", run, "--role", "trainer"]) == 0
                 assert (first.result(), last.result()) == (0, 0)
             finish(process)
     return Recorded(folder)

@@ -86,18 +86,19 @@ class Hold:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name, self._file = folder, name, folder / f"{name}.hold"
         self.option = f'generator.engine_options.hold_file="{self._file}"'
-        self._allow(0)
+        self.allow(0)
 
     def reach(self, steps: int, process: subprocess.Popen[str]) -> None:
         """Let the run train this many steps, and wait for them. It trains at most two more."""
-        self._allow(steps - 1)
+        self.allow(steps - 1)
         wait_for(lambda: steps_done(self._folder, self._name) >= steps, process)
 
     def release(self) -> None:
         """Let the run train all of its steps."""
         self._file.unlink()
 
-    def _allow(self, version: int) -> None:
+    def allow(self, version: int) -> None:
+        """Let the generators sample up to a version."""
         part = self._file.with_suffix(".part")
         part.write_text(str(version))
         part.replace(self._file)
