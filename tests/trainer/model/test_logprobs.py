@@ -16,8 +16,7 @@ from services.protocol.messages import RankPlan
 from services.protocol.payloads import Payload
 from services.trainer.model import attention
 from services.trainer.model import policy_network as model
-from services.trainer.model.attention.fused import gathered
-from services.trainer.model.attention.packing import Packing
+from services.trainer.model.attention.packing import Packing, gathered
 from services.trainer.model.computing import Computing
 from services.trainer.model.logprobs import LogitRule, token_logprobs
 from services.trainer.step import batches
@@ -260,7 +259,7 @@ def test_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
     laid: torch.Tensor = attention._Lay.apply(states, packing, packing.shared)  # type: ignore[assignment]
     (gradient,) = torch.autograd.grad(laid.sum(), states)
     assert float(gradient[0]) == 300
-    gradient = gathered(torch.ones(600, 1, 1, dtype=torch.bfloat16), packing.originals, packing.copies)
+    gradient = gathered(torch.ones(600, 1, 1, dtype=torch.bfloat16), packing.originals, packing.shared.copies, packing.shared)
     assert float(gradient[0]) == 300
 
 

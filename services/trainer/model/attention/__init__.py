@@ -22,8 +22,8 @@ from services.config import ConfigError
 from services.trainer.model.attention import fused
 from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import SMALLEST_BLOCK, ScoreRule, explicit
-from services.trainer.model.attention.fused import FLASH_HEAD, gathered
-from services.trainer.model.attention.packing import Packing, Shared
+from services.trainer.model.attention.fused import FLASH_HEAD
+from services.trainer.model.attention.packing import Packing, Shared, flat, gathered
 
 NAME = "packed"
 """Name under which transformers knows the function, for `attn_implementation`."""
@@ -107,7 +107,7 @@ class _Lay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,), owned, shared = gradients, ctx.packing.owned, ctx.shared
-        back = gradient.index_select(0, owned) if shared is None else gathered(gradient, owned, shared)
+        back = gradient.index_select(0, owned) if shared is None else gathered(gradient, owned, shared.slots, shared)
         return back, None, None
 
 
@@ -132,17 +132,11 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule
     Padding is after the end of each sequence, where no query of the sequence sees it. Its output, and that of the queries of
     prompts that others own, is dropped.
     """
-    sizes = [count * length for count, length in packing.shapes]
-    shared = packing.shared if packing.shares else None
 
-    def pad(states: Tensor, shared: Shared | None) -> list[Tensor]:  # [T, heads, D] -> [count, heads, length, D] of each batch
-        flat: Tensor = _Lay.apply(states, packing, shared)  # pyright: ignore[reportAssignmentType]
-        return [
-            piece.view(*shape, *states.shape[1:]).transpose(1, 2)
-            for piece, shape in zip(flat.split(sizes), packing.shapes, strict=True)
-        ]
+    def pad(states: Tensor, shared: Shared | None) -> list[Tensor]:
+        return packing.batches(_Lay.apply(states, packing, shared))  # pyright: ignore[reportArgumentType]
 
-    outputs, groups = [], q.shape[1] // k.shape[1]
+    outputs, groups, shared = list[Tensor](), q.shape[1] // k.shape[1], packing.shared
     for queries, keys, values in zip(pad(q, None), pad(k, shared), pad(v, shared), strict=True):
         if scores.softcap is not None or scores.sinks is not None:
             output = explicit(queries, keys, values, scores)
@@ -152,9 +146,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule
             if groups > 1 and not grouped:
                 keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
             output = _causal(queries, keys, values, scores.scaling, window, grouped)
-        outputs.append(output.transpose(1, 2).reshape(-1, q.shape[1], v.shape[-1]))
-    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return _Take.apply(whole, packing)  # pyright: ignore[reportReturnType]
+        outputs.append(output)
+    return _Take.apply(flat(outputs), packing)  # pyright: ignore[reportReturnType]
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, grouped: bool) -> Tensor:

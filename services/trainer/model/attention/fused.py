@@ -4,12 +4,13 @@ Guarantees: a layer's compiled code is not split at it, and does not depend on t
 pass it keeps the normalisers of the softmax, [heads, T] float32, in addition to its inputs and output.
 
 Two kernels compute it: FlashAttention's for sequences of any length, which reads queries where they are; and cuDNN's, which takes
-batches of equal length, plans every new shape of these for a third of a second, and is then faster on Hopper GPUs, if
+batches of equal length, plans every new shape of these for a third of a second, and is then faster on Hopper GPUs if
 little of them is padding. FlashAttention 3 or 4 takes the place of 2 after `torch.nn.attention.activate_flash_attention_impl`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import ScoreRule
-from services.trainer.model.attention.packing import Packing, Shared
+from services.trainer.model.attention.packing import Packing, flat, gathered
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 
@@ -43,6 +44,7 @@ WHOLE = 0
 """The window of a layer that has none."""
 
 
+@functools.cache  # the question takes as long as launching a kernel, and is asked for every layer
 def available() -> bool:
     """Return whether this process's GPU has the kernels."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= AMPERE
@@ -108,19 +110,8 @@ def _backward(
         return flash_backward(gradient, q, k, v, out, lse, packing, scaling, window)
     k, v = (states.index_select(0, packing.sequences) for states in (k, v))
     for_q, *others = flash_backward(gradient, q, k, v, out, lse, packing, scaling, window)
-    for_k, for_v = (gathered(each, packing.originals, packing.copies) for each in others)
+    for_k, for_v = (gathered(each, packing.originals, packing.shared.copies, packing.shared) for each in others)
     return for_q, for_k, for_v
-
-
-def gathered(gradient: Tensor, places: Tensor, shared: Shared) -> Tensor:
-    """Return the gradient of the row's tokens, [T, ...], from that of `places`, to which they were copied, and of the places of
-    shared tokens in other sequences. Shared tokens have many contributions, which are added in float32 or wider.
-    """
-    own = gradient.index_select(0, places)
-    wide = torch.promote_types(own.dtype, torch.float32)
-    prompts = own.index_select(0, shared.prompts).to(wide)
-    prompts.index_add_(0, shared.numbers, gradient.index_select(0, shared.slots).to(wide))
-    return own.index_copy_(0, shared.prompts, prompts.to(own.dtype))
 
 
 def flash_forward(
@@ -149,23 +140,10 @@ def _windows(window: int) -> dict[str, int]:
     return {} if window == WHOLE else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _batches(laid: Tensor, packing: Packing) -> list[Tensor]:
-    """Return the batches of tokens that are laid out, [count, heads, length, D] each, from [P, heads, D]."""
-    sizes = [count * length for count, length in packing.shapes]
-    pieces = laid.split(sizes) if len(sizes) > 1 else [laid]
-    return [piece.view(*shape, *laid.shape[1:]).transpose(1, 2) for piece, shape in zip(pieces, packing.shapes, strict=True)]
-
-
-def _flat(batches: list[Tensor]) -> Tensor:
-    """Undo `_batches`."""
-    flat = [each.transpose(1, 2).reshape(-1, each.shape[1], each.shape[3]) for each in batches]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-
 def _dense_forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> tuple[Tensor, Tensor]:
-    laid = [_batches(states.index_select(0, packing.filled), packing) for states in (q, k, v)]
+    laid = [packing.batches(states.index_select(0, packing.filled)) for states in (q, k, v)]
     batches = [cudnn_forward(q, k, v, scaling) for q, k, v in zip(*laid, strict=True)]
-    out, lse = (_flat(list(each)).index_select(0, packing.owned) for each in zip(*batches, strict=True))
+    out, lse = (flat(each).index_select(0, packing.owned) for each in zip(*batches, strict=True))
     return out, lse[..., 0].T.contiguous()
 
 
@@ -177,13 +155,11 @@ def _dense_backward(
     for states, other in ((gradient, 0.0), (lse.T[..., None], NO_WEIGHT)):  # of queries that this place does not own
         extended = torch.cat((states, states.new_full((1, *states.shape[1:]), other)))
         laid.append(extended.index_select(0, packing.sources))
-    batches = zip(*(_batches(states, packing) for states in laid), strict=True)
+    batches = zip(*map(packing.batches, laid), strict=True)
     found = [cudnn_backward(g, q, k, v, out, lse, scaling) for q, k, v, out, g, lse in batches]
-    for_q, for_k, for_v = (_flat(list(each)) for each in zip(*found, strict=True))
-    for_q = for_q.index_select(0, packing.owned)
-    if not packing.shares:
-        return for_q, for_k.index_select(0, packing.owned), for_v.index_select(0, packing.owned)
-    return for_q, gathered(for_k, packing.owned, packing.shared), gathered(for_v, packing.owned, packing.shared)
+    for_q, *others = (flat(each) for each in zip(*found, strict=True))
+    for_k, for_v = (gathered(each, packing.owned, packing.shared.slots, packing.shared) for each in others)
+    return for_q.index_select(0, packing.owned), for_k, for_v
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Where the sequences of a packed row are, and their places in padded batches."""
+"""Where the sequences of a packed row are, and their places in padded batches. Lays tokens out there and takes them back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from services.trainer.model.to_device import fields_to_device
 
 @dataclass(frozen=True)
 class Shared:
-    """Where tokens of shared prompts are in the m places of sequences that do not own them."""
+    """Where tokens of shared prompts are in the m = S - T places of sequences that do not own them."""
 
-    slots: Tensor  # [m] int64: these places
+    copies: Tensor  # [m] int64: these places in the concatenated sequences
+    slots: Tensor  # [m] int64: these places in the batches
     prompts: Tensor  # [M] int64, ascending: the shared tokens of the row, each once
     numbers: Tensor  # [m] int64: the token at each place, by its number among `prompts`
 
@@ -37,14 +38,13 @@ class Packing:
     whole: Tensor  # [n + 1] int32, from 0 to S: boundaries of whole sequences, concatenated
     sequences: Tensor  # [S] int64: the token of the row at each place of the concatenated sequences
     originals: Tensor  # [T] int64: the place of each token among these, in the sequence that owns it
-    copies: Shared  # S - T of these places
     longest_own: int
     longest: int
     shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
     filled: Tensor  # [P] int64: the token of the row at each place of the batches; an arbitrary token at places of padding
     owned: Tensor  # [T] int64: the place of each token in the sequence that owns it
     sources: Tensor  # [P] int64: the token at each place, T at places of padding and of tokens that another sequence owns
-    shared: Shared  # S - T of these places
+    shared: Shared
     work: int  # pairs of a query and a key that it sees, twice
     padded_work: int  # the same for the batches
 
@@ -75,14 +75,13 @@ class Packing:
             whole=F.pad(whole.cumsum(0), (1, 0)).to(torch.int32),
             sequences=sequences,
             originals=(~theirs).nonzero()[:, 0],
-            copies=Shared(theirs.nonzero()[:, 0], unique, numbers),
             longest_own=max(lengths),
             longest=int(whole.max()),
             shapes=shapes,
             filled=filled,
             owned=owned,
             sources=sources,
-            shared=Shared(slots[theirs], unique, numbers),
+            shared=Shared(theirs.nonzero()[:, 0], slots[theirs], unique, numbers),
             work=int((sizes * (sizes + 2 * before)).sum()),
             padded_work=sum(count * length**2 for count, length in shapes),
         )
@@ -90,12 +89,18 @@ class Packing:
     @property
     def shares(self) -> bool:
         """Whether a sequence has a prompt that another owns."""
-        return len(self.copies.slots) > 0
+        return len(self.shared.slots) > 0
 
     @property
     def prompts(self) -> tuple[Tensor, Tensor]:
         """Where in the row each sequence begins, and how many of its tokens are a prompt that another owns, two [n]."""
         return self.sequences[self.whole[:-1].long()], self.whole.diff() - self.own.diff()
+
+    def batches(self, laid: Tensor) -> list[Tensor]:
+        """Return the batches of tokens that are laid out, [count, heads, length, D] each, from [P, heads, D]."""
+        sizes = [count * length for count, length in self.shapes]
+        pieces = laid.split(sizes) if len(sizes) > 1 else [laid]
+        return [piece.view(*shape, *laid.shape[1:]).transpose(1, 2) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def longer(self, tokens: int) -> Packing:
         """Return the packing with another sequence of `tokens` tokens at the end of the row."""
@@ -106,6 +111,25 @@ class Packing:
     def to(self, device: torch.device) -> Packing:
         """Copy to `device`."""
         return Packing(**fields_to_device(self, device))
+
+
+def flat(batches: Sequence[Tensor]) -> Tensor:
+    """Undo `Packing.batches`."""
+    pieces = [each.transpose(1, 2).reshape(-1, each.shape[1], each.shape[3]) for each in batches]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def gathered(gradient: Tensor, own: Tensor, others: Tensor, shared: Shared) -> Tensor:
+    """Return the gradient of the row's tokens, [T, ...], from that of the places to which they were copied: `own`, of each token
+    in the sequence that owns it, and `others`, of shared tokens. These have many contributions, added in float32 or wider.
+    """
+    found = gradient.index_select(0, own)
+    if not len(others):
+        return found
+    wide = torch.promote_types(found.dtype, torch.float32)
+    prompts = found.index_select(0, shared.prompts).to(wide)
+    prompts.index_add_(0, shared.numbers, gradient.index_select(0, others).to(wide))
+    return found.index_copy_(0, shared.prompts, prompts.to(found.dtype))
 
 
 def _batches(sizes: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
