@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -139,17 +140,16 @@ def packed_attention(bench: Bench) -> Figures:
     packing, shapes, tokens = _row(bench)
     placed = packing.to(bench.device)
     errors, seconds = dict[str, float](), dict[str, float]()
-    kernels = {"padded float32": (torch.float32, False), "flash": (bench.dtype, False), "cudnn": (bench.dtype, True)}
-    for name, (dtype, recurs) in kernels.items():
+    kernels = {"padded float32": (torch.float32, nullcontext()), "flash": (bench.dtype, nullcontext())}
+    for name, (dtype, choice) in {**kernels, "cudnn": (bench.dtype, row.planning())}.items():
         states = _states(bench, tokens, dtype)
-        _attended(states, placed)
-        row.recurs = recurs
 
         def packed(states: list[torch.Tensor] = states) -> None:
             _attended(states, placed).float().sum().backward()
 
-        errors[name] = difference(_attended(states, placed)[0].detach(), _dense(states, packing))
-        seconds[name] = bench.timed(packed)
+        with choice:
+            errors[name] = difference(_attended(states, placed)[0].detach(), _dense(states, packing))
+            seconds[name] = bench.timed(packed)
 
     prompt, response = shapes[0]
     alone = [torch.randn(len(shapes), each.shape[1], prompt + response, each.shape[3], device=bench.device, dtype=bench.dtype,
