@@ -67,7 +67,7 @@ def watched() -> Iterator[dict[int, set[int]]]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The run goes on only when both recorders have read what the next checkpoint removes."""
+    """Let the run train past a checkpoint only after both recorders have read the steps that it removes."""
     with once(tmp_path_factory, "bundles") as (folder, new):
         if new:
             save_model_folder(folder / "model")
