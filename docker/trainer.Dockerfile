@@ -19,7 +19,7 @@ RUN mkdir services && touch services/__init__.py README.md
 # Weights go to generators over NCCL, with vLLM's communicator and packing.
 FROM build AS build-cuda
 RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
-    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing,bucket]' vllm==0.32.0
+    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing,bucket]' 'flash-attn-4>=4.0.0b36,<5' vllm==0.32.0
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -142,8 +142,8 @@ class Trainer(Section):
     """Recompute activations in the backward pass. `selective`: all but the results of matrix products and attention, which take
     most of the time to recompute. With adapters on all layers this saves little memory, since their products are kept, too."""
     attention: Literal["auto", "flex"] = "auto"
-    """`auto`: on a GPU PyTorch's FlashAttention for sequences of any length, and on Hopper cuDNN's kernel for rows of a shape
-    that recurs; elsewhere, or where scores are capped or have sinks, sequences padded to batches. `flex`: PyTorch's
+    """`auto`: on a Hopper GPU FlashAttention 4 if the package flash-attn-4 is installed, on others PyTorch's FlashAttention 2;
+    elsewhere, and with version 2 where scores are capped or have sinks, sequences padded to batches. `flex`: PyTorch's
     FlexAttention, which pads nothing and computes capped scores, but is slower otherwise; needs a GPU."""
     compile: bool = False
     """Compile the model's blocks and the logprobs with torch.compile, which about halves the time of a step on a GPU. Needs a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ from services.config.loss import POLICIES, Loss
 from services.trainer import losses
 from services.trainer.losses import objective
 from services.trainer.losses.tokens import Tokens
+from services.trainer.model.attention import flash2, flash4, fused
 from services.trainer.model.attention import packed_attention as attend
-from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.flexible import flexible as by_flex
 from services.trainer.model.attention.packing import Packing
@@ -37,6 +37,7 @@ def device(bench: Bench) -> Figures:
         figures |= {
             "name": seen.name, "memory_gib": round(seen.total_memory / 2**30, 1), "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, nccl.version())), "cudnn": torch.backends.cudnn.version(),
+            "flash_attention": flash4.installed() or 2,
         }  # fmt: skip
     size = bench.size(8192, 128)
     one = torch.randn(size, size, device=bench.device, dtype=bench.dtype)
@@ -140,14 +141,16 @@ def packed_attention(bench: Bench) -> Figures:
     packing, shapes, tokens = _row(bench)
     placed = packing.to(bench.device)
     errors, seconds = dict[str, float](), dict[str, float]()
-    kernels = {"padded float32": (torch.float32, nullcontext()), "flash": (bench.dtype, nullcontext())}
-    for name, (dtype, choice) in {**kernels, "cudnn": (bench.dtype, row.planning())}.items():
+    kernels = {"padded float32": (torch.float32, ()), "flash2": (bench.dtype, (flash2,))}
+    if flash4.installed():
+        kernels["flash4"] = bench.dtype, (flash4,)
+    for name, (dtype, those) in kernels.items():
         states = _states(bench, tokens, dtype)
 
         def packed(states: list[torch.Tensor] = states) -> None:
             _attended(states, placed).float().sum().backward()
 
-        with choice:
+        with patch.object(fused, "available", lambda those=those: those):
             errors[name] = difference(_attended(states, placed)[0].detach(), _dense(states, packing))
             seconds[name] = bench.timed(packed)
 
@@ -159,6 +162,57 @@ def packed_attention(bench: Bench) -> Figures:
         F.scaled_dot_product_attention(alone[0], alone[1], alone[2], is_causal=True, enable_gqa=True).float().sum().backward()
 
     return {"errors": errors, "tokens": tokens, "packed_s": seconds, "alone_s": bench.timed(each_alone)}
+
+
+def attention_rules(bench: Bench) -> Figures:
+    """Compare fused attention and its gradients with padded batches in float64: windows, capped scores, sinks, sizes of heads.
+
+    `worst_error` is relative to the largest value; `uncomputed` has what no kernel here computes.
+    """
+    scale, unit = 1 if bench.dry else 16, 16 if bench.dry else 64
+    lengths = [each * scale for each in (44, 19, 25, 16)] + [1, 3]
+    placed = Packing.of(lengths, [(0, 0), (0, 12 * scale), (0, 12 * scale), (0, 0), (0, 1), (0, 0)]).to(bench.device)
+    errors, uncomputed = dict[str, float](), list[str]()
+    for name, (rule, kv_heads, size, values) in _rules(bench, 8 * scale, unit).items():
+        torch.manual_seed(1)
+        shapes = (8, size), (kv_heads, size), (kv_heads, values)
+        states = [torch.randn(sum(lengths), *shape, device=bench.device, dtype=bench.dtype) for shape in shapes]
+        if not bench.dry and not fused.kernels_of(fused.available(), *states, rule):
+            uncomputed.append(name)
+            continue
+        factors = torch.randn(sum(lengths), 8, values, device=bench.device, dtype=bench.dtype)
+        expected = _differentiated([each.double() for each in states], factors, placed, rule)
+        found = _differentiated(states, factors, placed, rule)
+        errors[name] = max(difference(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    return {"worst_error": max(errors.values()), "errors": errors, "uncomputed": uncomputed}
+
+
+def _rules(bench: Bench, window: int, unit: int) -> dict[str, tuple[ScoreRule, int, int, int]]:
+    """Return rules with a number of heads of keys, a size of heads, and one of values."""
+    sinks, size = torch.linspace(-1, 2, 8, device=bench.device).to(bench.dtype), 2 * unit
+    return {
+        "groups of two": (ScoreRule(size**-0.5), 4, size, size), "one head of keys": (ScoreRule(size**-0.5), 1, size, size),
+        "no groups": (ScoreRule(size**-0.5), 8, size, size), "window": (ScoreRule(size**-0.5, window), 4, size, size),
+        "capped": (ScoreRule(size**-0.5, None, 30.0), 4, size, size),
+        "capped in a window, large heads": (ScoreRule(0.06, window, 50.0), 4, 2 * size, 2 * size),
+        "sinks": (ScoreRule(unit**-0.5, None, None, sinks), 4, unit, unit),
+        "sinks in a window": (ScoreRule(unit**-0.5, window, None, sinks), 4, unit, unit),
+        "large heads": (ScoreRule(0.06), 4, 2 * size, 2 * size), "small heads": (ScoreRule(0.18), 4, unit // 2, unit // 2),
+        "smaller values": (ScoreRule(0.07), 8, 3 * unit, size), "heads of 80": (ScoreRule(80**-0.5), 4, 80, 80),
+    }  # fmt: skip
+
+
+def _differentiated(states: list[torch.Tensor], factors: torch.Tensor, packing: Packing, rule: ScoreRule) -> list[torch.Tensor]:
+    """Return the attention of [T, heads, D] and the gradients of queries, keys, values and sinks."""
+    inputs = [each.clone().requires_grad_() for each in states]
+    sinks = None if rule.sinks is None else rule.sinks.to(states[0].dtype, copy=True).requires_grad_()
+    query, key, value = (each.transpose(0, 1)[None] for each in inputs)
+    output = attend(
+        _Layer(), query, key, value, None, packing=packing, scaling=rule.scaling, sliding_window=rule.window,
+        softcap=rule.softcap, s_aux=sinks,
+    )[0][0]  # fmt: skip
+    inputs += [] if sinks is None else [sinks]
+    return [output.detach(), *torch.autograd.grad((output * factors.to(output.dtype)).sum(), inputs)]
 
 
 def flex_attention(bench: Bench) -> Figures:

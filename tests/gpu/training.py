@@ -14,7 +14,6 @@ import torch
 
 from services.config import RunConfig
 from services.protocol.payloads import Payload
-from services.trainer.model.attention.current_row import PLAN_ROWS
 from services.trainer.ranks import World
 from services.trainer.step import batches
 from services.trainer.step.policy import Policy, Trained
@@ -23,8 +22,6 @@ from tests.support.models.tiny_model import make_config, make_samples, plan_of
 
 GROUP = 8
 ROWS = 4
-RECUR = PLAN_ROWS // ROWS + 1
-"""Steps after which kernels for a row's shape are planned."""
 KERNELS = 40  # listed in a profile
 
 
@@ -121,10 +118,9 @@ def _step(bench: Bench, shape: Shape, row_tokens: int, **trainer: Any) -> Figure
     policy = Policy(_config(bench, shape, row_tokens, **trainer), World())
     payloads = _payloads(bench, row_tokens, policy.vocabulary)
     first, _ = _timed(bench, policy, payloads, 0)  # compiles
-    for step in range(1, 1 + RECUR):
-        _timed(bench, policy, payloads, step)
+    _timed(bench, policy, payloads, 1)
     bench.forget_peak()
-    found = [_timed(bench, policy, payloads, step) for step in range(1 + RECUR, bench.size(5, 2) + RECUR)]
+    found = [_timed(bench, policy, payloads, step) for step in range(2, bench.size(7, 3))]
     seconds, metrics = min(found, key=lambda each: each[0])
     flops, peak = metrics["flops/train/sum"], policy.peak_tflops
     return {
@@ -167,17 +163,17 @@ def profile(bench: Bench) -> Figures:
     row_tokens = bench.size(16_384, 128)
     policy = Policy(_config(bench, QWEN3_06B, row_tokens, compile=True), World())
     payloads = _payloads(bench, row_tokens, policy.vocabulary)
-    for step in range(1 + RECUR):
+    for step in range(3):
         _timed(bench, policy, payloads, step)
-    places = _waits(bench, lambda: _timed(bench, policy, payloads, 1 + RECUR))
+    places = _waits(bench, lambda: _timed(bench, policy, payloads, 3))
     of_device = [ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=of_device) as profiled:
-        seconds, _ = _timed(bench, policy, payloads, 2 + RECUR)
+        seconds, _ = _timed(bench, policy, payloads, 4)
     key = "self_cpu_time_total" if bench.dry else "self_device_time_total"
     events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, key))
     busy = sum(getattr(event, key) for event in events)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, *of_device]) as traced:
-        _timed(bench, policy, payloads, 3 + RECUR)
+        _timed(bench, policy, payloads, 5)
     traced.export_chrome_trace(str(bench.folder / "trace.json.gz"))
     return {
         "step_s": round(seconds, 4), "busy_s": round(1e-6 * busy, 4), "waits": places,

@@ -72,24 +72,36 @@ def compile_blocks(model: nn.Module) -> None:
 
     Decoder blocks are the layers that transformers can recompute in backward. They have the same code, which is compiled once.
     """
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _traced_attention if fused.available() else _eager_attention)
+    import torch._inductor.config as inductor
+
+    # With heads of a size that is no multiple of 64, padded intermediate results reached the operator of attention in another
+    # layout than the one they were written in (PyTorch 2.11).
+    inductor.comprehensive_padding = False
+    kernels = fused.available()
+    ALL_ATTENTION_FUNCTIONS.register(NAME, functools.partial(_traced_attention, kernels) if kernels else _eager_attention)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True)
 
 
 def _traced_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+    kernels: tuple[fused.Kernels, ...],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **given: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `packed_attention` within a compiled block: as one operator if the kernels support it. Otherwise the block is split
-    there, and every part costs the host as much time as launching its kernels.
+    """Compute `packed_attention` within a compiled block: as one operator if one of the kernels computes it. Otherwise the block
+    is split there, and every part costs the host as much time as launching its kernels.
     """
-    plain = attention_mask is None and not row.flex and not any(given.get(name) for name in ("dropout", "softcap"))
-    if plain and given.get("s_aux") is None:
+    if attention_mask is None and not row.flex and not given.get("dropout"):
         q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         scaling = given.get("scaling")
-        scores = ScoreRule(q.shape[-1] ** -0.5 if scaling is None else scaling, given.get("sliding_window"))
-        if fused.fits(q, k, v, scores):
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = ScoreRule(scaling, given.get("sliding_window"), given.get("softcap"), given.get("s_aux"))
+        if fused.kernels_of(kernels, q, k, v, scores):
             return fused.attend(q, k, v, scores)[None], None
     return _eager_attention(module, query, key, value, attention_mask, **given)
 

@@ -51,7 +51,7 @@ class Scorer(nn.Module):
     def _score(
         self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        row.begin(packing)
+        row.packing = packing
         states = support.backbone(self.model)(
             input_ids=input_ids[None], position_ids=positions[None], packing=packing, use_cache=False
         ).last_hidden_state[0]

@@ -1,8 +1,8 @@
 """Records which models are verified: verifies an unknown one, and stores results by digest.
 
 Guarantees: a model passes if it was proven on this software, or is now; otherwise it is refused with the figures. A model in
-bfloat16 is proven in float32, where a mistake cannot hide in rounding, and in bfloat16, with each kernel of attention that may
-train it. Blocks are proven before they are compiled.
+bfloat16 is proven in float32, where a mistake cannot hide in rounding, and in bfloat16, with the kernels of attention that train
+it. Blocks are proven before they are compiled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from services.trainer.model.attention import UnsupportedModel, fused, is_out_of_memory
-from services.trainer.model.attention.current_row import row as current
+from services.trainer.model.attention import UnsupportedModel, flash4, is_out_of_memory
 from services.trainer.model.proof import Proof, ProofRow, Score, alone, compare
 from services.trainer.model.support import named
 
@@ -86,9 +85,6 @@ def _try(model: Any, attach: Callable[[], Score]) -> list[Proof]:
             exact = alone(model, row)
     score = attach()
     found = [compare(model, score, row, as_is)]
-    if fused.plans():
-        with current.planning():
-            found.append(compare(model, score, row, as_is))
     if exact is not None:
         with _widened(model):
             found.append(compare(model, score, row, exact))
@@ -155,7 +151,7 @@ def computed_by() -> list[Path]:
 
 def _gpu() -> str:
     """Return what determines which kernels a GPU computes with; empty without one."""
-    return f"{torch.cuda.get_device_name()} {torch.backends.cudnn.version()}" if torch.cuda.is_available() else ""
+    return f"{torch.cuda.get_device_name()} {flash4.installed()}" if torch.cuda.is_available() else ""
 
 
 def _refuse(model: Any, path: str, proof: Proof) -> None:

@@ -55,8 +55,8 @@ def test_a_healthy_machine_passes_and_missing_data_fails(
 ) -> None:
     """Runs the whole command and checks its exit codes."""
     exec(machine._ASK_TORCH, {})  # in this process, which has loaded torch, because importing it takes seconds
-    assert json.loads(capsys.readouterr().out).keys() == {"torch", "cuda", "gpus"}
-    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
+    assert json.loads(capsys.readouterr().out).keys() == {"torch", "cuda", "gpus", "slow"}
+    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": [], "slow": False})
     file = tmp_path / "run.toml"
     assert main(["doctor", str(file)]) == 0
     assert "All checks passed" in capsys.readouterr().out
@@ -372,6 +372,14 @@ def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, mon
     assert only(machine.network(away, {}), "network").state == "fault"
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
     assert only(resources.disk(config), "disk").state == only(machine.shared_memory(config, 0), "shared memory").state == "fault"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_faster_attention_for_hopper_is_recommended(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": "13", "gpus": ["NVIDIA H100"], "slow": slow})
+    found = [*machine.gpus({"CUDA_VISIBLE_DEVICES": "0"})]
+    assert [(one.what, one.state) for one in found] == [("GPUs", "ok"), ("attention", "note")][: 1 + slow]
+    assert not slow or "pip install 'flash-attn-4" in found[1].remedy
 
 
 def test_infiniband_needs_locked_memory(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

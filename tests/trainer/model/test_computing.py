@@ -56,8 +56,12 @@ class Products(TorchDispatchMode):
 
 
 def passed(tiny_model: Path, computing: Computing) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Return what `scored` does for a model that is loaded for it."""
+    return scored(policy_network.load(make_config(tiny_model).model, 0.7, 5, computing).train())
+
+
+def scored(scorer: policy_network.Scorer) -> tuple[Tensor, dict[str, Tensor], int]:
     """Return the logprobs of a row, the gradients of their weighted sum, and the number of matrix products in backward."""
-    scorer = policy_network.load(make_config(tiny_model).model, 0.7, 5, computing).train()
     tokens = torch.arange(20) % 7
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 2, 3, 4, 2, 3, 4, 5, 0, 1, 2, 3, 4, 3, 4])
     predictors, targets = torch.tensor([1, 2, 3, 4, 6, 9, 15, 18]), torch.arange(8)

@@ -14,9 +14,8 @@ from benchmarks import architectures, models_page, tiny_models
 from services.config.root import Model
 from services.config.training import Lora
 from services.trainer.model import configuration, policy_network, proofs
-from services.trainer.model.attention import UnsupportedModel, fused
-from services.trainer.model.attention.current_row import row
-from services.trainer.model.proof import Proof, compare
+from services.trainer.model.attention import UnsupportedModel
+from services.trainer.model.proof import Proof
 from services.trainer.model.proofs import Proofs
 
 
@@ -77,15 +76,6 @@ def test_other_code_changes_the_digest(tiny_model: Path, monkeypatch: pytest.Mon
         assert proofs.digest(model, ()) != before
     monkeypatch.setattr(proofs, "_gpu", lambda: "another GPU")
     assert proofs.digest(model, ()) != before
-
-
-def test_every_kernel_that_may_train_is_proven(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[bool] = []
-    monkeypatch.setattr(fused, "plans", lambda: True)
-    monkeypatch.setattr(proofs, "compare", lambda *given: planned.append(row.planned) or compare(*given))
-    _load(tiny_model, Proofs(tmp_path))
-    assert planned == [False, True]
-    assert not row.planned
 
 
 def test_an_unwritable_cache_only_costs_time(tiny_model: Path, tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.config import ConfigError
-from services.trainer.model.attention import fused
+from services.trainer.model.attention import flash2, fused
 from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import SMALLEST_BLOCK, ScoreRule, explicit
-from services.trainer.model.attention.fused import FLASH_HEAD
 from services.trainer.model.attention.packing import Packing, Shared, flat, gathered
 
 NAME = "packed"
@@ -73,9 +72,9 @@ def packed_attention(
         from services.trainer.model.attention.flexible import flexible  # imports a compiler, which takes seconds
 
         return flexible(q, k, v, packing, scores)[None], None
-    if q.is_cuda and fused.available() and fused.fits(q, k, v, scores):
+    if q.is_cuda and fused.kernels_of(fused.available(), q, k, v, scores):
         if packing is not row.packing:
-            row.begin(packing)
+            row.packing = packing
         return fused.attend(q, k, v, scores)[None], None
     return _padded(q, k, v, packing, scores)[None], None
 
@@ -89,7 +88,7 @@ def takes_groups(q: Tensor, v: Tensor, masked: bool) -> bool:
     if not q.is_cuda:
         return True
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return half and not masked and q.shape[-1] == v.shape[-1] <= FLASH_HEAD
+    return half and not masked and q.shape[-1] == v.shape[-1] <= flash2.LARGEST_HEAD
 
 
 class _Lay(torch.autograd.Function):

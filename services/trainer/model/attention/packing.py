@@ -45,8 +45,6 @@ class Packing:
     owned: Tensor  # [T] int64: the place of each token in the sequence that owns it
     sources: Tensor  # [P] int64: the token at each place, T at places of padding and of tokens that another sequence owns
     shared: Shared
-    work: int  # pairs of a query and a key that it sees, twice
-    padded_work: int  # the same for the batches
 
     @classmethod
     def of(cls, lengths: Sequence[int], prompts: Sequence[tuple[int, int]] | None = None) -> Packing:
@@ -82,8 +80,6 @@ class Packing:
             owned=owned,
             sources=sources,
             shared=Shared(theirs.nonzero()[:, 0], slots[theirs], unique, numbers),
-            work=int((sizes * (sizes + 2 * before)).sum()),
-            padded_work=sum(count * length**2 for count, length in shapes),
         )
 
     @property

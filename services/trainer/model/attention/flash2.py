@@ -1,0 +1,48 @@
+"""FlashAttention 2 over sequences of any length, as PyTorch has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.trainer.model.attention.explicit import ScoreRule
+from services.trainer.model.attention.packing import Packing
+
+LARGEST_HEAD = 256
+
+
+def computes(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> bool:
+    """Return whether it computes these heads, [T, heads, D], under these rules for scores. May be compiled."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or scores.softcap is not None or scores.sinks is not None:
+        return False
+    size = q.shape[-1]
+    return size == v.shape[-1] <= LARGEST_HEAD and size % 8 == 0
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> tuple[Tensor, Tensor]:
+    """Compute attention over sequences, [T, heads, D], and its normalisers, [heads, T].
+
+    q holds the sequences' own tokens, k and v all, last aligned with last.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, False, **_given(scores)
+    )
+    return out, lse
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scores: ScoreRule
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v as `forward` had them."""
+    random, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)  # there is no dropout
+    return torch.ops.aten._flash_attention_backward(
+        gradient, q, k, v, out, lse, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, random, unused,
+        **_given(scores),
+    )  # fmt: skip
+
+
+def _given(scores: ScoreRule) -> dict[str, Any]:
+    windows = {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
+    return {"scale": scores.scaling, **windows}
