@@ -31,8 +31,8 @@ Packed rows with shared prompts, in training mode, give the same logprobs as the
 mode, one sequence at a time: to within {worst_proven_gap:.0e} nats in float32, on different rows from those the trainer tries.
 
 The trainer repeats this for the configured model, with its real weights, before the first step: logprobs and the norm of
-their gradient, on one short batch, in `model.dtype`, on the device that trains, with each kernel of attention that it may use
-there. If they differ by more than rounding, it rejects
+their gradient, on one short batch, in `model.dtype`, on the device that trains; with `trainer.compile` once more with compiled
+blocks. If they differ by more than rounding, it rejects
 the model and reports the figures. The bound for rounding is measured: five times the change caused by one unit in the last place
 of every embedding, and at least 1e-4 nats in float32 or 0.05 in bfloat16. A model in bfloat16 is also tried in float32 where
 memory allows it, since an error could hide in the rounding. Results are cached in `run.dir/.proofs`, under a digest of the
@@ -48,8 +48,9 @@ On the first step that trains no older groups, the trainer also compares its log
   short ones, whatever the length of a row. `dynamic` is rejected, because its frequencies depend on the row in transformers
   and are constant in vLLM.
 - Logits are scaled and capped as in the model. Attention scores may be capped (Gemma 2) or have sinks (gpt-oss), and heads of
-  keys and values may differ in size (DeepSeek). Capped scores and sinks are computed in blocks, without a fused kernel,
-  which is slower; on a GPU, `trainer.attention = "flex"` computes capped scores with one.
+  keys and values may differ in size (DeepSeek). On Hopper GPUs, FlashAttention 4 computes all of these ([GPU](gpu.md)).
+  Elsewhere, capped scores and sinks are computed in blocks, without a fused kernel, which is slower; on a GPU,
+  `trainer.attention = "flex"` computes capped scores with one.
 - Layers of type `chunked_attention` are accepted up to `attention_chunk_size` tokens, where they equal full attention.
 - Adapters on all linear layers (`lora.targets = []`) are rejected for models whose experts are fused parameters, since the
   experts would get none. Name the layers in `lora.targets` to adapt only those.

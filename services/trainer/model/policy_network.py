@@ -6,6 +6,7 @@ name (support.py) and by trying it (proofs.py).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -88,9 +89,9 @@ def load(
     if proofs is None:
         attach()
     else:
-        prove(
-            model, config.path, attach, (config.dtype, config.fp32_head, *computing.proven), proofs, device or torch.device("cpu")
-        )
+        compilation = functools.partial(compile_blocks, model) if computing.compiled else None
+        settings = config.dtype, config.fp32_head, *computing.proven
+        prove(model, config.path, attach, compilation, settings, proofs, device or torch.device("cpu"))
     model.set_attn_implementation(NAME if team is None else team.register(model.config.get_text_config()))
     if adapters is not None and adapters.rank:
         support.check_adapters(model, adapters, config.path)

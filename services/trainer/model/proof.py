@@ -49,6 +49,7 @@ class Proof:
     rounding: float  # nats, the largest change of a logprob when embeddings change by one unit in the last place
     norm_rounding: float  # of the gradient's norm, as a share of it
     dtype: str = "float32"
+    compiled: bool = False
 
     @property
     def holds(self) -> bool:

@@ -2,7 +2,7 @@
 
 Guarantees: a model passes if it was proven on this software, or is now; otherwise it is refused with the figures. A model in
 bfloat16 is proven in float32, where a mistake cannot hide in rounding, and in bfloat16, with the kernels of attention that train
-it. Blocks are proven before they are compiled.
+it. If its blocks are to be compiled, it is also proven with compiled blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from services.trainer.model.attention import UnsupportedModel, flash4, is_out_of_memory
-from services.trainer.model.proof import Proof, ProofRow, Score, alone, compare
+from services.trainer.model.proof import OwnLogprobs, Proof, ProofRow, Score, alone, compare
 from services.trainer.model.support import named
 
 FLOAT32_BYTES = 4
@@ -49,9 +49,16 @@ class Proofs:
 
 
 def prove(
-    model: Any, path: str, attach: Callable[[], Score], settings: Sequence[object], proofs: Proofs, device: torch.device
+    model: Any,
+    path: str,
+    attach: Callable[[], Score],
+    compilation: Callable[[], None] | None,
+    settings: Sequence[object],
+    proofs: Proofs,
+    device: torch.device,
 ) -> None:
-    """Call `attach`, which gives the model its logprob head and returns what scores packed rows, and prove the model.
+    """Call `attach`, which gives the model its logprob head and returns what scores packed rows, and prove the model; then again
+    after `compilation`, if given.
 
     Tries it on `device` if it fits there. Raises `UnsupportedModel` if it fails or differs.
     """
@@ -60,24 +67,36 @@ def prove(
         attach()
         return
     model.to(_place(model, device))
-    try:
-        found = _try(model, attach)
-    except UnsupportedModel:
-        raise
-    except Exception as error:  # a model's code may raise anything for rows that it was not written for
-        if is_out_of_memory(error):
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UnsupportedModel(f"{named(model, path)} fails in packed rows, use another model: {reason}") from error
+    row = ProofRow.of(model.config.get_text_config().vocab_size, model.device)
+    with _blamed(f"{named(model, path)} fails in packed rows, use another model"):
+        as_is = alone(model, row)
+        score, found = _try(model, attach, row, as_is)
+    if compilation is not None:
+        with _blamed(f"{named(model, path)} fails when it is compiled, set trainer.compile = false"):
+            compilation()
+            found.append(replace(compare(model, score, row, as_is), compiled=True))
+            torch._dynamo.reset()  # kernels are chosen for the size of the first row: let that be one of training
     model.to("cpu")
     for proof in found:
         _refuse(model, path, proof)
     proofs.keep(key, found)
 
 
-def _try(model: Any, attach: Callable[[], Score]) -> list[Proof]:
-    row = ProofRow.of(model.config.get_text_config().vocab_size, model.device)
-    as_is = alone(model, row)
+@contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    """Raise whatever fails inside the block as `UnsupportedModel`, except a lack of memory."""
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a model's code may raise anything for rows that it was not written for
+        if is_out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedModel(f"{what}: {reason}") from error
+
+
+def _try(model: Any, attach: Callable[[], Score], row: ProofRow, as_is: OwnLogprobs) -> tuple[Score, list[Proof]]:
     wide = model.dtype != torch.float32 and _fits(model)
     exact = None
     if wide:
@@ -88,7 +107,7 @@ def _try(model: Any, attach: Callable[[], Score]) -> list[Proof]:
     if exact is not None:
         with _widened(model):
             found.append(compare(model, score, row, exact))
-    return found
+    return score, found
 
 
 @contextmanager
@@ -157,8 +176,9 @@ def _gpu() -> str:
 def _refuse(model: Any, path: str, proof: Proof) -> None:
     """Raise `UnsupportedModel` with the figures unless the proof holds."""
     if not proof.holds:
+        when, remedy = (" when it is compiled", "set trainer.compile = false") if proof.compiled else ("", "use another model")
         raise UnsupportedModel(
-            f"{named(model, path)} gives different results in packed rows than alone: logprobs differ by up to {proof.gap:.2g} "
-            f"nats and the gradient's norm by {proof.norm_gap:.1%} in {proof.dtype}, where rounding explains "
-            f"{proof.rounding:.1g} nats and {proof.norm_rounding:.1%}: use another model (docs/models.md)"
+            f"{named(model, path)} gives different results in packed rows than alone{when}: logprobs differ by up to "
+            f"{proof.gap:.2g} nats and the gradient's norm by {proof.norm_gap:.1%} in {proof.dtype}, where rounding explains "
+            f"{proof.rounding:.1g} nats and {proof.norm_rounding:.1%}: {remedy} (docs/models.md)"
         )

@@ -13,8 +13,9 @@ import torch
 from benchmarks import architectures, models_page, tiny_models
 from services.config.root import Model
 from services.config.training import Lora
-from services.trainer.model import configuration, policy_network, proofs
+from services.trainer.model import configuration, logprobs, policy_network, proofs
 from services.trainer.model.attention import UnsupportedModel
+from services.trainer.model.computing import Computing
 from services.trainer.model.proof import Proof
 from services.trainer.model.proofs import Proofs
 
@@ -76,6 +77,41 @@ def test_other_code_changes_the_digest(tiny_model: Path, monkeypatch: pytest.Mon
         assert proofs.digest(model, ()) != before
     monkeypatch.setattr(proofs, "_gpu", lambda: "another GPU")
     assert proofs.digest(model, ()) != before
+
+
+def _scales(model: Any) -> None:
+    """Compile into something else."""
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+
+
+def _fails(model: Any) -> None:
+    raise RuntimeError("Failed to find C compiler.\nPlease specify it")
+
+
+@pytest.mark.parametrize(
+    ("compilation", "why"),
+    [
+        (_scales, r"gives different results in packed rows than alone when it is compiled: .*: set trainer\.compile = false"),
+        (_fails, r"fails when it is compiled, set trainer\.compile = false: RuntimeError: Failed to find C compiler\.$"),
+    ],
+)
+def test_a_compiled_model_is_proven_too(
+    compilation: Callable[[Any], None], why: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_network, "compile_blocks", compilation)
+    with pytest.raises(UnsupportedModel, match=why):
+        _load(tiny_model, Proofs(tmp_path / "wrong"), computing=Computing(compiled=True))
+    assert not (tmp_path / "wrong").exists()
+    compiled: list[Any] = []
+    monkeypatch.setattr(policy_network, "compile_blocks", compiled.append)
+    monkeypatch.setattr(logprobs, "compiled_chunks", lambda: (logprobs._scored, logprobs._differentiated))
+    _load(tiny_model, Proofs(tmp_path), computing=Computing(compiled=True))
+    (file,) = tmp_path.glob("*.json")
+    assert [proof["compiled"] for proof in json.loads(file.read_text())] == [False, True]
+    assert len(compiled) == 2, "for the proof, and with adapters"
+    _load(tiny_model, Proofs(tmp_path), computing=Computing(compiled=True))
+    assert len(compiled) == 3
 
 
 def test_an_unwritable_cache_only_costs_time(tiny_model: Path, tmp_path: Path) -> None:
