@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from services.config import RunConfig
 from services.config.training import Optimizer
@@ -27,6 +28,42 @@ each.
 
 MAX_BUCKET = 500_000_000
 """DeepSpeed's default bucket, in elements; smaller models get a smaller one."""
+
+
+HELD_BYTES = 128 * 2**20
+"""Gradients in bfloat16 that wait to be added to their sums."""
+
+
+class GradientSums:
+    """Adds gradients in bfloat16 to their float32 sums many at a time, where DeepSpeed's `BF16_Optimizer` adds each by itself.
+
+    The sums are the same. On a GPU each weight costs the host twice as long in DeepSpeed's way, which the device waits for in the
+    backward pass of small models, and its gradient is copied to float32 before it is added.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._gradients, self._sums, self._held = optimizer, list[Tensor](), list[Tensor](), 0
+        optimizer.accumulate_hp_grads_and_remove_lp = self.take
+        optimizer.update_hp_grads = self.add  # at the end of each backward pass, before gradients are reduced
+
+    def take(self, weight: Tensor, group: int, index: int) -> None:
+        """Take the gradient of a weight once backward has computed it."""
+        assert weight.grad is not None
+        total = self._optimizer.fp32_groups_gradients[group][index]
+        self._optimizer.fp32_groups_has_gradients[group][index] = True
+        self._gradients.append(weight.grad.view(total.shape))
+        self._sums.append(total)
+        self._held += weight.grad.nbytes
+        weight.grad = None
+        if self._held >= HELD_BYTES:
+            self.add()
+
+    @torch.no_grad()
+    def add(self, **_: Any) -> None:
+        """Add what was taken."""
+        if self._gradients:
+            torch._foreach_add_(self._sums, self._gradients)
+        self._gradients, self._sums, self._held = [], [], 0
 
 
 def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
@@ -90,6 +127,8 @@ def start(config: RunConfig, module: Scorer) -> Any:
         optimizer=adamw(config, module),  # pyright: ignore[reportArgumentType]
         config=settings(config, module),
     )
+    if getattr(engine.optimizer, "immediate_grad_update", False):
+        GradientSums(engine.optimizer)
     return engine
 
 

@@ -573,6 +573,35 @@ def _from_rank_0(value: Any) -> Any:
     return ranks.from_rank_0(value)
 
 
+def gradient_sums(model: Path) -> dict[str, Any]:
+    """Train two steps of two rows in bfloat16 in each way of summing gradients: weights, and how many were added at a time."""
+    from services.trainer.step import batches, deepspeed_engine
+    from tests.support.models.tiny_model import make_payloads, make_samples, plan_of
+
+    ways = {"all at once": 2**20, "some at once": 5000, "each at once": 1, "DeepSpeed": None}
+    sections = {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 0.1, "max_grad_norm": 0.5}}
+    calls, found = list[int](), dict[str, Any]()
+
+    class Counted(deepspeed_engine.GradientSums):
+        def add(self, **_: Any) -> None:
+            calls.extend([len(self._sums)] if self._sums else [])
+            super().add()
+
+    for name, held in ways.items():
+        deepspeed_engine.HELD_BYTES = held or 0
+        deepspeed_engine.GradientSums = Counted if held else lambda optimizer: None  # type: ignore[misc, assignment]
+        policy = _policy(model, sections)
+        start = {name: weight.clone() for name, weight in whole_weights(policy).items()}
+        for step in range(2):
+            payloads = make_payloads(2, 2, step)
+            plan, ranks = plan_of([[[[0, 1], [2, 3]]]], make_samples(payloads), step, policy.config.loss)
+            built = batches.build(ranks[0], payloads, vocabulary=policy.vocabulary, row_tokens=64)
+            policy.train(built, plan)
+        found[name] = {"weights": whole_weights(policy), "start": start, "calls": [*calls]}
+        calls.clear()
+    return found
+
+
 def lora(**given: Any) -> dict[str, Any]:
     """Run the job of tests/trainer/model/lora_job.py."""
     from tests.trainer.model import lora_job
@@ -597,6 +626,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "decay": decay,
     "in place": in_place,
     "fixed point": fixed_point,
+    "gradient sums": gradient_sums,
     "export": export,
     "through_worker": through_worker,
     "non_finite": non_finite,
