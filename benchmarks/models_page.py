@@ -48,7 +48,7 @@ On the first step that trains no older groups, the trainer also compares its log
   short ones, whatever the length of a row. `dynamic` is rejected, because its frequencies depend on the row in transformers
   and are constant in vLLM.
 - Logits are scaled and capped as in the model. Attention scores may be capped (Gemma 2) or have sinks (gpt-oss), and heads of
-  keys and values may differ in size (DeepSeek). On Hopper GPUs, FlashAttention 4 computes all of these ([GPU](gpu.md)).
+  keys and values may differ in size (DeepSeek). On Hopper GPUs, FlashAttention 4 computes nearly all of these ([GPU](gpu.md)).
   Elsewhere, capped scores and sinks are computed in blocks, without a fused kernel, which is slower; on a GPU,
   `trainer.attention = "flex"` computes capped scores with one.
 - Layers of type `chunked_attention` are accepted up to `attention_chunk_size` tokens, where they equal full attention.

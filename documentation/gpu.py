@@ -11,9 +11,9 @@ RESULTS = Path(__file__).parent.parent / "tests" / "gpu" / "results.json"
 INTRODUCTION = """# GPU results
 
 What `python -m tests.gpu` last measured on one {name} ({memory_gib:.0f} GiB), with PyTorch {torch}, CUDA {cuda}, NCCL {nccl}
-and FlashAttention {flash_attention}. `step_17b_16k` and `checkpoint` were measured with version 2. [On a GPU](../gpu.md)
-describes the stages and what they led to. The device computed {matmul_tflops:.0f} TFLOP/s in a product of two matrices of
-8,192 x 8,192 in bfloat16, and copied {copy_gb_per_s:,.0f} GB/s, counting bytes read and written.
+and FlashAttention {flash_attention}. [On a GPU](../gpu.md) describes the stages and what they led to. The device computed
+{matmul_tflops:.0f} TFLOP/s in a product of two matrices of 8,192 x 8,192 in bfloat16, and copied {copy_gb_per_s:,.0f} GB/s,
+counting bytes read and written.
 
 ## Training steps
 
@@ -38,7 +38,6 @@ def page() -> str:
             *(_step(name, each) for name, each in sorted(steps.items())),
             "\n## Other stages\n\n| stage | results |\n|---|---|\n",
             *(f"| `{name}` | {_results(figures[name])} |\n" for name in others),
-            "\nThe first step of `ragged_16k` in new shapes compiled for rows of other lengths.\n",
             _kernels(figures["profile"]),
         )
     )

@@ -198,7 +198,9 @@ def _rules(bench: Bench, window: int, unit: int) -> dict[str, tuple[ScoreRule, i
         "sinks": (ScoreRule(unit**-0.5, None, None, sinks), 4, unit, unit),
         "sinks in a window": (ScoreRule(unit**-0.5, window, None, sinks), 4, unit, unit),
         "large heads": (ScoreRule(0.06), 4, 2 * size, 2 * size), "small heads": (ScoreRule(0.18), 4, unit // 2, unit // 2),
-        "smaller values": (ScoreRule(0.07), 8, 3 * unit, size), "heads of 80": (ScoreRule(80**-0.5), 4, 80, 80),
+        "smaller values": (ScoreRule(0.07), 8, 3 * unit, size),
+        "smaller shared values": (ScoreRule(0.07), 4, 3 * unit, size),
+        "heads of 80": (ScoreRule(80**-0.5), 4, 80, 80),
     }  # fmt: skip
 
 

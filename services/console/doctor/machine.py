@@ -27,10 +27,10 @@ TORCH_LIMIT_S = 120.0
 CONNECT_LIMIT_S = 5.0
 _ASK_TORCH = """
 import json, torch
-from importlib.util import find_spec
+from importlib.metadata import distributions
 every = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
 gpus, hopper = [torch.cuda.get_device_name(i) for i in every], any(torch.cuda.get_device_capability(i) == (9, 0) for i in every)
-slow = hopper and not (find_spec("flash_attn") and find_spec("flash_attn.cute"))
+slow = hopper and not any(each.metadata["Name"] == "flash-attn-4" for each in distributions())
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus, "slow": slow}))
 """
 

@@ -23,6 +23,9 @@ from services.trainer.model.attention.packing import Packing
 GROUPS = ((9, (14, 6, 11)), (5, (16,)), (12, (8, 10)))
 """Tokens of the prompt and of the responses of each group of the batch."""
 
+LONG_GROUP = (40, (270, 130))
+"""Another group on a GPU, whose kernels of attention compute 64 to 128 tokens at a time, and differ for sequences of fewer."""
+
 LARGEST_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Gap of logprobs, in nats, that always counts as rounding."""
 
@@ -78,7 +81,7 @@ class ProofRow:
         random = np.random.default_rng(0)
         ids: list[int] = []
         positions, predictors, targets, lengths, prompts, sequences = [], [], [], [], [], []
-        for before, responses in GROUPS:
+        for before, responses in (*GROUPS, LONG_GROUP) if device.type == "cuda" else GROUPS:
             begin, prompt = len(ids), random.integers(vocabulary // 8, vocabulary // 2, before).tolist()
             for number, count in enumerate(responses):
                 response = random.integers(vocabulary // 8, vocabulary // 2, count).tolist()

@@ -71,15 +71,24 @@ def prove(
     with _blamed(f"{named(model, path)} fails in packed rows, use another model"):
         as_is = alone(model, row)
         score, found = _try(model, attach, row, as_is)
-    if compilation is not None:
-        with _blamed(f"{named(model, path)} fails when it is compiled, set trainer.compile = false"):
+    if compilation is not None and model.device.type == device.type:  # otherwise other code would be compiled
+        with _blamed(f"{named(model, path)} fails when it is compiled, set trainer.compile = false"), _forgotten():
             compilation()
             found.append(replace(compare(model, score, row, as_is), compiled=True))
-            torch._dynamo.reset()  # kernels are chosen for the size of the first row: let that be one of training
     model.to("cpu")
     for proof in found:
         _refuse(model, path, proof)
     proofs.keep(key, found)
+
+
+@contextmanager
+def _forgotten() -> Iterator[None]:
+    """Forget what is compiled inside the block: it suits the few tokens of a proof, and training would find it in caches."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
 
 
 @contextmanager

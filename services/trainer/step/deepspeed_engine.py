@@ -62,7 +62,7 @@ class GradientSums:
     def add(self, **_: Any) -> None:
         """Add what was taken."""
         if self._gradients:
-            torch._foreach_add_(self._sums, self._gradients)
+            torch._foreach_add_(self._sums, self._gradients)  # pyright: ignore[reportPrivateImportUsage]
         self._gradients, self._sums, self._held = [], [], 0
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -182,6 +182,7 @@ SINKS = torch.zeros(4)
         (128, 128, ScoreRule(1.0, 16, 30.0), flash4),
         (64, 64, ScoreRule(1.0, None, None, SINKS), flash4),
         (192, 128, ScoreRule(1.0), flash4),
+        (64, 128, ScoreRule(1.0), None),
         (80, 80, ScoreRule(1.0, 16), flash2),
         (80, 80, ScoreRule(1.0, None, 30.0), None),
         (80, 64, ScoreRule(1.0), None),
@@ -192,9 +193,14 @@ SINKS = torch.zeros(4)
 def test_the_fastest_kernels_that_compute_a_layer_are_chosen(
     size: int, values: int, scores: ScoreRule, expected: ModuleType | None
 ) -> None:
-    q, v = (torch.empty(3, 4, each, dtype=torch.bfloat16) for each in (size, values))
-    assert fused.kernels_of((flash4, flash2), q, q, v, scores) is expected
-    assert fused.kernels_of((flash4, flash2), q.float(), q.float(), v.float(), scores) is None
+    def chosen(kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16, cuda: bool = True) -> object:
+        shapes = (3, 4, size), (3, kv_heads, size), (3, kv_heads, values)
+        q, k, v = (cast(Tensor, SimpleNamespace(shape=shape, dtype=dtype, is_cuda=cuda)) for shape in shapes)
+        return fused.kernels_of((flash4, flash2), q, k, v, scores)
+
+    assert chosen() is expected
+    assert chosen(kv_heads=2) is (expected if size == values else None)
+    assert chosen(dtype=torch.float32) is chosen(cuda=False) is None
 
 
 @pytest.fixture
@@ -213,8 +219,9 @@ def fresh() -> None:
 
 
 def test_version_2_computes_where_version_4_is_not_installed(gpu: pytest.MonkeyPatch) -> None:
-    assert not flash4.present()
-    assert fused.available() == (flash2,)
+    with structlog.testing.capture_logs() as logs:
+        assert fused.available() == (flash2,)
+    assert not logs
     gpu.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     fresh()
     assert fused.available() == ()
@@ -224,7 +231,7 @@ def test_version_2_computes_where_version_4_cannot_be_imported(gpu: pytest.Monke
     def broken() -> Any:
         raise RuntimeError("No CTK flavor installed\nTry another")
 
-    gpu.setattr(flash4, "present", lambda: True)
+    gpu.setattr(flash4, "version", lambda package: "4.1")
     gpu.setattr(flash4, "_kernels", broken)
     with structlog.testing.capture_logs() as logs:
         assert fused.available() == (flash2,)
@@ -240,11 +247,9 @@ def test_version_2_computes_where_version_4_cannot_be_imported(gpu: pytest.Monke
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])
 def test_version_4_computes_on_the_gpus_on_which_it_was_measured(capability: tuple[int, int], gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    gpu.setattr(flash4, "present", lambda: True)
     gpu.setattr(flash4, "version", lambda package: "4.1")
-    gpu.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    gpu.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
-    gpu.setitem(sys.modules, "flash_attn.cute.interface", ModuleType("flash_attn.cute.interface"))
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        gpu.setitem(sys.modules, name, ModuleType(name))
     assert flash4.installed() == ("4.1" if capability == flash4.HOPPER else "")
     assert fused.available() == ((flash4, flash2) if capability == flash4.HOPPER else (flash2,))
 

@@ -72,7 +72,7 @@ def packed_attention(
         from services.trainer.model.attention.flexible import flexible  # imports a compiler, which takes seconds
 
         return flexible(q, k, v, packing, scores)[None], None
-    if q.is_cuda and fused.kernels_of(fused.available(), q, k, v, scores):
+    if fused.kernels_of(fused.available(), q, k, v, scores):
         if packing is not row.packing:
             row.packing = packing
         return fused.attend(q, k, v, scores)[None], None

@@ -1,4 +1,4 @@
-"""Attention whose scores no fused kernel computes: capped, or with a sink.
+"""Attention whose scores only FlashAttention 4 computes otherwise: capped, or with a sink.
 
 Guarantees: scores exist for one block of queries at a time, in forward and in backward, which computes them again.
 """

@@ -15,10 +15,10 @@ LARGEST_HEAD = 256
 
 def computes(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> bool:
     """Return whether it computes these heads, [T, heads, D], under these rules for scores. May be compiled."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or scores.softcap is not None or scores.sinks is not None:
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return False
     size = q.shape[-1]
-    return size == v.shape[-1] <= LARGEST_HEAD and size % 8 == 0
+    return size == v.shape[-1] <= LARGEST_HEAD and size % 8 == 0 and scores.softcap is None and scores.sinks is None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,8 @@ values of another size than keys. It compiles a kernel for some seconds when it 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import warnings
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import structlog
@@ -35,23 +34,18 @@ log = structlog.get_logger()
 @functools.cache
 def installed() -> str:
     """Return the version of the package for this process's GPU, or "" if there is none or it cannot be used."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER or not present():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return ""
     try:
+        found = version(PACKAGE)
         _kernels()
+    except PackageNotFoundError:
+        return ""
     except Exception as error:  # it looks for libraries of NVIDIA's when it is imported
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning("FlashAttention 4 cannot be used; attention takes longer without it", package=PACKAGE, error=why)
         return ""
-    return version(PACKAGE)
-
-
-def present() -> bool:
-    """Return whether the package is installed, without importing it."""
-    try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:  # no package `flash_attn` at all
-        return False
+    return found
 
 
 @functools.cache
@@ -64,11 +58,14 @@ def _kernels() -> Any:
 
 
 def computes(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> bool:
-    """Return whether it computes these heads, [T, heads, D or E], under these rules for scores. May be compiled."""
+    """Return whether it computes these heads, [T, heads, D or E], under these rules for scores. May be compiled.
+
+    Values of another size than keys must be smaller, and not shared by heads: others have no backward pass on Hopper.
+    """
     size, other = q.shape[-1], v.shape[-1]
-    if q.dtype not in (torch.bfloat16, torch.float16) or size % SIZE_STEP or other % SIZE_STEP:
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or size % SIZE_STEP or other % SIZE_STEP:
         return False
-    return size <= LARGEST_HEAD and other <= LARGEST_HEAD
+    return size <= LARGEST_HEAD and (size == other or (size > other and q.shape[1] == k.shape[1]))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> tuple[Tensor, Tensor]:
