@@ -99,9 +99,10 @@ class SyncRounds:
         """
         first = first or (time.monotonic(), self._attempt)
         while True:
+            before = self._attempt
             if report := self._try(version, self._live, first):
                 return report
-            self.pause(ending)
+            self.pause(ending, failed=self._attempt > before)
 
     def send(self, version: int, ending: Callable[[], bool] = lambda: False) -> Sent:
         """Send `version` to every loaded generator. Return once all of it is sent: `conclude` waits until it is applied.
@@ -111,9 +112,10 @@ class SyncRounds:
         first = (time.monotonic(), self._attempt)
         while True:
             self._membership.begin()
+            before = self._attempt
             if sent := self._send(version, self._live, first):
                 return sent
-            self.pause(ending)
+            self.pause(ending, failed=self._attempt > before)
 
     def conclude(self, sent: Sent, tick: Callable[[], None]) -> SyncReport | None:
         """Wait for the members' answers to what was sent, and end the round. Returns None if none of them applied it.
@@ -137,11 +139,16 @@ class SyncRounds:
         members, attempts = tuple(sorted(applied)), self._attempt - before
         return SyncReport(version, group.epoch, members, attempts, total_s, transfer_s)
 
-    def pause(self, ending: Callable[[], bool]) -> None:
-        """Wait a moment before a version is sent again. Raises `Alone` if `ending`."""
+    def pause(self, ending: Callable[[], bool], failed: bool = True) -> None:
+        """Wait a moment before a version is sent again: the whole of it if an attempt `failed`, otherwise until there may be
+        generators. Raises `Alone` if `ending`.
+        """
         if ending():
             raise Alone
-        self._wait(RETRY_PAUSE_S)
+        if failed:
+            self._rest()
+        else:
+            self._wait(RETRY_PAUSE_S)
 
     def catch_up(self, version: int) -> SyncReport | None:
         """Bring `version` to the generators that do not hold it yet, if any. From a store they fetch it themselves."""
@@ -164,7 +171,7 @@ class SyncRounds:
             if sent := self._send_round(version, worlds, first):
                 return sent
             if self._membership.excluded == blamed:  # the sender's own fault, e.g. a full disk
-                self._wait(RETRY_PAUSE_S)
+                self._rest()
         return None
 
     def _heard(self) -> set[str]:
@@ -205,10 +212,15 @@ class SyncRounds:
                 log.warning("failed to open a weight group", error=str(error))
                 self._membership.exclude(worlds)
                 return None
-            present = self._phase(self._round(version, "gather", dict.fromkeys(worlds, 0), 0, self._membership.epoch))
+            asked = dict.fromkeys(worlds, 0)
+            present = self._phase(self._round(version, "gather", asked, 0, self._membership.epoch))
             self._leave_out(set(worlds) - present)
             worlds = {member: world for member, world in worlds.items() if member in present}
-            if not worlds or not self._make_group(version, worlds):
+            if not worlds:  # those that were asked are free again; that all declined is no failure
+                over = self._round(version, "failed", asked, 0, self._membership.epoch)
+                self._call(self.store.fleet.set_round(self._fence, over))
+                return None
+            if not self._make_group(version, worlds):
                 return None
         group = self._membership.group
         assert group is not None
@@ -324,6 +336,12 @@ class SyncRounds:
         """Return the answers once the last member has answered, which sends a notification, or after `seconds`."""
         await self.notifications.wait("acks", "fleet", timeout=seconds)
         return (await self.store.fleet.round())[1]
+
+    def _rest(self) -> None:
+        """Wait before another attempt, whatever arrives: the answers to the failed one do."""
+        until = time.monotonic() + RETRY_PAUSE_S
+        while (left := until - time.monotonic()) > 0:
+            self._wait(left)
 
     def _wait(self, seconds: float) -> None:
         self._tick()

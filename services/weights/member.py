@@ -93,6 +93,7 @@ class WeightFollower:
         self._clock = metrics.sync_clock()
         self._seen: tuple[int, str] = (0, "")
         self._joined_epoch = 0
+        self._declined = 0  # the last attempt that this pod took no part in
         self._paused_for_round = False
         self._paused_at, self._catch_ups = 0.0, 0
         self.frozen = False
@@ -137,7 +138,8 @@ class WeightFollower:
                     await asyncio.sleep(RELEASE_POLL_S)
 
     def _counts_on_me(self, current: Round) -> bool:
-        return current.phase not in ("done", "failed") and self.service.status.member in current.members
+        open_for_me = current.phase not in ("done", "failed") and self.service.status.member in current.members
+        return open_for_me and current.attempt != self._declined
 
     async def _offer(self) -> None:
         """Offer the pod for pinned work. Called only here, so that the pod never keeps one version and takes another at the same
@@ -207,6 +209,7 @@ class WeightFollower:
             await self._leave_round()
             return
         if reason := self._why_decline():
+            self._declined = current.attempt
             await self.service.store.fleet.acknowledge(me, current.attempt, "declined", reason)
             return
         self._clock.enter(current.phase)

@@ -201,12 +201,15 @@ class WeightSender:
     def send(self) -> None:
         """All ranks: send every weight once.
 
-        Raises `SendFailed`, on rank 0 only, after `sync.transfer_deadline_s` or when a member breaks.
+        Raises `SendFailed`, on rank 0 only, after `sync.transfer_deadline_s` or when a member breaks, and
+        `torch.AcceleratorError` if the device of this process does.
         """
         gathered, deadline = self._gathered(), Deadline(self._sync.transfer_deadline_s)
         try:
             if self._sender:
                 self._send(self._merged(gathered), deadline)
+        except torch.AcceleratorError:  # this process's device is lost to it: no other group or member helps
+            raise
         except FAILURES as error:
             let_go(error)
             if self._chosen and deadline.passed:

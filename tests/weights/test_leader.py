@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import Broken, Fatal
 from services.trainer.weight_sender import make_weight_sender
-from services.weights import collective
+from services.weights import collective, leader
 from services.weights.leader import Alone
 from services.weights.receiver import EngineDead, TransferFailed
 from services.weights.sender import SendFailed
@@ -187,6 +189,36 @@ def test_a_fleet_that_fails_as_a_whole_is_retried(world: World) -> None:
     report = world.rounds.run(0)
     assert world.versions() == {"a": 0}
     assert report.attempts == 2
+
+
+def test_a_fault_of_the_trainers_own_is_retried_once_a_second(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.member("a")
+    world.rounds.run(0)
+    attempts, began, merged = list[float](), time.monotonic(), world.sender._merge  # type: ignore[attr-defined]
+
+    def full(weights: Any) -> torch.Tensor:
+        attempts.append(time.monotonic() - began)
+        if len(attempts) < 4:
+            raise torch.OutOfMemoryError("no memory for a merged weight")
+        return merged(weights)
+
+    monkeypatch.setattr(world.sender, "_merge", full)
+    world.rounds.run(1)
+    assert world.versions() == {"a": 1}
+    rests = [after - before for before, after in pairwise(attempts[:4])]
+    assert min(rests) >= leader.RETRY_PAUSE_S, "the members' answers to a failed attempt do not hasten the next"
+
+
+def test_a_lost_device_ends_the_trainer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.member("a")
+    world.rounds.run(0)
+
+    def lost(weights: Any) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(world.sender, "_merge", lost)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        world.rounds.run(1)
 
 
 class Flipping(ScriptedEngine):

@@ -143,6 +143,8 @@ class SparseWeightSender(WeightSender):
         self._say(self.manifest.nbytes, 1.0, delta=False)
 
     def _fail(self, error: BaseException) -> None:
+        if isinstance(error, torch.AcceleratorError):  # as in `WeightSender.send`
+            raise error
         let_go(error)
         self.close_group()
         raise SendFailed(f"failed to send weights: {error}") from error
