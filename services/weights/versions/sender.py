@@ -160,15 +160,18 @@ class StoreWeightSender:
             self._anchor = (task.version, self._writer.submit(self._write_whole, task))
 
     def sweep(self, readers: Iterable[str]) -> None:
-        """Rank 0: delete what is not needed. `readers`: what the fleet's members announced, read after the last `send`."""
+        """Rank 0: delete what is not needed, and what readers still need at a later call. `readers`: what the fleet's members
+        announced, read after the last `send`.
+        """
         writing = [folder_of(self._anchor[0], anchor=True)] if self._anchor else []
         try:
-            gone = catalogue.garbage(self._objects.names(), self._catalogue, writing, readers)
+            names = list(self._objects.names())
+            gone = catalogue.garbage(names, self._catalogue, writing, readers)
             self._objects.delete(gone)
         except OSError as error:
             log.warning("failed to sweep the store of weights", error=str(error))
             return
-        self.sweeps = False
+        self.sweeps = len(gone) < len(catalogue.garbage(names, self._catalogue, writing, ()))
 
     def _decide(self) -> Task:
         version, fence = self._label

@@ -15,13 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
-from services.protocol.messages import Round
+from services.protocol.messages import PodStatus, Round
 from services.weights import catch_up, member
 from services.weights.receiver import TransferFailed
 from services.weights.versions import catalogue
@@ -199,6 +200,53 @@ def test_a_fetching_member_declines_rounds(world: World) -> None:
     assert_equal(world)
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_lone_member_that_declined_applies_what_it_fetched(closes: bool, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer read the fleet just before the member said that it fetches. It may have died before it closed the round."""
+
+    class Slow(ScriptedEngine):
+        async def stage(self, version: int, limit_s: float | None = None) -> None:
+            await released.wait()
+            await super().stage(version, limit_s)
+
+    world.member("a")
+    world.train(0)
+    world.kill("a")
+    released, read, attempted = asyncio.Event(), world.store.fleet.members, world.store.fleet.set_round
+    late = world.member("late", Slow())
+
+    async def fetching() -> bool:
+        return any(pod.fetching for pod in await read(60) if pod.member == late)
+
+    async def early(ttl_s: float) -> list[PodStatus]:
+        """Return the lone member, until it has declined without what it says of fetching."""
+        pods = [pod for pod in await read(ttl_s) if pod.member == late]
+        return pods if released.is_set() else [msgspec.structs.replace(pod, fetching="") for pod in pods]
+
+    async def opens(fence: int, current: Round) -> None:
+        if current.phase != "failed" or closes:
+            await attempted(fence, current)
+
+    async def declined() -> None:
+        async def has() -> bool:
+            return late in (acks := (await world.store.fleet.round())[1]) and acks[late][0] == "declined"
+
+        await wait_until(has)
+        released.set()
+
+    world.portal.call(wait_until(fetching))
+    monkeypatch.setattr(world.store.fleet, "members", early)
+    monkeypatch.setattr(world.store.fleet, "set_round", opens)
+    release = asyncio.run_coroutine_threadsafe(declined(), world.portal.loop)
+    step(world, 1)
+    deadline = time.monotonic() + 20
+    assert world.train(1, lambda: time.monotonic() > deadline).members == (late,)
+    release.result(5)
+    assert world.versions()["late"] == 1
+    assert world.metrics["late"].catch_ups._value.get() == 1
+    assert_equal(world, "late")
+
+
 def test_announced_versions_are_kept_until_released(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
     world.member("a")
@@ -224,6 +272,24 @@ def test_announced_versions_are_kept_until_released(world: World, tmp_path: Path
     world.portal.call(wait_until(lambda: world.versions()["late"] == 11))
     assert late
     assert_equal(world)
+
+
+def test_what_a_reader_kept_is_deleted_once_it_is_done(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
+    world.member("a")
+    announced, sweep = [f"{world.fence}/0"], world.sender.sweep
+    monkeypatch.setattr(world.sender, "sweep", lambda readers: sweep([*readers, *announced]))
+    for version in range(6):
+        step(world, version)
+        world.train(version)
+    folder = tmp_path / "volume" / str(world.fence)
+    assert (folder / "0.anchor").exists()
+    announced.clear()
+    monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 100)  # nothing else calls for a sweep
+    step(world, 6)
+    world.train(6)
+    assert not (folder / "0.anchor").exists()
+    assert not world.sender.sweeps
 
 
 def test_versions_that_are_all_written_whole_are_swept(world: World, tmp_path: Path) -> None:
@@ -259,9 +325,7 @@ def test_a_failed_write_costs_an_attempt_but_no_anchor(world: World, tmp_path: P
     world.train(0)
     step(world, 1)
     (tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0").mkdir(parents=True)  # where its data is to be written
-    rounds = world.rounds
-    wait = rounds._wait
-    rounds._wait = lambda seconds: (shutil.rmtree(tmp_path / "volume" / str(world.fence) / "1.delta"), wait(0.0))[1]  # type: ignore
+    world.rounds._rest = lambda: shutil.rmtree(tmp_path / "volume" / str(world.fence) / "1.delta")  # type: ignore[method-assign]
     report = world.train(1)
     assert report.attempts == 2
     assert [entry.base for entry in known(world, tmp_path).entries] == [None, 0]
