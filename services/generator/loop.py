@@ -66,7 +66,7 @@ class RolloutLoop(RolloutWorker):
         super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.training(service.config))
         self.evaluation = evaluation
         self.in_flight = InFlight(self.config, engine, metrics)
-        self.serving = Serving(self.config, engine, self.in_flight, self.sampling, self._unable)
+        self.serving = Serving(self.config, engine, self.in_flight, self.sampling, self._unable, self.engine_died)
         self.draining = asyncio.Event()
         self.limit = Limit(Bounds.of(self.config).runnable)
         self._spare_from = 0.0

@@ -1,8 +1,9 @@
 """Serves completions to environments, which hold the tickets: `POST /v1/generate`, tokens in, tokens out.
 
 Guarantees: only published weights sample, as for the pod's own tickets; a completion that a drain or an aborting pause cuts off
-is returned with its tokens so far, to be continued elsewhere; a completion whose caller has disconnected is dropped. Waits for:
-the engine. Unblocked by: the engine, or the caller's disconnection.
+is returned with its tokens so far, to be continued elsewhere; a completion whose caller has disconnected is dropped; an engine
+that has died ends the process, as it does with the pod's own tickets. Waits for: the engine. Unblocked by: the engine, or the
+caller's disconnection.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class Serving:
 
     def __init__(
         self, config: RunConfig, engine: Engine, sampler: Sampler, sampling: SamplingParameters,
-        obstacle: Callable[[GenerationRequest], str],
+        obstacle: Callable[[GenerationRequest], str], died: Callable[[EngineDead], None],
     ) -> None:  # fmt: skip
-        """`obstacle` returns why the pod cannot serve a request now, or ""."""
-        self._config, self._engine, self._sampler, self._obstacle = config, engine, sampler, obstacle
-        self._sampling = sampling
+        """`obstacle` returns why the pod cannot serve a request now, or ""; `died` is told that the engine has died."""
+        self._config, self._engine, self._sampler, self._sampling = config, engine, sampler, sampling
+        self._obstacle, self._died = obstacle, died
         self._running: dict[str, asyncio.Task[Generated]] = {}
 
     def __len__(self) -> int:
@@ -96,6 +97,7 @@ class Serving:
         except GenerationFailed as error:
             raise NotServed(422, str(error)) from None
         except EngineDead as error:
+            self._died(error)
             raise NotServed(503, f"the engine has died: {error}") from None
         finally:
             left.cancel()

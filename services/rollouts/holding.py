@@ -104,6 +104,11 @@ class TicketHolder(Generic[Held]):
         if self._fault is not None:
             raise Broken(str(self._fault))
 
+    def engine_died(self, error: EngineDead) -> None:
+        """End the holder's loop, which ends the process."""
+        self._fault = error
+        self.notifications.notify(self.room)
+
     async def start(self, claim: Claim) -> None:
         """Begin to work on a ticket. One that cannot be worked on fails for good."""
         fault = "the ticket is corrupt" if claim.ticket is None else self.unfit(claim.ticket)
@@ -132,7 +137,7 @@ class TicketHolder(Generic[Held]):
             self._counted.failures["generation"].inc()
             await self._fail(rollout, str(failure), 1)
         except EngineDead as error:
-            self._fault = error  # the holder's loop ends the process
+            self.engine_died(error)
         except StoreError as error:  # not the ticket's fault: its lease expires, and it is claimed again
             self._counted.failures["store"].inc()
             log.warning("rollout abandoned: Redis unavailable", error=str(error))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from services.console.local.redis_server import RedisServer
+from services.generator import loop as loops
 from services.generator.api import GENERATE, add_routes
+from services.generator.rollouts import evaluation
 from services.generator.serving import NotServed
 from services.http.credentials import api_tokens
 from services.protocol import codec
@@ -20,7 +22,9 @@ from services.protocol.messages import Span
 from services.protocol.payloads import Partial
 from services.rollouts.generated import Generated
 from services.rollouts.records import pack_partial
+from services.runtime.loops import Broken, Loop
 from services.store import Claim
+from services.weights.receiver import EngineDead
 from tests.generator.test_loop import generator
 from tests.support.harness import ticket, wait_until
 
@@ -153,6 +157,39 @@ async def test_a_volunteer_that_could_not_resign_serves_its_round(
         request = codec.encode(GenerationRequest("0", PROMPT, 3, 40, version=engine.version))
         reply = await loop.serve(request, asyncio.get_running_loop().create_future)
         assert codec.decode(reply, Partial).finish == ["stop"]
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+async def test_an_engine_that_dies_of_a_request_of_another_pod_ends_the_process(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch, evaluating: bool
+) -> None:
+    """No ticket of its own may ever tell the pod, since environments hold them all."""
+
+    async def dead(*given: object) -> Generated:
+        raise EngineDead("the core died")
+
+    for module, pause in ((loops, "IDLE_S"), (loops, "SPARE_S"), (evaluation, "IDLE_S")):
+        monkeypatch.setattr(module, pause, 60.0)
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        await service.view.refresh()
+        worker, version = loop, None
+        if evaluating:
+            assert loop.evaluation is not None
+            worker, version = loop.evaluation, engine.version
+            monkeypatch.setattr(worker, "_turn", _nothing)  # it would find no round and return to training
+            loop.evaluation.version = version
+        monkeypatch.setattr(engine, "generate", dead)
+        working = asyncio.create_task(worker.work(Loop("work", worker.work, 60.0)))
+        request = codec.encode(GenerationRequest("0", PROMPT, 3, 40, version=version))
+        with pytest.raises(NotServed, match="the engine has died: the core died") as refusal:
+            await loop.serve(request, asyncio.get_running_loop().create_future)
+        assert refusal.value.status == 503
+        with pytest.raises(Broken, match="the core died"):
+            await asyncio.wait_for(working, 20)
+
+
+async def _nothing(*given: object) -> None:
+    pass
 
 
 async def test_only_ids_beyond_the_models_vocabulary_are_rejected(tmp_path: Path, server: RedisServer) -> None:

@@ -50,7 +50,7 @@ class EvaluationWorker(RolloutWorker):
         self._limit = max(1, training // self.config.evaluation.samples)  # tickets, for as many completions as in training
         self._closed = self._leaving = False
         self._returned: list[Claim] = []  # tickets that were given up, until the round knows
-        self.serving = Serving(self.config, engine, engine, self.sampling, self._unable)
+        self.serving = Serving(self.config, engine, engine, self.sampling, self._unable, self.engine_died)
         self._turns = asyncio.Lock()  # keeps claims from racing with handing everything back
 
     @property
