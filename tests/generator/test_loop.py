@@ -18,9 +18,12 @@ from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.errors import RedisFull, StoreError
 from services.protocol.messages import Header
+from services.rollouts.generated import Generated
+from services.runtime.loops import Broken
 from services.runtime.service import Service
 from services.store import Store
 from services.verifiers.base import Job, Scores, VerifierFailure
+from services.weights.receiver import EngineDead
 from tests.support import flow
 from tests.support.harness import PlainTokenizer, buried, small_config, ticket, wait_until
 from tests.support.scripted import ScriptedEngine, scripted_logprobs, scripted_tokens
@@ -248,6 +251,21 @@ async def test_an_impossible_ticket_is_dead_lettered_at_once(
         (item,) = await service.store.replay.read_headers(fence, 10)
         assert item.header is not None
         assert codec.encode(item.header) == item.body
+
+
+async def test_an_engine_that_dies_of_a_ticket_ends_the_process(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dead(*given: object) -> Generated:
+        raise EngineDead("the core died")
+
+    async with generator(tmp_path, server) as (service, loop, engine):
+        await issue(service.store, ticket(0))
+        monkeypatch.setattr(engine, "generate", dead)
+        with pytest.raises(Broken, match="the core died"):
+            await asyncio.wait_for(service.run(loop.work), 20)
+        audit = await service.store.run.audit()
+        assert (audit["tickets"], audit.get("ledger:failed", 0)) == (1, 0), "another pod takes over when the lease expires"
 
 
 async def test_a_zombie_cannot_submit_a_ticket_taken_over(tmp_path: Path, server: RedisServer) -> None:
