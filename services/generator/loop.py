@@ -104,7 +104,7 @@ class RolloutLoop(RolloutWorker):
         view = self.service.view
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PUBLISHED_S), view.changed:
-                await view.changed.wait_for(lambda: view.state is None or view.state.published_version >= self.engine.version)
+                await view.changed.wait_for(lambda: view.state is None or view.state.published >= self.held)
 
     def why_idle(self) -> str:
         """Return why this pod would start little or no work now, or "" if it would, or is evaluating."""
@@ -135,6 +135,8 @@ class RolloutLoop(RolloutWorker):
             return "unsynced: an update was applied only in part; waiting for a complete one"
         if self.engine.version != state.published_version:
             return f"out of date: has policy version {self.engine.version}, but {state.published_version} is published"
+        if self.held != state.published:
+            return f"out of date: has policy version {self.engine.version} of another trainer than the published one"
         return ""
 
     async def work(self, loop: Loop) -> None:

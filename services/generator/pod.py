@@ -114,7 +114,7 @@ class GeneratorPod:
             return "generating"
         if self.rollouts.busy:
             return "scoring"
-        behind = self.engine.version < 0 or (state is not None and self.engine.version != state.published_version)
+        behind = self.engine.version < 0 or (state is not None and self.rollouts.held != state.published)
         return "syncing" if behind else "idle"
 
     async def _load(self) -> None:

@@ -203,6 +203,11 @@ class RunState:
     """Number of shards of its payloads; 0: they are stored with the index."""
 
     @property
+    def published(self) -> tuple[int, int]:
+        """Return what identifies the published weights: their trainer's fence, and their version."""
+        return self.published_by, self.published_version
+
+    @property
     def ended(self) -> bool:
         """Return whether no more work should be started."""
         return bool(self.stopping or self.finished)

@@ -85,6 +85,33 @@ async def test_a_completion_asked_for_before_an_update_is_published_waits_for_it
         assert codec.decode(await pending, Partial).finish == ["stop"]
 
 
+async def test_weights_of_a_trainer_that_was_replaced_are_not_sampled(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that retrains a version may not end with the same weights."""
+    monkeypatch.setattr(loops, "PUBLISHED_S", 60.0)
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        gone = asyncio.get_running_loop().create_future
+        fence = await service.store.run.attach_trainer()
+        await service.view.refresh()
+        assert loop.why_idle() == ""
+        assert codec.decode(await loop.serve(asked(), gone), Partial).finish == ["stop"], "nothing else is published yet"
+        service.say(trainer_fence=fence)
+        assert "of another trainer" in loop.why_idle()
+        pending = asyncio.create_task(loop.serve(asked(), gone))
+        await asyncio.sleep(0.05)
+        assert not pending.done(), "the new trainer publishes as soon as the other pods have its weights"
+        await service.store.steps.publish(fence, 0)
+        await service.view.refresh()
+        assert codec.decode(await pending, Partial).finish == ["stop"]
+        assert loop.why_idle() == ""
+        service.say(trainer_fence=fence - 1)
+        assert "of another trainer" in loop.why_idle()
+        with pytest.raises(NotServed, match="of another trainer"):
+            await asyncio.wait_for(loop.serve(asked(), gone), 20)
+        assert not engine.snapshot()
+
+
 async def test_a_drain_does_not_wait_for_the_end_of_an_update(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "sync.in_flight=abort") as (service, loop, _):
         await service.view.refresh()

@@ -70,6 +70,11 @@ class RolloutWorker(TicketHolder[Rollout]):
         return await self.engine.generate(request_id, prompt, seed, self.sampling, prefix)
 
     @property
+    def held(self) -> tuple[int, int]:
+        """Return what identifies the weights that the engine holds, as in `RunState.published`."""
+        return self.service.status.trainer_fence, self.engine.version
+
+    @property
     def busy(self) -> bool:
         """Whether anything is in progress."""
         return bool(self.rollouts)
