@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,14 +21,17 @@ _FINISH: dict[str, Literal["stop", "length", "aborted"]] = {"stop": "stop", "len
 
 def sampling_params(sampling: SamplingParameters, seed: int, made: int, stop_tokens: Sequence[int]) -> SamplingParams:
     """Return the parameters for a completion that already has `made` tokens."""
-    parameters = copy.copy(_parameters(sampling, tuple(stop_tokens)))
+    parameters = copy.copy(_parameters(replace(sampling, max_tokens=1), tuple(stop_tokens)))
     parameters.seed, parameters.max_tokens = seed, sampling.max_tokens - made
     return parameters
 
 
 @cache
 def _parameters(sampling: SamplingParameters, stop_tokens: tuple[int, ...]) -> SamplingParams:
-    """Return the parameters common to all completions of a run, since vLLM's checks take longer than starting a completion."""
+    """Return the parameters common to all completions of a run, since vLLM's checks take longer than starting a completion.
+
+    Not common are the seed and `max_tokens`: turns of environments ask for many values, and each would be kept.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
