@@ -70,6 +70,22 @@ async def test_a_completion_whose_caller_left_is_dropped(tmp_path: Path, server:
         await wait_until(lambda: not loop.busy and not engine.snapshot())
 
 
+async def test_a_request_sent_again_takes_the_place_of_the_first(tmp_path: Path, server: RedisServer) -> None:
+    """Its caller has lost the connection, and no longer waits for the first reply."""
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        gone = asyncio.get_running_loop().create_future
+        await service.view.refresh()
+        engine._token_s = 0.02
+        first = asyncio.create_task(loop.serve(asked(), gone))
+        await wait_until(lambda: engine.gauges().tokens > 0)
+        second = asyncio.create_task(loop.serve(asked(), gone))
+        with pytest.raises(NotServed, match="another request of the same id came"):
+            await first
+        assert len(loop.serving) == 1, "it still waits for the second reply"
+        assert codec.decode(await second, Partial).tokens.tolist() == engine.script([5, 6, 7], 3, 40)
+        assert not loop.busy
+
+
 async def test_a_completion_asked_for_before_an_update_is_published_waits_for_it(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         await service.view.refresh()
