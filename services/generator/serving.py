@@ -61,7 +61,7 @@ class Serving:
         self, config: RunConfig, engine: Engine, sampler: Sampler, sampling: SamplingParameters,
         obstacle: Callable[[GenerationRequest], str], died: Callable[[EngineDead], None],
     ) -> None:  # fmt: skip
-        """`obstacle` returns why the pod cannot serve a request now, or ""; `died` is told that the engine has died."""
+        """`obstacle` returns why the pod cannot serve a request now, or ""; `died` is called once the engine has died."""
         self._config, self._engine, self._sampler, self._sampling = config, engine, sampler, sampling
         self._obstacle, self._died = obstacle, died
         self._running: dict[str, asyncio.Task[Generated]] = {}
