@@ -276,8 +276,8 @@ def test_version_4_gets_a_row_by_its_arguments(window: int | None, deterministic
     assert given["backward"].pop("deterministic") == deterministic
     assert given["forward"] == given["backward"]
     shown = given["forward"]
-    assert (shown["causal"], shown.get("window_size_left"), shown.get("window_size_right")) == (
-        (True, None, None) if window is None else (False, window - 1, 0)
+    assert (shown.get("causal"), shown.get("window_size_left"), shown.get("window_size_right")) == (
+        (True, None, None) if window is None else (None, window - 1, 0)
     )
     assert (shown["softmax_scale"], shown["softcap"], shown["learnable_sink"]) == (0.5, 30.0, SINKS)
     assert (shown["cu_seqlens_q"], shown["cu_seqlens_k"]) == (packing.own, packing.whole)

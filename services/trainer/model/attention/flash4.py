@@ -86,10 +86,9 @@ def backward(
 
 
 def _given(packing: Packing, scores: ScoreRule) -> dict[str, Any]:
-    whole = scores.window is None
+    seen = {"causal": True} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
     return {
         "cu_seqlens_q": packing.own, "cu_seqlens_k": packing.whole,
         "max_seqlen_q": packing.longest_own, "max_seqlen_k": packing.longest,
-        "softmax_scale": scores.scaling, "softcap": scores.softcap or 0.0, "learnable_sink": scores.sinks, "causal": whole,
-        **({} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}),
+        "softmax_scale": scores.scaling, "softcap": scores.softcap or 0.0, "learnable_sink": scores.sinks, **seen,
     }  # fmt: skip
