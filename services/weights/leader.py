@@ -140,15 +140,13 @@ class SyncRounds:
         return SyncReport(version, group.epoch, members, attempts, total_s, transfer_s)
 
     def pause(self, ending: Callable[[], bool], failed: bool = True) -> None:
-        """Wait a moment before a version is sent again: the whole of it if an attempt `failed`, otherwise until there may be
-        generators. Raises `Alone` if `ending`.
+        """Wait a moment before a version is sent again, less if no attempt `failed` and a generator arrives.
+
+        Raises `Alone` if `ending`.
         """
         if ending():
             raise Alone
-        if failed:
-            self._rest()
-        else:
-            self._wait(RETRY_PAUSE_S)
+        self._wait(RETRY_PAUSE_S, whole=failed)
 
     def catch_up(self, version: int) -> SyncReport | None:
         """Bring `version` to the generators that do not hold it yet, if any. From a store they fetch it themselves."""
@@ -171,7 +169,7 @@ class SyncRounds:
             if sent := self._send_round(version, worlds, first):
                 return sent
             if self._membership.excluded == blamed:  # the sender's own fault, e.g. a full disk
-                self._rest()
+                self._wait(RETRY_PAUSE_S, whole=True)
         return None
 
     def _heard(self) -> set[str]:
@@ -217,10 +215,8 @@ class SyncRounds:
             self._leave_out(set(worlds) - present)
             worlds = {member: world for member, world in worlds.items() if member in present}
             if not worlds:  # those that were asked are free again; that all declined is no failure
-                over = self._round(version, "failed", asked, 0, self._membership.epoch)
-                self._call(self.store.fleet.set_round(self._fence, over))
-                return None
-            if not self._make_group(version, worlds):
+                self._open(self._round(version, "failed", asked, 0, self._membership.epoch), counts=False)
+            if not worlds or not self._make_group(version, worlds):
                 return None
         group = self._membership.group
         assert group is not None
@@ -307,8 +303,9 @@ class SyncRounds:
         self._open(current)
         return self._collect(current, self.config.sync.join_deadline_s, self._tick)
 
-    def _open(self, current: Round) -> None:
-        self._begins(current.phase)
+    def _open(self, current: Round, counts: bool = True) -> None:
+        if counts:
+            self._begins(current.phase)
         self._call(self.store.fleet.set_round(self._fence, current))
 
     def _acks(self) -> dict[str, tuple[str, str]]:
@@ -337,15 +334,14 @@ class SyncRounds:
         await self.notifications.wait("acks", "fleet", timeout=seconds)
         return (await self.store.fleet.round())[1]
 
-    def _rest(self) -> None:
-        """Wait before another attempt, whatever arrives: the answers to the failed one do."""
-        until = time.monotonic() + RETRY_PAUSE_S
+    def _wait(self, seconds: float, whole: bool = False) -> None:
+        """Wait until something arrives, or the `whole` time: answers to a failed attempt must not hasten the next."""
+        until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._wait(left)
-
-    def _wait(self, seconds: float) -> None:
-        self._tick()
-        self._call(self.notifications.wait("acks", "fleet", timeout=seconds))
+            self._tick()
+            self._call(self.notifications.wait("acks", "fleet", timeout=left))
+            if not whole:
+                return
 
     def _of_group(self, version: int, phase: str, group: CollectiveGroup) -> Round:
         return self._round(version, phase, dict(group.ranks), group.world_size, group.epoch)

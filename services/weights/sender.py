@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import torch
@@ -208,14 +208,10 @@ class WeightSender:
         try:
             if self._sender:
                 self._send(self._merged(gathered), deadline)
-        except torch.AcceleratorError:  # this process's device is lost to it: no other group or member helps
-            raise
         except FAILURES as error:
-            let_go(error)
             if self._chosen and deadline.passed:
                 self._choice.too_slow()
-            self.close_group()
-            raise SendFailed(f"failed to send weights: {error}") from error
+            self._fail(error)
         finally:
             for _ in gathered:  # after a failure too: the other ranks continue gathering
                 pass
@@ -241,6 +237,13 @@ class WeightSender:
         self._sent = (fence, version)
         share = nbytes / max(1, self.manifest.nbytes)
         self._last = {"bytes": float(nbytes), "share": share, "changed": changed, "delta": float(delta)}
+
+    def _fail(self, error: Exception) -> NoReturn:
+        if isinstance(error, torch.AcceleratorError):  # this process's device is lost to it: no other group or member helps
+            raise error
+        let_go(error)
+        self.close_group()
+        raise SendFailed(f"failed to send weights: {error}") from error
 
     def close_group(self) -> None:
         """Rank 0: drop the group and its store, if any; the next transfer has all weights."""

@@ -147,9 +147,9 @@ def open_world(
     world = World(config, portal, store, fence, sender, rounds, model)
     opening = rounds._open
 
-    def opened(current: Round) -> None:
+    def opened(current: Round, counts: bool = True) -> None:
         world.gathered.update(current.members)
-        opening(current)
+        opening(current, counts)
 
     rounds._open = opened
     try:

@@ -137,7 +137,7 @@ def test_a_damaged_delta_is_rejected_and_all_weights_follow(world: World, monkey
     monkeypatch.setattr(BroadcastEncoder, "encode", damaging)
     seen: list[dict[str, torch.Tensor]] = []
     wait = world.rounds._wait
-    world.rounds._wait = lambda seconds: (seen.append(dict(engine.weights)), wait(0.0))[1]  # type: ignore[method-assign]
+    world.rounds._wait = lambda seconds, whole=False: (seen.append(dict(engine.weights)), wait(0.0))[1]  # type: ignore[method-assign]
     step_of_trained(world, 1)
     report = world.train(1)
     assert report.attempts == 2

@@ -15,8 +15,8 @@ import structlog
 import torch
 
 from services.config import ConfigError, RunConfig
-from services.weights.collective import BUCKET_BYTES, Deadline, let_go
-from services.weights.sender import Merge, SendFailed, WeightSender
+from services.weights.collective import BUCKET_BYTES, Deadline
+from services.weights.sender import Merge, WeightSender
 from services.weights.sparse.encoder import ChangeEncoder
 from services.weights.sparse.patch import Patch, PatchRow, assemble
 from services.weights.transports import FAILURES
@@ -141,13 +141,6 @@ class SparseWeightSender(WeightSender):
         self._sent = None if problems else (order.fence, order.version)
         self._patches = 0 if self._to_holders else self._patches
         self._say(self.manifest.nbytes, 1.0, delta=False)
-
-    def _fail(self, error: BaseException) -> None:
-        if isinstance(error, torch.AcceleratorError):  # as in `WeightSender.send`
-            raise error
-        let_go(error)
-        self.close_group()
-        raise SendFailed(f"failed to send weights: {error}") from error
 
     def _encode(self) -> tuple[str, list[PatchRow], torch.Tensor]:
         try:

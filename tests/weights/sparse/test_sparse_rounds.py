@@ -115,7 +115,7 @@ def test_a_damaged_patch_is_rejected_and_all_weights_follow(world: World, monkey
     seen: list[tuple[bool, dict[str, torch.Tensor]]] = []
     wait = world.rounds._wait
     between = lambda seconds: (seen.append((engine.whole, {n: w.clone() for n, w in engine.weights.items()})), wait(0.0))  # noqa: E731
-    world.rounds._wait = lambda seconds: between(seconds)[1]  # type: ignore[method-assign]
+    world.rounds._wait = lambda seconds, whole=False: between(seconds)[1]  # type: ignore[method-assign]
     step_of_trained(world, 1)
     assert world.train(1).attempts == 2
     assert not world.sender.sent["delta"]

@@ -41,6 +41,15 @@ def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
         yield world
 
 
+@pytest.fixture
+def announced(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what another reader announces: everything, until it is cleared. Anchors are frequent."""
+    found, sweep = [f"{world.fence}/0"], world.sender.sweep
+    monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
+    monkeypatch.setattr(world.sender, "sweep", lambda readers: sweep([*readers, *found]))
+    return found
+
+
 def step(world: World, seed: int) -> None:
     """Change about a fiftieth of the weights."""
     torch.manual_seed(seed)
@@ -247,12 +256,8 @@ def test_a_lone_member_that_declined_applies_what_it_fetched(closes: bool, world
     assert_equal(world, "late")
 
 
-def test_announced_versions_are_kept_until_released(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
+def test_announced_versions_are_kept_until_released(world: World, announced: list[str], tmp_path: Path) -> None:
     world.member("a")
-    announced = [f"{world.fence}/0"]
-    sweep = world.sender.sweep
-    monkeypatch.setattr(world.sender, "sweep", lambda readers: sweep([*readers, *announced]))
     for version in range(8):
         step(world, version)
         world.train(version)
@@ -274,11 +279,10 @@ def test_announced_versions_are_kept_until_released(world: World, tmp_path: Path
     assert_equal(world)
 
 
-def test_what_a_reader_kept_is_deleted_once_it_is_done(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
+def test_what_a_reader_kept_is_deleted_once_it_is_done(
+    world: World, announced: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.member("a")
-    announced, sweep = [f"{world.fence}/0"], world.sender.sweep
-    monkeypatch.setattr(world.sender, "sweep", lambda readers: sweep([*readers, *announced]))
     for version in range(6):
         step(world, version)
         world.train(version)
@@ -325,7 +329,9 @@ def test_a_failed_write_costs_an_attempt_but_no_anchor(world: World, tmp_path: P
     world.train(0)
     step(world, 1)
     (tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0").mkdir(parents=True)  # where its data is to be written
-    world.rounds._rest = lambda: shutil.rmtree(tmp_path / "volume" / str(world.fence) / "1.delta")  # type: ignore[method-assign]
+    begun = tmp_path / "volume" / str(world.fence) / "1.delta"
+    rounds, wait = world.rounds, world.rounds._wait
+    rounds._wait = lambda seconds, whole=False: (shutil.rmtree(begun), wait(0.0))[1]  # type: ignore[method-assign]
     report = world.train(1)
     assert report.attempts == 2
     assert [entry.base for entry in known(world, tmp_path).entries] == [None, 0]
@@ -350,7 +356,7 @@ def test_damaged_data_is_rejected_and_the_weights_are_resent(world: World, tmp_p
     damaged: list[bytes] = []
     world.rounds._broadcast = damaging
     before = world.engines["a"].weights
-    world.rounds._wait = lambda seconds: (  # type: ignore[method-assign]
+    world.rounds._wait = lambda seconds, whole=False: (  # type: ignore[method-assign]
         (tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0").write_bytes(damaged[0])
     )
     report = world.train(1)
