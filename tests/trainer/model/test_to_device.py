@@ -46,7 +46,7 @@ def copies(row: PackedRow, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, 
 
 def test_a_row_is_sent_to_a_gpu_without_waiting_for_it(row: PackedRow, copies: list[tuple[bool, bool]]) -> None:
     sent = row.to(GPU)
-    assert len(copies) == len(ROW_TENSORS) + 11, "the tensors of the packing are sent too"
+    assert len(copies) == len(ROW_TENSORS) + 10, "the tensors of the packing are sent too"
     assert set(copies) == {(True, False)}
     assert sent.samples == row.samples
     assert torch.equal(sent.packing.shared.slots, row.packing.shared.slots)

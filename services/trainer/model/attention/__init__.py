@@ -73,8 +73,7 @@ def packed_attention(
 
         return flexible(q, k, v, packing, scores)[None], None
     if fused.kernels_of(fused.available(), q, k, v, scores):
-        if packing is not row.packing:
-            row.packing = packing
+        row.packing = packing
         return fused.attend(q, k, v, scores)[None], None
     return _padded(q, k, v, packing, scores)[None], None
 

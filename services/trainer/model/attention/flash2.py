@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,8 +25,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule
     q holds the sequences' own tokens, k and v all, last aligned with last.
     """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, False, **_given(scores)
-    )
+        q, k, v, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, False,
+        scale=scores.scaling, **windows(scores),
+    )  # fmt: skip
     return out, lse
 
 
@@ -39,10 +38,10 @@ def backward(
     random, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)  # there is no dropout
     return torch.ops.aten._flash_attention_backward(
         gradient, q, k, v, out, lse, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, random, unused,
-        **_given(scores),
+        scale=scores.scaling, **windows(scores),
     )  # fmt: skip
 
 
-def _given(scores: ScoreRule) -> dict[str, Any]:
-    windows = {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
-    return {"scale": scores.scaling, **windows}
+def windows(scores: ScoreRule) -> dict[str, int]:
+    """Return the arguments, of both versions, for how far a token sees to either side; none without a window."""
+    return {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.model.attention.explicit import ScoreRule
+from services.trainer.model.attention.flash2 import windows
 from services.trainer.model.attention.packing import Packing
 
 HOPPER = (9, 0)
@@ -86,9 +87,9 @@ def backward(
 
 
 def _given(packing: Packing, scores: ScoreRule) -> dict[str, Any]:
-    seen = {"causal": True} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
     return {
         "cu_seqlens_q": packing.own, "cu_seqlens_k": packing.whole,
         "max_seqlen_q": packing.longest_own, "max_seqlen_k": packing.longest,
-        "softmax_scale": scores.scaling, "softcap": scores.softcap or 0.0, "learnable_sink": scores.sinks, **seen,
+        "softmax_scale": scores.scaling, "softcap": scores.softcap or 0.0, "learnable_sink": scores.sinks,
+        **(windows(scores) or {"causal": True}),
     }  # fmt: skip

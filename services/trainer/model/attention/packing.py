@@ -43,7 +43,6 @@ class Packing:
     shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
     filled: Tensor  # [P] int64: the token of the row at each place of the batches; an arbitrary token at places of padding
     owned: Tensor  # [T] int64: the place of each token in the sequence that owns it
-    sources: Tensor  # [P] int64: the token at each place, T at places of padding and of tokens that another sequence owns
     shared: Shared
 
     @classmethod
@@ -64,9 +63,7 @@ class Packing:
         slots = slots[owner] + offset
         filled = torch.zeros(sum(count * length for count, length in shapes), dtype=torch.int64)
         filled[slots] = sequences
-        owned, tokens = slots[~theirs], int(ends[-1])  # in the order of the row, whose tokens lie as the sequences that own them
-        sources = torch.full_like(filled, tokens)
-        sources[owned] = torch.arange(tokens)
+        owned = slots[~theirs]  # in the order of the row, whose tokens lie as the sequences that own them
         unique, numbers = sequences[theirs].unique(return_inverse=True)
         return cls(
             own=F.pad(ends, (1, 0)).to(torch.int32),
@@ -78,7 +75,6 @@ class Packing:
             shapes=shapes,
             filled=filled,
             owned=owned,
-            sources=sources,
             shared=Shared(theirs.nonzero()[:, 0], slots[theirs], unique, numbers),
         )
 
