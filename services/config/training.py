@@ -147,7 +147,7 @@ class Trainer(Section):
     FlexAttention, which pads nothing and computes capped scores, but is slower otherwise; needs a GPU."""
     compile: bool = False
     """Compile the model's blocks and the logprobs with torch.compile, which about halves the time of a step on a GPU. Needs a
-    C compiler there. The first step takes some 10 s longer, and so do the first ones with rows of other lengths. Without
+    C compiler there. Loading a model for the first time takes some 10 s longer, and so does the first step. Without
     gradient_checkpointing, the logits of a row are kept, 2 bytes x vocabulary a token."""
     deterministic: bool = False
     """Use deterministic kernels, and rows that depend neither on the number of ranks nor on when groups ended. With zero_stage 0
