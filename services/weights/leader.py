@@ -130,8 +130,7 @@ class SyncRounds:
             self._sender.took(self._answered - sent.began)
         self._judge(group)
         self._open(self._of_group(version, "done", group))
-        if self._sender.sweeps:  # what members announce is read after the store has told readers what stays
-            self._sender.sweep({pod.fetching for pod in self._call(self.store.fleet.members(self.config.fleet.ttl_s))})
+        self._sweep()
         if not applied:
             return None
         self._applied |= dict.fromkeys(applied, version)
@@ -209,6 +208,7 @@ class SyncRounds:
             except SendFailed as error:
                 log.warning("failed to open a weight group", error=str(error))
                 self._membership.exclude(worlds)
+                self._sweep()
                 return None
             asked = dict.fromkeys(worlds, 0)
             present = self._phase(self._round(version, "gather", asked, 0, self._membership.epoch))
@@ -234,16 +234,27 @@ class SyncRounds:
         except SendFailed as error:
             log.warning("failed to send weights", epoch=group.epoch, error=str(error))
             self._give_up(version, group, self._membership.suspects())
+            self._sweep()
             return None
         if self._sender.ahead:
             self._open(transfer)
         return Sent(transfer, group, began, attempt_began, first)
+
+    def _sweep(self) -> None:
+        """Delete what the store no longer needs; after a failure, too, since the volume may be full of it.
+
+        What members announce is read after the store has told readers what stays.
+        """
+        if self._sender.sweeps:
+            self._sender.sweep({pod.fetching for pod in self._call(self.store.fleet.members(self.config.fleet.ttl_s))})
 
     def _judge(self, group: CollectiveGroup) -> None:
         """End the run if a weight arrives changed twice: once may be an accident, but further rounds would only hide a fault."""
         before = self._changed
         acks = {member: detail for member, (stage, detail) in self._said.items() if stage == "failed" and member in group.ranks}
         self._changed = {detail.removeprefix(CHANGED) for detail in acks.values() if detail.startswith(CHANGED)}
+        if self._changed:
+            self._sender.arrived_damaged()
         for tensor in sorted(self._changed & before):
             raise Fatal(
                 f"weight {tensor!r} was corrupted in two consecutive transfers, last at {', '.join(sorted(acks))}: check "

@@ -67,6 +67,10 @@ class Sender(Protocol):
         """Take how long the last `send` took until every member had applied it."""
         ...
 
+    def arrived_damaged(self) -> None:
+        """Take that members found other bytes in the last version than were sent."""
+        ...
+
     def open(self) -> tuple[str, int]:
         """Open a group. Raises `SendFailed`."""
         ...
@@ -154,6 +158,9 @@ class WeightSender:
         """Rank 0: take how long the last `send` took until every member had applied it."""
         if self._chosen is not None:
             self._choice.took(self._chosen, seconds)
+
+    def arrived_damaged(self) -> None:
+        """Do nothing: nothing that was sent is kept to be read again."""
 
     def sweep(self, readers: Iterable[str]) -> None:
         """Rank 0: delete what is not needed by members that announced what they read. Groups keep nothing."""

@@ -70,7 +70,7 @@ class VersionReader:
     def take(self, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
         """Bring the mirror to `version` and return its weights, which share its memory where nothing is merged.
 
-        Raises `RuntimeError` (of which `InvalidVersion` is one), `TimeoutError` or `WeightChanged`.
+        Raises `RuntimeError` (of which `InvalidVersion` is one: the store has no way there), `TimeoutError` or `WeightChanged`.
         """
         if not self._mirror.busy.acquire(timeout=deadline.left.total_seconds()):
             raise TimeoutError("an earlier fetch has not ended")
@@ -78,7 +78,10 @@ class VersionReader:
         pool = ThreadPoolExecutor(AHEAD, "fetch-weights")
         try:
             way = self._way_to(version, deadline)
-            self._follow(way, pool, deadline)
+            try:
+                self._follow(way, pool, deadline)
+            except InvalidVersion as error:  # of an object: the store does not hold what was written
+                raise WeightChanged(f"version {version} in the store ({error})") from error
             objects, nbytes = sum(1 + len(entry.parts) for entry in way), sum(entry.nbytes for entry in way)
             full = way[-1].full_nbytes if way else 0
         except TimeoutError:  # of a future, without a text

@@ -1,8 +1,9 @@
 """The trainer's side of `sync.backend = "store"`: every rank writes what changed in its share of the weights, rank 0 the rest.
 
 Guarantees: a version that the catalogue names is in the store as a whole, and never changes; a rank that fails leaves no rank
-waiting; a retry of a version writes the same bytes or an anchor; if the store lost what the next delta would need, an anchor is
-written instead; what a reader has announced to read is not deleted. Rank 0 decides, and tells the others in a collective.
+waiting; a retry of a version writes the same bytes or an anchor; if the store lost what the next delta would need, or members
+found it damaged, an anchor is written instead; what a reader has announced to read is not deleted. Rank 0 decides, and tells the
+others in a collective.
 Cost: a copy of the weights in host memory, shared by the ranks; anchors other than the first are written from it in a thread
 while the next step is trained, and the next `send` waits for their end.
 """
@@ -89,6 +90,7 @@ class StoreWeightSender:
         self._catalogue = Catalogue(0)
         self._based: int | None = None  # rank 0: the version whose bits are the base on all ranks
         self._label = (0, 0)
+        self._damaged = False  # members found that the store holds other bytes than were written
         self.sweeps = False
         """Return whether there may be something to sweep."""
         self._last: Entry | None = None  # what the last `send` wrote
@@ -113,6 +115,10 @@ class StoreWeightSender:
 
     def took(self, seconds: float) -> None:
         """Do nothing: the size decides."""
+
+    def arrived_damaged(self) -> None:
+        """Rank 0: take that members could not use what the store holds; nothing more is built on it."""
+        self._damaged = True
 
     def open(self) -> tuple[str, int]:
         """Rank 0: write the catalogue. Returns the trainer's folder below the place, and 0.
@@ -176,11 +182,11 @@ class StoreWeightSender:
     def _decide(self) -> Task:
         version, fence = self._label
         self._look()
-        if any(entry.version == version for entry in self._catalogue.entries):
+        if not self._damaged and any(entry.version == version for entry in self._catalogue.entries):
             return Task(fence, version, None, anchor_too=False, written=True)
         newest = self._catalogue.newest
         again = self._delta is not None and self._delta[:2] == (newest, version) and self._based == version
-        base = newest if newest is not None and (again or self._based == newest) else None
+        base = newest if newest is not None and not self._damaged and (again or self._based == newest) else None
         self._based = None  # unless it is written
         return Task(fence, version, base, anchor_too=self._anchor is None and self._catalogue.anchor_due(), written=False)
 
@@ -228,10 +234,11 @@ class StoreWeightSender:
         if self._anchor is None:
             return None
         (version, writing), self._anchor = self._anchor, None
+        self.sweeps = True  # what the anchor makes superfluous, or what is left of it
         try:
             return version, writing.result()
         except (OSError, RuntimeError, MemoryError) as error:
-            log.warning("failed to write an anchor of the weights; the next version has one", version=version, error=str(error))
+            log.warning("failed to write an anchor of the weights; a later version gets one", version=version, error=str(error))
             return None
 
     def _record_anchor(self, finished: list[tuple[int, Described] | None]) -> None:
@@ -242,22 +249,23 @@ class StoreWeightSender:
         try:
             entry = self._describe(done[0][0], None, [part for _, parts in done for part in parts])
             self._write_catalogue(self._catalogue.with_entry(entry).trimmed())
-            self.sweeps = True
         except OSError as error:
-            log.warning("failed to record an anchor of the weights; the next version has one", error=str(error))
+            log.warning("failed to record an anchor of the weights; a later version gets one", error=str(error))
 
     def _record(self, task: Task, whole: bool, problems: list[str], parts: Described) -> None:
         """Rank 0: write the manifest, then the catalogue. Raises `SendFailed`."""
+        self.sweeps |= whole or bool(problems)
         if problems:
             raise SendFailed(f"failed to write version {task.version}: {'; '.join(problems)}")
         self._based = task.version
+        sound = Catalogue(task.fence) if self._damaged else self._catalogue
         try:
             entry = self._describe(task.version, None if whole else task.base, parts)
-            self._write_catalogue(self._catalogue.with_entry(entry).trimmed())
-            self.sweeps |= whole
+            self._write_catalogue(sound.with_entry(entry).trimmed())
         except OSError as error:
+            self.sweeps = True
             raise SendFailed(f"failed to write version {task.version}: {error}") from error
-        self._last = entry
+        self._last, self._damaged = entry, False
 
     def _describe(self, version: int, base: int | None, parts: Described) -> Entry:
         made = manifest.assemble(version, self._catalogue.fence, base, self._tensors, self._weights, parts)

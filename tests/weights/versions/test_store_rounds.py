@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus, Round
 from services.weights import catch_up, member
+from services.weights.checksums import WeightChanged
 from services.weights.receiver import TransferFailed
 from services.weights.versions import catalogue
 from services.weights.versions.catalogue import CATALOGUE, Catalogue
@@ -338,30 +340,100 @@ def test_a_failed_write_costs_an_attempt_but_no_anchor(world: World, tmp_path: P
     assert_equal(world)
 
 
-def test_damaged_data_is_rejected_and_the_weights_are_resent(world: World, tmp_path: Path) -> None:
+def flip(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [("0.0", flip), ("0.0", lambda data: data[:-3]), ("0.0", lambda _: b""), ("manifest", flip), ("manifest", lambda _: b"{}")],
+)
+def test_a_version_that_is_damaged_in_the_store_is_replaced_by_an_anchor(
+    file: str, damage: Callable[[bytes], bytes], world: World, tmp_path: Path
+) -> None:
     world.member("a")
     world.train(0)
     step(world, 1)
-    send = world.rounds._broadcast
+    send, damaged = world.rounds._broadcast, list[Path]()
 
     def damaging() -> None:
         send()
-        if known(world, tmp_path).newest == 1 and not damaged:
-            path = tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0"
-            damaged.append(path.read_bytes())
-            data = bytearray(damaged[0])
-            data[len(data) // 2] ^= 4
-            path.write_bytes(data)
+        if not damaged:
+            damaged.append(tmp_path / "volume" / str(world.fence) / "1.delta" / file)
+            damaged[0].write_bytes(damage(damaged[0].read_bytes()))
 
-    damaged: list[bytes] = []
     world.rounds._broadcast = damaging
-    before = world.engines["a"].weights
-    world.rounds._wait = lambda seconds, whole=False: (  # type: ignore[method-assign]
-        (tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0").write_bytes(damaged[0])
-    )
-    report = world.train(1)
-    assert report.attempts == 2
-    assert before is not world.engines["a"].weights
+    assert world.train(1).attempts == 2
+    assert_equal(world)
+    assert [entry.folder for entry in known(world, tmp_path).entries] == ["1.anchor"], "nothing is built on what was damaged"
+    step(world, 2)
+    assert world.train(2).attempts == 1
+    assert_equal(world)
+    world.member("late")
+    world.portal.call(wait_until(lambda: world.versions()["late"] == 2))
+
+
+def test_damage_that_one_member_found_is_followed_by_an_anchor(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.member("a")
+    world.member("b")
+    world.train(0)
+
+    def differs(*_: object, **__: object) -> None:
+        raise WeightChanged("weight")
+
+    step(world, 1)
+    with monkeypatch.context() as damaged:
+        damaged.setattr(world.engines["b"]._mirror, "apply", differs)
+        assert len(world.train(1).members) == 1
+    step(world, 2)
+    assert len(world.train(2).members) == 2
+    assert [entry.folder for entry in known(world, tmp_path).entries] == ["2.anchor"]
+    assert_equal(world)
+
+
+def test_what_is_left_of_an_anchor_that_could_not_be_written_is_deleted(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
+    world.member("a")
+    world.train(0)
+    put = world.sender._objects.put
+
+    def full(name: str, data: Any) -> None:
+        put(name, data)
+        if "/2.anchor/" in name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(world.sender._objects, "put", full)
+    for version in (1, 2, 3):
+        step(world, version)
+        assert world.train(version).attempts == 1
+    assert [entry.folder for entry in known(world, tmp_path).entries] == ["0.anchor", "1.delta", "2.delta", "3.delta"]
+    assert not (tmp_path / "volume" / str(world.fence) / "2.anchor").exists()
+
+
+def test_a_trainer_makes_room_in_a_store_that_its_predecessor_filled(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.member("a")
+    world.train(0)
+    before = tmp_path / "volume" / str(world.fence)
+    world.fence = world.portal.call(world.store.run.attach_trainer())
+    world.rounds._fence = world.fence
+    world.rounds._membership.breaks()  # as its process knows of no group
+    put = world.sender._objects.put
+
+    def full(name: str, data: Any) -> None:
+        if before.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(name, data)
+
+    monkeypatch.setattr(world.sender._objects, "put", full)
+    step(world, 1)
+    world.train(1)
     assert_equal(world)
 
 
