@@ -59,9 +59,13 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     engine = VllmEngine()
     await engine.start(make_config(folder))
     yield Served(engine, model)
+    sockets = os.environ["VLLM_RPC_BASE_PATH"]
+    assert os.listdir(sockets)
     started = time.monotonic()
     await engine.close()
     assert time.monotonic() - started < 12
+    with pytest.raises(FileNotFoundError):
+        os.listdir(sockets)
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # other processes may exit meanwhile
             assert child.status() == psutil.STATUS_ZOMBIE or "EngineCore" not in " ".join(child.cmdline())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from services.generator.engines.vllm_weights import WorkerWeights, bounded
 from services.protocol.messages import Round
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.runtime import garbage_collection
+from services.verifiers.sandbox.scratch import Scratch
 from services.weights.receiver import EngineDead, TransferFailed
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class VllmEngine:
         self._resent: set[str] = set()  # running completions that were stopped to be sent to vLLM again
         self._tokens = 0  # of completions that ended
         self._strangers: set[int | None] = set()  # child processes of this one that do not belong to the engine
+        self._sockets: Scratch | None = None  # folder of vLLM's sockets, which it leaves behind
 
     async def start(self, config: RunConfig) -> None:
         """Load the model, which takes 10-15 s on a CPU."""
@@ -75,6 +78,8 @@ class VllmEngine:
 
     def _load(self) -> None:
         gpu = has_gpu()
+        self._sockets = Scratch()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         set_environment(self._config, gpu)
         with garbage_collection.importing():
             from vllm import AsyncEngineArgs
@@ -270,6 +275,9 @@ class VllmEngine:
             if child.name.startswith("EngineCore") and child.pid not in self._strangers:
                 child.kill()
                 child.join(1.0)
+        if self._sockets is not None:
+            self._sockets.remove()
+            self._sockets = None
 
 
 def _cache_environment(cached: bool) -> None:
