@@ -48,6 +48,10 @@ class FolderError(RuntimeError):
     """A folder could not be written or is damaged; the message names the path, the reason and the remedy."""
 
 
+class UnreadableFolder(FolderError):
+    """A folder exists, but cannot be read now; whether it is damaged is unknown."""
+
+
 def unfinished(final: Path, owner: int = 0) -> Path:
     """Return the folder in which `owner` writes `final`. Each owner has its own, so concurrent writers do not mix their files."""
     return final.with_name(f"{final.name}.{owner}{PARTIAL}")
@@ -119,17 +123,21 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """Return the manifest of a complete folder. Raises `FolderError`."""
+    """Return the manifest of a complete folder. Raises `FolderError`, or `UnreadableFolder`."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=FolderManifest)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise FolderError(f"{folder} is incomplete: {MANIFEST} cannot be read ({error.strerror})") from error
+    except OSError as error:
+        raise UnreadableFolder(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise FolderError(f"{folder / MANIFEST} is damaged: {error}") from error
 
 
 def verify(folder: Path, manifest: FolderManifest) -> None:
-    """Read every file and compare it with the manifest. Raises `FolderError` that names the first difference."""
+    """Read every file and compare it with the manifest. Raises `FolderError` that names the first difference, or
+    `UnreadableFolder`.
+    """
     for name, expected in manifest.files.items():
         path = folder / name
         try:
@@ -138,8 +146,10 @@ def verify(folder: Path, manifest: FolderManifest) -> None:
                 raise FolderError(f"{path} has {size} bytes, not {expected.size_bytes}: the folder is damaged")
             if _record(path).sha256 != expected.sha256:
                 raise FolderError(f"{path} differs from the SHA-256 in {MANIFEST}: the folder is damaged")
-        except OSError as error:
+        except FileNotFoundError as error:
             raise FolderError(f"{path} cannot be read: {error.strerror}") from error
+        except OSError as error:
+            raise UnreadableFolder(f"{path} cannot be read: {error.strerror}") from error
 
 
 def discard(partial: Path) -> None:

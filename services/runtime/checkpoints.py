@@ -1,19 +1,21 @@
 """The checkpoints of a run on disk: `<root>/step-00000012/`, the state after training step 12, and the pointer `<root>/latest`.
 
-Guarantees: what is listed as complete has a manifest and was written completely; nothing here writes or deletes; a checkpoint
-that this program cannot load is rejected with the reason, never skipped in favour of an older one.
+Guarantees: what is listed as complete has a manifest and was written completely; nothing here writes or deletes; a checkpoint is
+skipped in favour of an older one only if its files are damaged or gone. One that this program cannot load, or that cannot be read
+at the moment, is rejected with the reason. So is a folder whose checkpoints are all damaged: it must not look like a new run's.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.runtime import atomic_folders
-from services.runtime.atomic_folders import FolderError, FolderManifest
+from services.runtime.atomic_folders import FolderError, FolderManifest, UnreadableFolder
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +28,16 @@ ZeRO stage could load.
 """
 
 
+NO_STEP = sys.maxsize
+"""A step after all others."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message names the path, the reason and the remedy."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Files of a checkpoint are damaged or gone, so that an older checkpoint may be loaded instead."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +78,42 @@ class Saved:
             raise CheckpointError(f"cannot read {self.folder / name}: {error.strerror}") from error
 
     def verify(self) -> None:
-        """Compare every byte with the manifest. Raises `CheckpointError`."""
+        """Compare every byte with the manifest. Raises `DamagedCheckpoint`, or `CheckpointError` if it cannot be read now."""
         try:
             atomic_folders.verify(self.folder, self.manifest)
         except FolderError as error:
-            raise CheckpointError(
-                f"{error}; restore the file, or delete {self.folder} to resume from the previous checkpoint"
-            ) from error
+            raise _explained(self.folder, error) from error
+
+
+def _step_of(name: str) -> int:
+    """Return the step of a folder's name, or `NO_STEP`."""
+    number = name.removeprefix("step-")
+    return int(number) if number.isdigit() and number != name else NO_STEP
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Return whether a folder is complete. One of which that cannot be found out is: reading it tells why."""
+    try:
+        return (folder / atomic_folders.MANIFEST).exists()
+    except OSError:
+        return True
+
+
+def _saved(folder: Path) -> Saved:
+    """Return the checkpoint in a folder. Raises `DamagedCheckpoint`, or `CheckpointError` if it cannot be read now."""
+    try:
+        return Saved(folder, _step_of(folder.name), atomic_folders.read_manifest(folder))
+    except FolderError as error:
+        raise _explained(folder, error) from error
+
+
+def _explained(folder: Path, error: FolderError) -> CheckpointError:
+    """Return why a checkpoint cannot be loaded, and what to do."""
+    if isinstance(error, UnreadableFolder):
+        return CheckpointError(
+            f"{error}; make it readable, or if that is impossible, delete {folder} to resume from the previous checkpoint"
+        )
+    return DamagedCheckpoint(f"{error}; restore the file, or delete {folder} to resume from the previous checkpoint")
 
 
 def surplus(written: Iterable[int], step: int, keep: int, before: int) -> list[int]:
@@ -99,11 +138,10 @@ class CheckpointFolder:
         """Return complete checkpoints, oldest step first, without reading their files."""
         found = []
         for folder in self.root.glob("step-*"):
-            number = folder.name.removeprefix("step-")
-            if number.isdigit() and (folder / atomic_folders.MANIFEST).exists():
+            if _step_of(folder.name) < NO_STEP and _has_manifest(folder):
                 try:
-                    found.append(Saved(folder, int(number), atomic_folders.read_manifest(folder)))
-                except FolderError as error:
+                    found.append(_saved(folder))
+                except CheckpointError as error:
                     logger.warning("checkpoint ignored: %s", error)
         return sorted(found, key=lambda saved: saved.step)
 
@@ -114,53 +152,76 @@ class CheckpointFolder:
     def unfinished(self) -> list[Path]:
         """Return folders of checkpoints that are being written, or were left partly written or partly deleted."""
         marked = self.root.glob(f"step-*{atomic_folders.PARTIAL}")
-        bare = (
-            path for path in self.root.glob("step-*") if path.name[5:].isdigit() and not (path / atomic_folders.MANIFEST).exists()
-        )
+        bare = (path for path in self.root.glob("step-*") if _step_of(path.name) < NO_STEP and not _has_manifest(path))
         return sorted({*marked, *bare})
 
     def named(self) -> str:
         """Return the name of the checkpoint in `latest`, or an empty string."""
         try:
+            return self._named_or_raise()
+        except OSError:
+            return ""
+
+    def _named_or_raise(self) -> str:
+        try:
             return (self.root / "latest").read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
+        except (FileNotFoundError, UnicodeDecodeError):
             return ""
 
     def named_step(self) -> int:
         """Return the step of the checkpoint in `latest`; without one, a step after all others."""
-        number = self.named().removeprefix("step-")
-        return int(number) if number.isdigit() else sys.maxsize
+        return _step_of(self.named())
 
     def latest(self) -> Saved | None:
-        """Return the checkpoint that `latest` names, or the last undamaged one before it. Compares every byte.
+        """Return the checkpoint that `latest` names, or the last undamaged one before it; None if there is no checkpoint at all.
 
-        Checkpoints of later steps, left behind by a restore, come last. Raises `CheckpointError` if the checkpoint is from
-        another version of this program.
+        Compares every byte. Checkpoints of later steps, left behind by a restore, come last. Raises `CheckpointError` if the
+        checkpoint is from another version of this program or cannot be read now, or if all checkpoints are damaged.
         """
-        named = self.named_step()
         self.passed_over = ""
-        for candidate in sorted(self.complete(), key=lambda one: (one.step <= named, one.step), reverse=True):
-            if candidate.refusal:
-                raise CheckpointError(candidate.refusal)
+        damaged = list[str]()
+        for folder in self._by_preference():
             try:
+                candidate = _saved(folder)
+                if candidate.refusal:
+                    raise CheckpointError(candidate.refusal)
                 candidate.verify()
-                return candidate
-            except CheckpointError as error:
-                self.passed_over = self.passed_over or str(error)
+            except DamagedCheckpoint as error:
+                damaged.append(str(error))
                 logger.warning("checkpoint skipped: %s", error)
+            else:
+                self.passed_over = next(iter(damaged), "")
+                return candidate
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self.root} can be loaded: {'; '.join(damaged)}; to start from model.path again, choose "
+                "another run.name"
+            )
         return None
+
+    def _by_preference(self) -> list[Path]:
+        """Return the folders of all steps, complete or not, in the order in which they are tried. Raises `CheckpointError`."""
+        try:
+            there = [self.root / name for name in os.listdir(self.root)]
+            named = _step_of(self._named_or_raise())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or self.root} cannot be read: {error.strerror}; make it readable") from error
+        steps = {folder: step for folder in there if (step := _step_of(folder.name)) < NO_STEP}
+        return sorted(steps, key=lambda folder: (steps[folder] <= named, steps[folder]), reverse=True)
 
     def at(self, step: int) -> Saved:
         """Return the checkpoint of a step, comparing every byte. Raises `CheckpointError` if it cannot be loaded."""
-        complete = self.complete()
-        for saved in complete:
-            if saved.step == step:
-                if saved.refusal:
-                    raise CheckpointError(saved.refusal)
-                saved.verify()
-                return saved
+        folder = next((one for one in self._by_preference() if _step_of(one.name) == step), None)
+        if folder is not None and _has_manifest(folder):
+            saved = _saved(folder)
+            if saved.refusal:
+                raise CheckpointError(saved.refusal)
+            saved.verify()
+            return saved
         name = f"step-{step:08d}"
         half = any(path.name.split(".")[0] == name for path in self.unfinished())
         why = f"was never finished: it has no {atomic_folders.MANIFEST}" if half else "does not exist"
-        there = ", ".join(str(saved.step) for saved in complete) or "none"
+        there = ", ".join(str(saved.step) for saved in self.complete()) or "none"
         raise CheckpointError(f"the checkpoint of step {step} in {self.root} {why}; complete checkpoints: {there}")

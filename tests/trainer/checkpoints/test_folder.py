@@ -116,7 +116,8 @@ def test_latest_skips_damaged_checkpoints(
     assert older.step == 1
     assert "differs from the SHA-256" in caplog.text
     (older.folder / atomic_folders.MANIFEST).write_text("{}")
-    assert checkpoints.latest() is None
+    with pytest.raises(CheckpointError, match=r"can be loaded: .*state-0\.pt differs .*; .*is damaged.*another run"):
+        checkpoints.latest()
 
 
 @pytest.mark.slow

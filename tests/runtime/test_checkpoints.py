@@ -1,0 +1,96 @@
+"""Which checkpoint of a folder is loaded: real files, some of them damaged, gone or unreadable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FolderManifest
+from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder, DamagedCheckpoint
+
+
+def write_checkpoint(root: Path, step: int, **facts: object) -> Path:
+    """Write a checkpoint and make it the latest."""
+    final = root / f"step-{step:08d}"
+    partial = atomic_folders.begin(final)
+    atomic_folders.write(partial / "state", b"of step %d" % step)
+    given = {"step": step, "layout": LAYOUT, "time_s": float(step)}
+    atomic_folders.finish(partial, final, FolderManifest(atomic_folders.digests(partial, 0, 1), given | facts))
+    atomic_folders.replace(root / "latest", final.name.encode())
+    return final
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> CheckpointFolder:
+    """Return a folder with the checkpoints of steps 9 and 14."""
+    for step in (9, 14):
+        write_checkpoint(tmp_path, step)
+    return CheckpointFolder(tmp_path)
+
+
+def looped(path: Path) -> Callable[[], object]:
+    """Make a file unreadable, even for root, and return how to undo that."""
+    aside = path.rename(path.with_name("aside"))
+    path.symlink_to(path)
+    return lambda: aside.replace(path)
+
+
+def a_folder(path: Path) -> Callable[[], object]:
+    """Make a manifest unreadable, even for root, and return how to undo that."""
+    aside = path.rename(path.with_name("aside"))
+    path.mkdir()
+
+    def undo() -> None:
+        path.rmdir()
+        aside.rename(path)
+
+    return undo
+
+
+@pytest.mark.parametrize(
+    ("name", "hide", "reason"),
+    [
+        ("state", looped, "cannot be read: Too many levels of symbolic links; make it readable"),
+        (atomic_folders.MANIFEST, a_folder, "cannot be read: Is a directory; make it readable"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(
+    name: str, hide: Callable[[Path], Callable[[], object]], reason: str, found: CheckpointFolder
+) -> None:
+    """The file server may be back soon: the process ends, and the next one tries again."""
+    show = hide(found.root / "step-00000014" / name)
+    for load in (found.latest, lambda: found.at(14)):
+        with pytest.raises(CheckpointError, match=reason) as raised:
+            load()
+        assert not isinstance(raised.value, DamagedCheckpoint)
+    show()
+    assert (found.latest() or found.at(9)).step == found.at(14).step == 14
+
+
+def test_an_unreadable_pointer_is_not_ignored(found: CheckpointFolder) -> None:
+    """It may name an older checkpoint than the newest, after a restore."""
+    show = looped(found.root / "latest")
+    with pytest.raises(CheckpointError, match="latest cannot be read: Too many levels of symbolic links"):
+        found.latest()
+    show()
+    assert found.latest() is not None
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_run(found: CheckpointFolder) -> None:
+    (found.root / "step-00000014" / "state").write_bytes(b"other")
+    assert (found.latest() or found.at(14)).step == 9
+    assert "state has 5 bytes, not 10" in found.passed_over
+    (found.root / "step-00000009" / atomic_folders.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be loaded: .*14/state has 5 bytes.*00009 is incomplete"):
+        found.latest()
+    assert found.passed_over == ""
+
+
+def test_a_folder_without_checkpoints_is_that_of_a_new_run(tmp_path: Path) -> None:
+    """The first checkpoint may have been interrupted."""
+    assert CheckpointFolder(tmp_path / "absent").latest() is None
+    atomic_folders.begin(tmp_path / "step-00000009", 7)
+    assert CheckpointFolder(tmp_path).latest() is None
