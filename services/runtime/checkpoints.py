@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,11 +172,12 @@ class CheckpointFolder:
         """Return the step of the checkpoint in `latest`; without one, a step after all others."""
         return _step_of(self.named())
 
-    def latest(self) -> Saved | None:
+    def latest(self, abandoned: Callable[[Saved], str] = lambda _: "") -> Saved | None:
         """Return the checkpoint that `latest` names, or the last undamaged one before it; None if there is no checkpoint at all.
 
         Compares every byte. Checkpoints of later steps, left behind by a restore, come last. Raises `CheckpointError` if the
         checkpoint is from another version of this program or cannot be read now, or if all checkpoints are damaged.
+        `abandoned` returns why a checkpoint counts as damaged although it is not, because it is of another history of the run.
         """
         self.passed_over = ""
         damaged = list[str]()
@@ -185,6 +186,8 @@ class CheckpointFolder:
                 candidate = _saved(folder)
                 if candidate.refusal:
                     raise CheckpointError(candidate.refusal)
+                if why := abandoned(candidate):
+                    raise DamagedCheckpoint(why)
                 candidate.verify()
             except DamagedCheckpoint as error:
                 damaged.append(str(error))

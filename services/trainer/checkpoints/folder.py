@@ -20,7 +20,7 @@ from typing import Any
 
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FileRecord, FolderError, FolderManifest
-from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder, Saved, surplus
+from services.runtime.checkpoints import LAYOUT, NO_STEP, CheckpointError, CheckpointFolder, Saved, surplus
 from services.trainer import ranks
 from services.trainer.state.files import StateError
 from services.trainer.step.policy import Policy
@@ -39,6 +39,23 @@ class CheckpointWriter:
     """Its fencing number. Its unfinished folders carry it, and it deletes unfinished folders of older trainers only."""
     superseded: Callable[[], str] = lambda: ""
     """Returns why it must not touch completed checkpoints, because another trainer writes here now; or an empty string."""
+    incarnation: int = 0
+    """The run's, which its checkpoints record."""
+    began: int = NO_STEP
+    """First step of this incarnation, if a restore began it."""
+
+    def abandoned(self, saved: Saved) -> str:
+        """Return why a checkpoint does not belong to the run's history, or an empty string.
+
+        One that records no incarnation is an old version's and is not checked.
+        """
+        written = saved.manifest.facts.get("incarnation", self.incarnation)
+        if saved.step < self.began or written >= self.incarnation:
+            return ""
+        return (
+            f"{saved.folder} belongs to a history that was abandoned when the run was restored to step {self.began - 1}; "
+            f"to return to it, use grpo restore {saved.step}"
+        )
 
 
 class Checkpoints(CheckpointFolder):
@@ -82,7 +99,7 @@ class Checkpoints(CheckpointFolder):
         chosen, problem = None, ""
         if policy.world.rank == 0:
             try:
-                chosen = self.latest() if step is None else self.at(step)
+                chosen = self.latest(self.owner.abandoned) if step is None else self.at(step)
             except CheckpointError as error:
                 problem = str(error)
         saved: Saved | None
@@ -92,7 +109,7 @@ class Checkpoints(CheckpointFolder):
         if saved is not None:
             self.load(policy, saved)
         if saved is not None and step is not None:  # a trainer that dies before its next save must return here
-            ranks.agree(self.owner.superseded() or self._point_to(saved) if policy.world.rank == 0 else "", CheckpointError)
+            ranks.agree(self.owner.superseded() or self.point_to(saved) if policy.world.rank == 0 else "", CheckpointError)
         return saved
 
     def try_out(self, rank: int) -> None:
@@ -108,7 +125,8 @@ class Checkpoints(CheckpointFolder):
             problem = atomic_folders.explain(self.root, error)
         ranks.agree(problem, CheckpointError)
 
-    def _point_to(self, saved: Saved) -> str:
+    def point_to(self, saved: Saved) -> str:
+        """Make `latest` name a checkpoint. Returns why that failed, or an empty string. Not collective."""
         try:
             atomic_folders.replace(self.root / "latest", saved.folder.name.encode())
         except FolderError as error:
@@ -126,9 +144,8 @@ class Checkpoints(CheckpointFolder):
             policy.save(partial / STATE)
         except StateError as error:
             raise CheckpointError(str(error)) from error
-        manifest = FolderManifest(
-            self._records(partial, rank, size), facts_of(policy) | ranks.from_rank_0({"step": step, "time_s": time.time()})
-        )
+        written = ranks.from_rank_0({"step": step, "time_s": time.time(), "incarnation": self.owner.incarnation})
+        manifest = FolderManifest(self._records(partial, rank, size), facts_of(policy) | written)
         ranks.agree(self._finish(partial, final, manifest) if rank == 0 else "", CheckpointError)
         return Saved(final, step, manifest)
 
@@ -167,7 +184,7 @@ class Checkpoints(CheckpointFolder):
         except FolderError as error:
             return str(error)
         step, before = manifest.facts["step"], self.named_step()
-        if problem := superseded() or self._point_to(Saved(final, step, manifest)):
+        if problem := superseded() or self.point_to(Saved(final, step, manifest)):
             return problem
         written = self.written()
         atomic_folders.remove(written[one] for one in surplus(written, step, self.keep, before) if not superseded())

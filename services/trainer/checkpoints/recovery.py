@@ -19,7 +19,7 @@ from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import StepPlan
 from services.runtime.atomic_folders import FolderError
-from services.runtime.checkpoints import SNAPSHOT
+from services.runtime.checkpoints import NO_STEP, SNAPSHOT
 from services.runtime.loops import Broken, Fatal
 from services.store import RunState, Store
 from services.store.snapshot_format import Snapshot, SnapshotError
@@ -49,7 +49,7 @@ class Recovery:
         self._plans: dict[int, StepPlan] = {}  # steps trained since the last checkpoint, plus its own last step
         self._published = -1  # the last version published by this trainer
         worker.copy_state = self._copy_state
-        worker.checkpoints.owner = CheckpointWriter(fence, self._superseded)
+        worker.checkpoints.owner = CheckpointWriter(fence, self._superseded)  # completed by `take_up`
 
     def state(self) -> RunState:
         """Return the run's state. Raises `Broken` if it is gone from Redis: dataprep recreates it and the next trainer restores
@@ -67,10 +67,12 @@ class Recovery:
         """
         state = self.state()
         try:
+            self._own(state)
             step = cast(int, self.commands.lead("restore", resume.wanted(state)))
             how = self._settle(state, step)
             if skipped := self.worker.checkpoints.passed_over:
                 how += f"; a later checkpoint was skipped: {skipped}"
+                self._abandon_later()
         except (Broken, Fatal):
             if state.restore >= 0 and not self._superseded():
                 self.call(self.store.run.request_restore(None))  # otherwise every new process would fail on it
@@ -78,10 +80,25 @@ class Recovery:
         self.call(self.store.run.resumed(how))
         log.info(how or "new run")
         state = self.state()
+        self._own(state)
         if step > state.checkpointed_step:  # its writer died before it reported it to Redis
             self.call(self.store.steps.checkpointed(self._fence, step))
             self.call(self.store.steps.retire())
         return step, state
+
+    def _own(self, state: RunState) -> None:
+        """Tell the folder of checkpoints which history of the run it continues."""
+        began = self.call(self.store.samples.begun()).get(state.incarnation, NO_STEP)
+        self.worker.checkpoints.owner = CheckpointWriter(self._fence, self._superseded, state.incarnation, began)
+
+    def _abandon_later(self) -> None:
+        """Make `latest` name the checkpoint that was loaded instead of a later one, now that the run continues from it.
+
+        Otherwise the later one would be kept in place of good ones, and loaded once its files are back.
+        """
+        assert self.worker.restored is not None
+        if problem := self._superseded() or self.worker.checkpoints.point_to(self.worker.restored):
+            raise Broken(problem)
 
     def _settle(self, state: RunState, step: int) -> str:
         """Attach to Redis, or restore the checkpoint of `step`, which is loaded. Returns how and why; empty for a new run."""

@@ -6,9 +6,8 @@ import contextlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ import torch
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FileRecord, FolderError, FolderManifest
 from services.runtime.checkpoints import LAYOUT
-from services.trainer import ranks
-from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, CheckpointWriter, Saved
-from services.trainer.ranks import World
+from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Saved
+from tests.support.models.lone_rank import LoneRank
 from tests.support.models.rank_worker import Job, launch
 from tests.support.models.tiny_model import VOCABULARY, make_model, make_payloads, make_samples
 
@@ -194,32 +192,8 @@ def test_latest_stays_at_a_restored_step(results: dict[Any, list[Any]]) -> None:
     assert ([saved.step for saved in good.complete()], good.named()) == ([2, 3], "step-00000003")
 
 
-class Ranks:
-    """One rank without a process group, whose policy is a file; `meanwhile` is called while it is written."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.meanwhile: Callable[[], object] = lambda: None
-        self.world, self.zero_stage = World(), 0
-        self.module = SimpleNamespace(named_parameters=list)
-        self.config = SimpleNamespace(run=SimpleNamespace(name="run"), model=SimpleNamespace(dtype="float32", path="tiny"))
-        patch.setattr(ranks, "gather", lambda value: [value])
-        patch.setattr(ranks, "from_rank_0", lambda value: value)
-
-    def save(self, folder: Path) -> None:
-        self.meanwhile()
-        atomic_folders.write(folder / "random-0.pt", b"state")
-
-    def load(self, folder: Path) -> None:
-        assert (folder / "random-0.pt").exists()
-
-    def checkpoints(self, root: Path, fence: int, newest: list[int]) -> Checkpoints:
-        found = Checkpoints(root, keep=2)
-        found.owner = CheckpointWriter(fence, lambda: "" if newest[0] == fence else "superseded")
-        return found
-
-
 def test_a_superseded_trainer_leaves_newer_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy: Any = Ranks(monkeypatch)
+    policy: Any = LoneRank(monkeypatch)
     newest = [7]
     old, new = (policy.checkpoints(tmp_path, fence, newest) for fence in (7, 8))
     crashed = [atomic_folders.begin(tmp_path / "step-00000001", owner) for owner in (0, 6)]
@@ -236,7 +210,7 @@ def test_a_superseded_trainer_leaves_newer_checkpoints_alone(tmp_path: Path, mon
         with pytest.raises(CheckpointError, match="superseded"):
             old.save(stale, 7)
 
-    stale: Any = Ranks(monkeypatch)
+    stale: Any = LoneRank(monkeypatch)
     policy.meanwhile = wakes
     new.save(policy, 7)
     new.save(stale, 11)
@@ -250,7 +224,7 @@ def test_a_superseded_trainer_leaves_newer_checkpoints_alone(tmp_path: Path, mon
 
 def test_checkpoints_from_before_a_restore_are_deleted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes steps that the run has since passed: a trainer must not fall back to an abandoned history."""
-    policy: Any = Ranks(monkeypatch)
+    policy: Any = LoneRank(monkeypatch)
     checkpoints = policy.checkpoints(tmp_path, 7, [7])
     checkpoints.save(policy, 3)
     checkpoints.save(policy, 5)
@@ -268,7 +242,7 @@ def test_a_trainer_checks_its_fence_again_after_slow_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: str, nth: int, refused: bool
 ) -> None:
     """Its successor saves steps 7 and 11 while it waits for the disk."""
-    policy: Any = Ranks(monkeypatch)
+    policy: Any = LoneRank(monkeypatch)
     newest = [7]
     old, new = (policy.checkpoints(tmp_path, fence, newest) for fence in (7, 8))
     old.keep = 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,15 @@ from typing import Any
 import pytest
 
 from services.protocol.messages import StepPlan
+from services.runtime import atomic_folders
 from services.runtime.checkpoints import SNAPSHOT
 from services.runtime.loops import Broken, Fatal
 from services.store import Store
+from services.trainer.checkpoints.folder import Checkpoints
 from services.trainer.checkpoints.recovery import Recovery
 from tests.support import flow
 from tests.support.harness import small_config
+from tests.support.models.lone_rank import LoneRank
 
 
 class Trainer:
@@ -34,6 +39,48 @@ class Trainer:
 
     async def stay_in_step(self, step: int) -> Any:
         return await asyncio.to_thread(self.recovery.stay_in_step, step)
+
+
+class Restarted(Trainer):
+    """A trainer that starts on real checkpoints, of a policy that is a file."""
+
+    def __init__(self, store: Store, fence: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(store, fence, folder)
+        self.policy: Any = LoneRank(patch)
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+        self.recovery.worker = SimpleNamespace(checkpoints=self.checkpoints, restored=None)  # type: ignore[assignment]
+        self.recovery.commands = SimpleNamespace(lead=self._restore)  # type: ignore[assignment]
+
+    def _restore(self, _: str, step: int) -> int:
+        found = self.checkpoints.restore(self.policy, None if step < 0 else step)
+        self.recovery.worker.restored = found
+        return -1 if found is None else found.step
+
+    async def take_up(self) -> tuple[int, str]:
+        """Resume the run. Return the step of the checkpoint, and how."""
+        step, state = await asyncio.to_thread(self.recovery.take_up)
+        return step, state.resumed
+
+    async def save(self, store: Store, step: int) -> None:
+        """Write the checkpoint of a step with dataprep's state."""
+        (folder := self.checkpoints.root.parent / "copied").mkdir(exist_ok=True)
+        await store.snapshots.save(self.recovery._fence, step, folder / SNAPSHOT, payloads=False)
+        copy = lambda partial: shutil.copy(folder / SNAPSHOT, partial)  # noqa: E731
+        await asyncio.to_thread(self.checkpoints.save, self.policy, step, copy)
+
+
+async def train(store: Store, team: flow.Team, *steps: int) -> None:
+    """Prepare, commit and publish further steps."""
+    for step in steps:
+        (group,) = await flow.buffer(store, team, 1)
+        await flow.prepare(store, team, step, [group])
+        await store.steps.commit(team.trainer, step)
+        await store.steps.publish(team.trainer, step + 1)
+
+
+def damage(folder: Path) -> None:
+    """Change a file of a checkpoint."""
+    (folder / "trainer" / "random-0.pt").write_bytes(b"wrong")
 
 
 async def trained(store: Store, folder: Path, steps: int) -> tuple[Trainer, flow.Team]:
@@ -158,3 +205,72 @@ async def test_a_checkpoint_of_other_prompts_is_refused_with_the_remedy(
     trainer.recovery.worker.restored = SimpleNamespace(folder=tmp_path, step=0)  # type: ignore[assignment]
     with pytest.raises(Fatal, match=f"the run cannot be restored to step 0: {message}"):
         await asyncio.to_thread(trainer.recovery._restore, state)
+
+
+async def test_a_damaged_checkpoint_is_not_kept_in_place_of_good_ones(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, team = await trained(store, tmp_path, 1)
+    trainer = Restarted(store, team.trainer, tmp_path, monkeypatch)
+    await trainer.save(store, 0)
+    await train(store, team, 1, 2)
+    await trainer.save(store, 2)
+    damage(trainer.checkpoints.root / "step-00000002")
+    step, how = await trainer.take_up()
+    assert step == 0
+    assert "retraining 2 steps; a later checkpoint was skipped: " in how
+    assert trainer.checkpoints.named() == "step-00000000"
+    await train(store, team, 3)
+    await trainer.save(store, 3)
+    assert [saved.step for saved in trainer.checkpoints.complete()] == [0, 3]
+
+
+@pytest.mark.parametrize("pointer", ["step-00000002", ""])
+async def test_a_checkpoint_of_an_abandoned_history_is_not_resumed(
+    pointer: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was damaged, so the run was restored to the one before; then its file was repaired, and `latest` changed by hand."""
+    _, team = await trained(store, tmp_path, 1)
+    trainer = Restarted(store, team.trainer, tmp_path, monkeypatch)
+    await trainer.take_up()
+    await trainer.save(store, 0)
+    await train(store, team, 1, 2)
+    await trainer.save(store, 2)
+    await store.steps.checkpointed(team.trainer, 2)
+    await store.steps.retire()
+    later = trainer.checkpoints.root / "step-00000002"
+    damage(later)
+    fence = await store.run.attach_trainer()
+    step, how = await Restarted(store, fence, tmp_path, monkeypatch).take_up()
+    assert (step, how.partition(";")[0].partition(":")[0]) == (0, "restored from checkpoint 0")
+
+    (later / "trainer" / "random-0.pt").write_bytes(b"state")
+    (trainer.checkpoints.root / "latest").write_text(pointer)
+    again = Restarted(store, await store.run.attach_trainer(), tmp_path, monkeypatch)
+    step, how = await again.take_up()
+    assert step == 0
+    assert (
+        "step-00000002 belongs to a history that was abandoned when the run was restored to step 0; to return to it, use" in how
+    )
+
+    await store.run.request_restore(2)
+    for _ in range(2):  # after that restore it is the run's history again
+        step, _ = await Restarted(store, await store.run.attach_trainer(), tmp_path, monkeypatch).take_up()
+        assert step == 2
+
+
+async def test_a_checkpoint_without_an_incarnation_is_resumed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written by an earlier version."""
+    _, team = await trained(store, tmp_path, 2)
+    trainer = Restarted(store, team.trainer, tmp_path, monkeypatch)
+    await trainer.save(store, 1)
+    path = trainer.checkpoints.root / "step-00000001" / atomic_folders.MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["facts"]["incarnation"]
+    path.write_text(json.dumps(manifest))
+    state = await store.run.state()
+    assert state is not None
+    await store.client.hset(store.keys.samples_state, f"begun:{state.incarnation}", 1)  # type: ignore[misc]
+    assert (await trainer.take_up())[0] == 1
