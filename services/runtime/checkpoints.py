@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ LAYOUT = 2
 ZeRO stage could load.
 """
 
+
+POLL_S = 1.0
 
 NO_STEP = sys.maxsize
 """A step after all others."""
@@ -91,10 +94,10 @@ def _step_of(name: str) -> int:
     return int(number) if number.isdigit() and number != name else NO_STEP
 
 
-def _has_manifest(folder: Path) -> bool:
-    """Return whether a folder is complete. One of which that cannot be found out is: reading it tells why."""
+def _exists(path: Path) -> bool:
+    """Return whether a path exists; True if that cannot be found out, as reading it tells why."""
     try:
-        return (folder / atomic_folders.MANIFEST).exists()
+        return path.exists()
     except OSError:
         return True
 
@@ -104,6 +107,8 @@ def _saved(folder: Path) -> Saved:
     try:
         return Saved(folder, _step_of(folder.name), atomic_folders.read_manifest(folder))
     except FolderError as error:
+        if not _exists(folder):
+            raise DamagedCheckpoint(f"{folder} does not exist, although `latest` names it: it was deleted or moved") from error
         raise _explained(folder, error) from error
 
 
@@ -129,8 +134,9 @@ def surplus(written: Iterable[int], step: int, keep: int, before: int) -> list[i
 class CheckpointFolder:
     """The checkpoints in one folder, read-only."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, wait_s: float = 0.0) -> None:
+        """`wait_s`: how long `latest` waits for the checkpoint that the pointer names to appear."""
+        self.root, self.wait_s = root, wait_s
         self.passed_over = ""
         """Why `latest` last fell back to an older checkpoint; empty: it did not."""
 
@@ -138,7 +144,7 @@ class CheckpointFolder:
         """Return complete checkpoints, oldest step first, without reading their files."""
         found = []
         for folder in self.root.glob("step-*"):
-            if _step_of(folder.name) < NO_STEP and _has_manifest(folder):
+            if _step_of(folder.name) < NO_STEP and _exists(folder / atomic_folders.MANIFEST):
                 try:
                     found.append(_saved(folder))
                 except CheckpointError as error:
@@ -152,7 +158,11 @@ class CheckpointFolder:
     def unfinished(self) -> list[Path]:
         """Return folders of checkpoints that are being written, or were left partly written or partly deleted."""
         marked = self.root.glob(f"step-*{atomic_folders.PARTIAL}")
-        bare = (path for path in self.root.glob("step-*") if _step_of(path.name) < NO_STEP and not _has_manifest(path))
+        bare = (
+            path
+            for path in self.root.glob("step-*")
+            if _step_of(path.name) < NO_STEP and not _exists(path / atomic_folders.MANIFEST)
+        )
         return sorted({*marked, *bare})
 
     def named(self) -> str:
@@ -203,27 +213,42 @@ class CheckpointFolder:
         return None
 
     def _by_preference(self) -> list[Path]:
-        """Return the folders of all steps, complete or not, in the order in which they are tried. Raises `CheckpointError`."""
+        """Return the folders of all steps, complete or not, in the order in which they are tried. Raises `CheckpointError`.
+
+        Includes the one that `latest` names, even if the listing lacks it: a network file system may cache an old one.
+        """
         try:
-            there = [self.root / name for name in os.listdir(self.root)]
-            named = _step_of(self._named_or_raise())
+            name = self._named_or_raise()
+        except OSError as error:
+            raise CheckpointError(f"{self.root / 'latest'} cannot be read: {error.strerror}; make it readable") from error
+        named, first = _step_of(name), list[Path]()
+        if named < NO_STEP:
+            first = [self.root / name]
+            until = time.monotonic() + self.wait_s
+            while not _exists(self.root / name / atomic_folders.MANIFEST) and time.monotonic() < until:
+                time.sleep(POLL_S)
+        steps = {folder: _step_of(folder.name) for folder in [*first, *self._listed()]}
+        return sorted(steps, key=lambda folder: (steps[folder] <= named, steps[folder]), reverse=True)
+
+    def _listed(self) -> list[Path]:
+        """Return the folders of all steps, complete or not. Raises `CheckpointError`."""
+        try:
+            return [self.root / name for name in os.listdir(self.root) if _step_of(name) < NO_STEP]
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"{error.filename or self.root} cannot be read: {error.strerror}; make it readable") from error
-        steps = {folder: step for folder in there if (step := _step_of(folder.name)) < NO_STEP}
-        return sorted(steps, key=lambda folder: (steps[folder] <= named, steps[folder]), reverse=True)
+            raise CheckpointError(f"{self.root} cannot be read: {error.strerror}; make it readable") from error
 
     def at(self, step: int) -> Saved:
         """Return the checkpoint of a step, comparing every byte. Raises `CheckpointError` if it cannot be loaded."""
-        folder = next((one for one in self._by_preference() if _step_of(one.name) == step), None)
-        if folder is not None and _has_manifest(folder):
+        name = f"step-{step:08d}"
+        folder = next((one for one in self._listed() if _step_of(one.name) == step), self.root / name)
+        if _exists(folder / atomic_folders.MANIFEST):
             saved = _saved(folder)
             if saved.refusal:
                 raise CheckpointError(saved.refusal)
             saved.verify()
             return saved
-        name = f"step-{step:08d}"
         half = any(path.name.split(".")[0] == name for path in self.unfinished())
         why = f"was never finished: it has no {atomic_folders.MANIFEST}" if half else "does not exist"
         there = ", ".join(str(saved.step) for saved in self.complete()) or "none"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,3 +97,28 @@ def test_a_folder_without_checkpoints_is_that_of_a_new_run(tmp_path: Path) -> No
     assert CheckpointFolder(tmp_path / "absent").latest() is None
     atomic_folders.begin(tmp_path / "step-00000009", 7)
     assert CheckpointFolder(tmp_path).latest() is None
+
+
+def test_a_checkpoint_that_was_deleted_is_reported(found: CheckpointFolder) -> None:
+    shutil.rmtree(found.root / "step-00000014")
+    assert (found.latest() or found.at(14)).step == 9
+    assert "step-00000014 does not exist, although `latest` names it" in found.passed_over
+    shutil.rmtree(found.root / "step-00000009")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be loaded: .*step-00000014 does not exist"):
+        found.latest()
+
+
+def test_an_outdated_listing_does_not_hide_the_latest(found: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS may list a folder from its cache after the trainer has moved to another machine."""
+    monkeypatch.setattr(os, "listdir", lambda _: ["latest", "step-00000009"])
+    assert (found.latest() or found.at(9)).step == found.at(14).step == 14
+    assert found.passed_over == ""
+
+
+def test_the_latest_may_take_a_moment_to_appear(found: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = (found.root / "step-00000014").rename(found.root / "hidden")
+    monkeypatch.setattr(time, "sleep", lambda _: hidden.rename(found.root / "step-00000014"))
+    assert (CheckpointFolder(found.root).latest() or found.at(14)).step == 9, "commands do not wait"
+    found.wait_s = 60.0
+    assert (found.latest() or found.at(9)).step == 14
+    assert found.passed_over == ""

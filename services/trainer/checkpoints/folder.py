@@ -30,6 +30,9 @@ __all__ = ["CheckpointError", "Checkpoints", "Saved"]
 STATE = "trainer"
 """Folder inside a checkpoint with the policy's state; files that others add in `save` are stored next to it."""
 
+APPEARS_S = 60.0
+"""How long NFS may not show what another machine has written: `acdirmax` of Linux."""
+
 
 @dataclass(frozen=True)
 class CheckpointWriter:
@@ -62,7 +65,7 @@ class Checkpoints(CheckpointFolder):
     """The checkpoints in one folder. Keeps the `keep` most recently written ones."""
 
     def __init__(self, root: Path, keep: int) -> None:
-        super().__init__(root)
+        super().__init__(root, APPEARS_S)
         self.keep = keep
         self.owner = CheckpointWriter()
         """Set on rank 0, which tells the other ranks."""
