@@ -75,10 +75,17 @@ def begin(final: Path, owner: int = 0) -> Path:
     return partial
 
 
-def digests(folder: Path, share: int, shares: int) -> dict[str, FileRecord]:
-    """Return records of every `shares`-th file under `folder`, starting with the `share`-th, so that ranks divide the reading."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    return {str(path.relative_to(folder)): _record(path) for path in paths[share::shares]}
+def files(folder: Path) -> list[str]:
+    """Return the relative paths of all files under `folder`, sorted.
+
+    Do not rely on it for files that other machines have just written: a network file system may list an older state.
+    """
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def records(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Return the records of these files under `folder`, by name. Raises `OSError`."""
+    return {name: _record(folder / name) for name in names}
 
 
 def finish(partial: Path, final: Path, manifest: FolderManifest, objection: Callable[[], str] = lambda: "") -> None:

@@ -14,7 +14,7 @@ def _make(final: Path, content: bytes = b"weights") -> FolderManifest:
     partial = atomic_folders.begin(final)
     (partial / "inner").mkdir()
     atomic_folders.write(partial / "inner" / "data", content)
-    manifest = FolderManifest(atomic_folders.digests(partial, 0, 1), {"step": 3})
+    manifest = FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), {"step": 3})
     atomic_folders.finish(partial, final, manifest)
     return manifest
 
@@ -65,14 +65,6 @@ def test_an_unwritable_location_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(FolderError, match="cannot be written: Not a directory; free space or make it writable"):
         atomic_folders.begin(tmp_path / "file" / "folder")
-
-
-def test_ranks_share_the_hashing(tmp_path: Path) -> None:
-    for number in range(7):
-        (tmp_path / f"{number}").write_bytes(bytes([number]))
-    shares = [atomic_folders.digests(tmp_path, share, 3) for share in range(3)]
-    assert {name: record for share in shares for name, record in share.items()} == atomic_folders.digests(tmp_path, 0, 1)
-    assert max(len(share) for share in shares) == 3
 
 
 def test_a_pointer_is_replaced_atomically(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ def write_checkpoint(root: Path, step: int, **facts: object) -> Path:
     partial = atomic_folders.begin(final)
     atomic_folders.write(partial / "state", b"of step %d" % step)
     given = {"step": step, "layout": LAYOUT, "time_s": float(step)}
-    atomic_folders.finish(partial, final, FolderManifest(atomic_folders.digests(partial, 0, 1), given | facts))
+    atomic_folders.finish(
+        partial, final, FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), given | facts)
+    )
     atomic_folders.replace(root / "latest", final.name.encode())
     return final
 

@@ -138,21 +138,24 @@ class Checkpoints(CheckpointFolder):
 
     def _save(self, policy: Policy, step: int, final: Path, partial: Path, beside: Callable[[Path], None] | None) -> Saved:
         rank, size = policy.world.rank, policy.world.size
-        ranks.agree(self._begin(final, beside) if rank == 0 else "", CheckpointError)
+        problem, mine = self._begin(final, beside) if rank == 0 else ("", [])
+        ranks.agree(problem, CheckpointError)
         shared = (partial / STATE).is_dir()
         ranks.agree(
             "" if shared else f"{partial} does not exist on this rank: mount one shared volume at run.dir", CheckpointError
         )
         try:
-            policy.save(partial / STATE)
+            mine += [f"{STATE}/{name}" for name in policy.save(partial / STATE)]
         except StateError as error:
             raise CheckpointError(str(error)) from error
         written = ranks.from_rank_0({"step": step, "time_s": time.time(), "incarnation": self.owner.incarnation})
-        manifest = FolderManifest(self._records(partial, rank, size), facts_of(policy) | written)
+        names = sorted(name for of_rank in ranks.gather(mine) for name in of_rank)
+        manifest = FolderManifest(self._records(partial, names[rank::size]), facts_of(policy) | written)
         ranks.agree(self._finish(partial, final, manifest) if rank == 0 else "", CheckpointError)
         return Saved(final, step, manifest)
 
-    def _begin(self, final: Path, beside: Callable[[Path], None] | None) -> str:
+    def _begin(self, final: Path, beside: Callable[[Path], None] | None) -> tuple[str, list[str]]:
+        """Create the unfinished folder with the files of `beside`. Returns why that failed, or "", and their names."""
         for path in self.root.glob(f"step-*{atomic_folders.PARTIAL}"):  # left by a crash: they only take space
             if atomic_folders.owner_of(path) <= self.owner.fence:
                 atomic_folders.discard(path)
@@ -160,27 +163,29 @@ class Checkpoints(CheckpointFolder):
             partial = atomic_folders.begin(final, self.owner.fence)
             if beside is not None:
                 beside(partial)
+            names = atomic_folders.files(partial)
             (partial / STATE).mkdir()
         except FolderError as error:
-            return str(error)
+            return str(error), []
         except OSError as error:
-            return atomic_folders.explain(final, error)
-        return ""
+            return atomic_folders.explain(final, error), []
+        return "", names
 
-    def _records(self, partial: Path, rank: int, size: int) -> dict[str, FileRecord]:
-        """Compute sizes and hashes of all files; each rank reads its share."""
+    def _records(self, partial: Path, names: list[str]) -> dict[str, FileRecord]:
+        """Compute sizes and hashes of all files; this rank reads those of `names`."""
         problem, mine = "", {}
         try:
-            mine = atomic_folders.digests(partial, rank, size)
+            mine = atomic_folders.records(partial, names)
+        except FileNotFoundError as error:
+            problem = (
+                f"{error.filename}, which another rank wrote, does not exist on this rank: mount one shared volume at run.dir"
+            )
         except OSError as error:
-            problem = f"cannot read back {partial}: {error.strerror}"
+            problem = f"cannot read back {error.filename or partial}: {error.strerror}"
         ranks.agree(problem, CheckpointError)
         return {name: record for part in ranks.gather(mine) for name, record in part.items()}
 
     def _finish(self, partial: Path, final: Path, manifest: FolderManifest) -> str:
-        missing = [rank for rank in range(manifest.facts["ranks"]) if f"{STATE}/random-{rank}.pt" not in manifest.files]
-        if missing:
-            return f"{partial} lacks the files of ranks {missing}: mount one shared volume at run.dir"
         superseded = self.owner.superseded
         try:
             atomic_folders.finish(partial, final, manifest, superseded)

@@ -82,7 +82,9 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
             "model": type(module).__name__,
             "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         }
-        atomic_folders.finish(partial, folder, FolderManifest(atomic_folders.digests(partial, 0, 1), facts))
+        atomic_folders.finish(
+            partial, folder, FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), facts)
+        )
     except FolderError as error:
         problem = str(error)
     except OSError as error:

@@ -53,10 +53,12 @@ class ReferencePolicy:
         if self._average is not None:
             self._average.after(step)
 
-    def save(self, folder: Path) -> None:
-        """Write the average. A frozen reference is `model.path` itself and is not written. Raises `StateError`."""
-        if self._average is not None:
-            self._average.save(folder)
+    def save(self, folder: Path) -> list[str]:
+        """Write the average, and return the names of the files; a frozen reference is `model.path` itself and needs none.
+
+        Raises `StateError`.
+        """
+        return [] if self._average is None else [self._average.save(folder)]
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, with any number of ranks. Raises `StateError`.
@@ -90,14 +92,19 @@ class PolyakAverage:
             average.lerp_(_held(self._policy[name]).float(), self._options.alpha)
         self._show()
 
-    def save(self, folder: Path) -> None:
-        """Write what this rank holds. Where all ranks hold the same, each writes a share. Raises `StateError`."""
+    def save(self, folder: Path) -> str:
+        """Write what this rank holds, and return the file's name. Where all ranks hold the same, each writes a share.
+
+        Raises `StateError`.
+        """
         mine = self._average.keys()
         if not self._sharded:
             sizes = {name: average.numel() for name, average in self._average.items()}
             mine = archive.share(sizes, self._world.rank, self._world.size)
         held = [Flat([self._piece(name)], {AVERAGE: self._average[name]}) for name in mine]
-        archive.write(folder / f"{AVERAGE}-{self._world.rank}.pt", held)
+        name = f"{AVERAGE}-{self._world.rank}.pt"
+        archive.write(folder / name, held)
+        return name
 
     def load(self, saved: Archive) -> None:
         """Restore what `save` wrote, with any number of ranks. Raises `StateError`."""

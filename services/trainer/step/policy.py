@@ -184,21 +184,22 @@ class Policy:
         mine = priorities.of_rows(trained.rows, [row.learning.cpu() for row in done]) if self._leads else {}
         return Trained(metrics, priorities.join(ranks.gather(mine)), gaps)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[str]:
         """Write this rank's state (weights, optimizer, averaged reference, random generators) into `folder`. Collective.
 
-        Weights that adapters do not change are those of model.path and are not written. Every rank raises `StateError` if any
-        rank could not write.
+        Returns the names of the files that this rank wrote. Weights that adapters do not change are those of model.path and are
+        not written. Every rank raises `StateError` if any rank could not write.
         """
-        problem, rank = "", self.world.rank
+        problem, written = "", [f"{STATE}-{self.world.rank}.pt", f"{RANDOM}-{self.world.rank}.pt"]
         try:
-            archive.write(folder / f"{STATE}-{rank}.pt", partitions.held(self.engine, self.world))
-            write_state(folder / f"{RANDOM}-{rank}.pt", deepspeed_engine.random_state())
+            archive.write(folder / written[0], partitions.held(self.engine, self.world))
+            write_state(folder / written[1], deepspeed_engine.random_state())
             if self.reference is not None:
-                self.reference.save(folder)
+                written += self.reference.save(folder)
         except StateError as error:
             problem = str(error)
         ranks.agree(problem, StateError)
+        return written
 
     def load(self, folder: Path) -> None:
         """Load the state that `save` wrote, with any number of ranks and any ZeRO stage. Collective.

@@ -28,7 +28,9 @@ def write_checkpoint(root: Path, step: int, **facts: Any) -> Path:
     partial = atomic_folders.begin(final)
     atomic_folders.write(partial / "state", b"x" * 100)
     given = {"step": step, "layout": LAYOUT, "ranks": 2, "zero_stage": 3, "time_s": 1e9 + step}
-    atomic_folders.finish(partial, final, FolderManifest(atomic_folders.digests(partial, 0, 1), given | facts))
+    atomic_folders.finish(
+        partial, final, FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), given | facts)
+    )
     atomic_folders.replace(root / "latest", final.name.encode())
     return final
 

@@ -25,9 +25,10 @@ class LoneRank:
         patch.setattr(ranks, "gather", lambda value: [value])
         patch.setattr(ranks, "from_rank_0", lambda value: value)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[str]:
         self.meanwhile()
         atomic_folders.write(folder / "random-0.pt", b"state")
+        return ["random-0.pt"]
 
     def load(self, folder: Path) -> None:
         assert (folder / "random-0.pt").exists()

@@ -557,7 +557,12 @@ def failures(model: Path, root: Path) -> dict[str, str]:
     attempt("unequal rows", lambda: _train(policy, {}, [], [[[[]], [[]]]], 0, drop=rank))
     good.restore(policy, 2)
     messages["named"] = good.named()
-    good.save(policy, 3)
+
+    listed = Path.rglob
+    if rank == policy.world.size - 1:  # its machine lists an older state of the folder
+        Path.rglob = lambda *given: (path for path in listed(*given) if path.name != "state-1.pt")  # type: ignore[method-assign]
+    messages["recorded"] = ",".join(sorted(good.save(policy, 3).manifest.files))
+    Path.rglob = listed  # type: ignore[method-assign]
     return messages
 
 

@@ -192,6 +192,23 @@ def test_latest_stays_at_a_restored_step(results: dict[Any, list[Any]]) -> None:
     assert ([saved.step for saved in good.complete()], good.named()) == ([2, 3], "step-00000003")
 
 
+@pytest.mark.slow
+def test_every_file_is_recorded_whatever_a_rank_lists(results: dict[Any, list[Any]]) -> None:
+    """NFS may not list yet what ranks on other machines have written."""
+    expected = ",".join(sorted(f"trainer/{kind}-{rank}.pt" for kind in ("state", "random") for rank in range(2)))
+    assert {messages["recorded"] for messages in results["failures"]} == {expected}
+
+
+def test_a_file_that_vanished_fails_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another rank that has a disk of its own at run.dir."""
+    policy: Any = LoneRank(monkeypatch)
+    checkpoints = policy.checkpoints(tmp_path, 7, [7])
+    policy.meanwhile = lambda: (tmp_path / "step-00000003.7.partial" / "snapshot").unlink()
+    with pytest.raises(CheckpointError, match=r"snapshot, which another rank wrote, does not exist on this rank: mount one"):
+        checkpoints.save(policy, 3, lambda folder: atomic_folders.write(folder / "snapshot", b""))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_superseded_trainer_leaves_newer_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy: Any = LoneRank(monkeypatch)
     newest = [7]
@@ -269,7 +286,11 @@ def test_listing_needs_no_pointer_and_ignores_other_files(tmp_path: Path) -> Non
     for name in ("step-00000012", "step-00000003"):
         partial = atomic_folders.begin(tmp_path / name)
         atomic_folders.write(partial / "snapshot", name.encode())
-        atomic_folders.finish(partial, tmp_path / name, FolderManifest(atomic_folders.digests(partial, 0, 1), {"layout": LAYOUT}))
+        atomic_folders.finish(
+            partial,
+            tmp_path / name,
+            FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), {"layout": LAYOUT}),
+        )
     (tmp_path / "step-abc").mkdir()
     (tmp_path / "step-00000009").mkdir()
     checkpoints = Checkpoints(tmp_path, keep=2)
