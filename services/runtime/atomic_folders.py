@@ -141,12 +141,13 @@ def read_manifest(folder: Path) -> FolderManifest:
         raise FolderError(f"{folder / MANIFEST} is damaged: {error}") from error
 
 
-def verify(folder: Path, manifest: FolderManifest) -> None:
-    """Read every file and compare it with the manifest. Raises `FolderError` that names the first difference, or
-    `UnreadableFolder`.
+def verify(folder: Path, manifest: FolderManifest, names: Iterable[str] | None = None) -> None:
+    """Read every file, or those of `names`, and compare it with the manifest.
+
+    Raises `FolderError` that names the first difference, or `UnreadableFolder`.
     """
-    for name, expected in manifest.files.items():
-        path = folder / name
+    for name in manifest.files if names is None else names:
+        path, expected = folder / name, manifest.files[name]
         try:
             size = path.stat().st_size
             if size != expected.size_bytes:

@@ -80,10 +80,13 @@ class Saved:
         except OSError as error:
             raise CheckpointError(f"cannot read {self.folder / name}: {error.strerror}") from error
 
-    def verify(self) -> None:
-        """Compare every byte with the manifest. Raises `DamagedCheckpoint`, or `CheckpointError` if it cannot be read now."""
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare every byte with the manifest, or those of the files `names`.
+
+        Raises `DamagedCheckpoint`, or `CheckpointError` if it cannot be read now.
+        """
         try:
-            atomic_folders.verify(self.folder, self.manifest)
+            atomic_folders.verify(self.folder, self.manifest, names)
         except FolderError as error:
             raise _explained(self.folder, error) from error
 
@@ -182,11 +185,13 @@ class CheckpointFolder:
         """Return the step of the checkpoint in `latest`; without one, a step after all others."""
         return _step_of(self.named())
 
-    def latest(self, abandoned: Callable[[Saved], str] = lambda _: "") -> Saved | None:
+    def latest(
+        self, verify: Callable[[Saved], None] = Saved.verify, abandoned: Callable[[Saved], str] = lambda _: ""
+    ) -> Saved | None:
         """Return the checkpoint that `latest` names, or the last undamaged one before it; None if there is no checkpoint at all.
 
-        Compares every byte. Checkpoints of later steps, left behind by a restore, come last. Raises `CheckpointError` if the
-        checkpoint is from another version of this program or cannot be read now, or if all checkpoints are damaged.
+        `verify` compares every byte. Checkpoints of later steps, left behind by a restore, come last. Raises `CheckpointError` if
+        the checkpoint is from another version of this program or cannot be read now, or if all checkpoints are damaged.
         `abandoned` returns why a checkpoint counts as damaged although it is not, because it is of another history of the run.
         """
         self.passed_over = ""
@@ -198,7 +203,7 @@ class CheckpointFolder:
                     raise CheckpointError(candidate.refusal)
                 if why := abandoned(candidate):
                     raise DamagedCheckpoint(why)
-                candidate.verify()
+                verify(candidate)
             except DamagedCheckpoint as error:
                 damaged.append(str(error))
                 logger.warning("checkpoint skipped: %s", error)
@@ -239,15 +244,15 @@ class CheckpointFolder:
         except OSError as error:
             raise CheckpointError(f"{self.root} cannot be read: {error.strerror}; make it readable") from error
 
-    def at(self, step: int) -> Saved:
-        """Return the checkpoint of a step, comparing every byte. Raises `CheckpointError` if it cannot be loaded."""
+    def at(self, step: int, verify: Callable[[Saved], None] = Saved.verify) -> Saved:
+        """Return the checkpoint of a step. `verify` compares every byte. Raises `CheckpointError` if it cannot be loaded."""
         name = f"step-{step:08d}"
         folder = next((one for one in self._listed() if _step_of(one.name) == step), self.root / name)
         if _exists(folder / atomic_folders.MANIFEST):
             saved = _saved(folder)
             if saved.refusal:
                 raise CheckpointError(saved.refusal)
-            saved.verify()
+            verify(saved)
             return saved
         half = any(path.name.split(".")[0] == name for path in self.unfinished())
         why = f"was never finished: it has no {atomic_folders.MANIFEST}" if half else "does not exist"

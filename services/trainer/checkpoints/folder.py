@@ -11,6 +11,7 @@ Waits for: the other ranks in `save`, `load` and `restore`; see `policy` for who
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from typing import Any
 
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FileRecord, FolderError, FolderManifest
-from services.runtime.checkpoints import LAYOUT, NO_STEP, CheckpointError, CheckpointFolder, Saved, surplus
+from services.runtime.checkpoints import LAYOUT, NO_STEP, CheckpointError, CheckpointFolder, DamagedCheckpoint, Saved, surplus
 from services.trainer import ranks
+from services.trainer.ranks import World
 from services.trainer.state.files import StateError
 from services.trainer.step.policy import Policy
 
@@ -69,6 +71,8 @@ class Checkpoints(CheckpointFolder):
         self.keep = keep
         self.owner = CheckpointWriter()
         """Set on rank 0, which tells the other ranks."""
+        self.progress: Callable[[], None] = _nothing
+        """Reports liveness; set on rank 0."""
 
     def save(self, policy: Policy, step: int, beside: Callable[[Path], None] | None = None) -> Saved:
         """Write the checkpoint of `step`, point `latest` to it and delete checkpoints beyond `keep`. Collective.
@@ -99,21 +103,49 @@ class Checkpoints(CheckpointFolder):
 
         Raises `CheckpointError` on every rank.
         """
-        chosen, problem = None, ""
-        if policy.world.rank == 0:
-            try:
-                chosen = self.latest(self.owner.abandoned) if step is None else self.at(step)
-            except CheckpointError as error:
-                problem = str(error)
-        saved: Saved | None
-        saved, problem = ranks.from_rank_0((chosen, problem))
-        if problem:
-            raise CheckpointError(problem)
+        saved = self._choose(policy.world, step)
         if saved is not None:
             self.load(policy, saved)
         if saved is not None and step is not None:  # a trainer that dies before its next save must return here
             ranks.agree(self.owner.superseded() or self.point_to(saved) if policy.world.rank == 0 else "", CheckpointError)
         return saved
+
+    def _choose(self, world: World, step: int | None) -> Saved | None:
+        """Return rank 0's choice. All ranks verify the checkpoints that it proposes. Collective."""
+
+        def verify(saved: Saved) -> None:
+            ranks.from_rank_0((saved, None))
+            self._verify(saved, world)
+
+        chosen: Saved | None = None
+        problem: str | None = None
+        if world.rank == 0:
+            try:
+                chosen = self.latest(verify, self.owner.abandoned) if step is None else self.at(step, verify)
+            except CheckpointError as error:
+                problem = str(error)
+            ranks.from_rank_0((chosen, problem or ""))
+        while world.rank and problem is None:
+            chosen, problem = ranks.from_rank_0(None)
+            if chosen is not None and problem is None:
+                with contextlib.suppress(CheckpointError):  # rank 0 raises it, too, and decides
+                    self._verify(chosen, world)
+        if problem:
+            raise CheckpointError(problem)
+        return chosen
+
+    def _verify(self, saved: Saved, world: World) -> None:
+        """Compare every byte with the manifest: a file per rank at a time, so that none waits longer than for that. Collective.
+
+        Raises the same `DamagedCheckpoint`, or `CheckpointError` if it cannot be read now, on every rank.
+        """
+        sizes = {name: record.size_bytes for name, record in saved.manifest.files.items()}
+        names = sorted(sizes, key=lambda name: sizes[name], reverse=True)  # files that take equally long at the same time
+        for first in range(world.rank, len(names) + world.rank, world.size):
+            faults = [fault for fault in ranks.gather(_fault(saved, names[first : first + 1], world.rank)) if fault is not None]
+            if faults:
+                raise min(faults, key=lambda fault: isinstance(fault, DamagedCheckpoint))
+            self.progress()
 
     def try_out(self, rank: int) -> None:
         """Write and delete a file, so that a read-only folder is reported before anything is trained. Collective."""
@@ -199,6 +231,19 @@ class Checkpoints(CheckpointFolder):
         return ""
 
 
+def _fault(saved: Saved, names: list[str], rank: int) -> CheckpointError | None:
+    """Return why these files of a checkpoint cannot be loaded."""
+    try:
+        if not (saved.folder / atomic_folders.MANIFEST).exists():
+            return CheckpointError(f"{saved.folder} does not exist on rank {rank}: mount one shared volume at run.dir")
+        saved.verify(names)
+    except CheckpointError as error:
+        return error
+    except OSError as error:
+        return CheckpointError(f"{saved.folder} cannot be read: {error.strerror}; make it readable")
+    return None
+
+
 def facts_of(policy: Policy) -> dict[str, Any]:
     """Return the facts of this policy that a checkpoint records and that a loading policy must compare."""
     return {
@@ -236,3 +281,7 @@ def _unfit(policy: Policy, saved: Saved) -> str:
             "set model.dtype back, or start a new run from its export"
         )
     return ""
+
+
+def _nothing() -> None:
+    pass

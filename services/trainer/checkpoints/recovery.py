@@ -50,6 +50,7 @@ class Recovery:
         self._published = -1  # the last version published by this trainer
         worker.copy_state = self._copy_state
         worker.checkpoints.owner = CheckpointWriter(fence, self._superseded)  # completed by `take_up`
+        worker.checkpoints.progress = progress
 
     def state(self) -> RunState:
         """Return the run's state. Raises `Broken` if it is gone from Redis: dataprep recreates it and the next trainer restores

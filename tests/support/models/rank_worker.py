@@ -7,6 +7,7 @@ than any of them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -563,7 +564,26 @@ def failures(model: Path, root: Path) -> dict[str, str]:
         Path.rglob = lambda *given: (path for path in listed(*given) if path.name != "state-1.pt")  # type: ignore[method-assign]
     messages["recorded"] = ",".join(sorted(good.save(policy, 3).manifest.files))
     Path.rglob = listed  # type: ignore[method-assign]
+
+    hashed, progressed, record = list[str](), list[int](), atomic_folders._record
+    atomic_folders._record = lambda path: (hashed.append(path.name), record(path))[1]
+    good.progress = lambda: progressed.append(len(hashed))
+    good.restore(policy)
+    messages["hashed"], messages["progressed"] = ",".join(hashed), str(progressed)
+    if rank == policy.world.size - 1:
+        damaged = good.root / "step-00000003" / "trainer" / hashed[0]
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    found = good.restore(policy)
+    messages["fell back"] = f"to {found and found.step}"
+    messages["passed over"] = good.passed_over
+    if rank == policy.world.size - 1:  # only its machine cannot read
+        atomic_folders._record = _cannot_read
+    attempt("one cannot read", lambda: good.restore(policy))
     return messages
+
+
+def _cannot_read(path: Path) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 def _mount(*arguments: object) -> str:

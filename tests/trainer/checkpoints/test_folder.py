@@ -199,6 +199,20 @@ def test_every_file_is_recorded_whatever_a_rank_lists(results: dict[Any, list[An
     assert {messages["recorded"] for messages in results["failures"]} == {expected}
 
 
+@pytest.mark.slow
+def test_ranks_share_the_verification(results: dict[Any, list[Any]]) -> None:
+    """Together they read every file once; rank 0 reports progress after each; what one finds counts for all."""
+    first, second = results["failures"]
+    shares = [messages["hashed"].split(",") for messages in (first, second)]
+    assert [len(share) for share in shares] == [2, 2]
+    assert {name for share in shares for name in share} == {f"{k}-{rank}.pt" for k in ("state", "random") for rank in range(2)}
+    assert first["progressed"] == "[1, 2]"
+    assert first["fell back"] == second["fell back"] == "to 2"
+    assert "differs from the SHA-256" in first["passed over"]
+    for messages in (first, second):
+        assert "cannot be read: Input/output error; make it readable" in messages["one cannot read"]
+
+
 def test_a_file_that_vanished_fails_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another rank that has a disk of its own at run.dir."""
     policy: Any = LoneRank(monkeypatch)
