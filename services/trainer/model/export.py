@@ -74,7 +74,7 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
             tokenizer.chat_template = tokenizer.get_chat_template(config.data.chat_template)
         for name in OF_LOADING:
             tokenizer.init_kwargs.pop(name, None)
-        tokenizer.save_pretrained(partial)
+        _save_tokenizer(tokenizer, partial)
         _generation_config(module, tokenizer, config.sampling).save_pretrained(partial)
         facts = {
             "run": config.run.name,
@@ -86,21 +86,30 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
             partial, folder, FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), facts)
         )
     except FolderError as error:
-        problem = str(error)
+        return str(error)
     except OSError as error:
-        problem = atomic_folders.explain(folder, error)
+        return atomic_folders.explain(folder, error)
     except SafetensorError as error:
-        problem = atomic_folders.explain(folder, _of_the_disk(error))
+        return atomic_folders.explain(folder, _of_the_disk(error))
     except ValueError as error:  # transformers rejects defaults that contradict each other
-        problem = f"cannot write {folder}: {error}"
-    else:
-        return ""
-    atomic_folders.discard(atomic_folders.unfinished(folder))  # it may be what fills the disk
-    return problem
+        return f"cannot write {folder}: {error}"
+    finally:
+        atomic_folders.discard(atomic_folders.unfinished(folder))  # it may be what fills the disk
+    return ""
 
 
-def _of_the_disk(error: SafetensorError) -> OSError:
-    """Return the system error behind a safetensors error, which holds only its text."""
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer. Raises `OSError`."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise _of_the_disk(error) from error  # by the Rust library, which has no class for it
+
+
+def _of_the_disk(error: Exception) -> OSError:
+    """Return the system error behind one of safetensors or tokenizers, which holds only its text."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 

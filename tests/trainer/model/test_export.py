@@ -135,3 +135,30 @@ def test_a_full_disk_is_explained_and_the_last_export_is_kept(module: Any, confi
     assert "free space" in problem
     assert atomic_folders.check(folder).facts["step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "what was written may be what fills the disk"
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_explained(
+    module: Any, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = AutoTokenizer.from_pretrained
+
+    def filling(*given: Any, **options: Any) -> Any:
+        (tmp_path / "model.0.partial" / "tokenizer.json").symlink_to("/dev/full")
+        return load(*given, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", filling)
+    problem = export.save(module, module.state_dict(), config, 2, tmp_path / "model")
+    assert f"{tmp_path / 'model'} cannot be written: No space left on device; free space there" in problem
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_an_unknown_error_leaves_is_deleted(
+    module: Any, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("of another kind")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", failing)
+    with pytest.raises(RuntimeError, match="of another kind"):
+        export.save(module, module.state_dict(), config, 2, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
