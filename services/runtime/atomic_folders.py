@@ -53,7 +53,11 @@ class UnreadableFolder(FolderError):
 
 
 def unfinished(final: Path, owner: int = 0) -> Path:
-    """Return the folder in which `owner` writes `final`. Each owner has its own, so concurrent writers do not mix their files."""
+    """Return the folder in which `owner` writes `final`. Each owner has its own, so concurrent writers do not mix their files.
+
+    It lies next to `final`, or where that links to: on the same disk, as it is renamed.
+    """
+    final = _resolved(final)
     return final.with_name(f"{final.name}.{owner}{PARTIAL}")
 
 
@@ -99,13 +103,14 @@ def finish(partial: Path, final: Path, manifest: FolderManifest, objection: Call
             _sync(path)
         if problem := objection():
             raise FolderError(problem)
+        final = _resolved(final)
         aside = final.with_name(final.name + REPLACED)
-        shutil.rmtree(aside, ignore_errors=True)
+        discard(aside)
         if final.exists():
             final.rename(aside)  # deleted under another name, so that the final name is complete or absent
         partial.rename(final)
         _sync(final.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        discard(aside)
     except OSError as error:
         raise FolderError(explain(final, error)) from error
 
@@ -161,8 +166,9 @@ def verify(folder: Path, manifest: FolderManifest, names: Iterable[str] | None =
 
 
 def discard(partial: Path) -> None:
-    """Delete an unfinished folder, ignoring errors."""
-    shutil.rmtree(partial, ignore_errors=True)
+    """Delete an unfinished folder, or a link to one, ignoring errors."""
+    with contextlib.suppress(OSError):
+        partial.unlink() if partial.is_symlink() else shutil.rmtree(partial, ignore_errors=True)
 
 
 def check(folder: Path) -> FolderManifest:
@@ -178,7 +184,7 @@ def remove(folders: Iterable[Path]) -> None:
         aside = folder.with_name(folder.name + REPLACED)
         with contextlib.suppress(OSError):  # what cannot be deleted takes space, and is retried the next time
             folder.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            discard(aside)
 
 
 def explain(path: Path, error: OSError) -> str:
@@ -190,6 +196,11 @@ def explain(path: Path, error: OSError) -> str:
     else:
         remedy = "free space or make it writable (run.dir, checkpoint.keep)"
     return f"{path} cannot be written: {error.strerror or error}; {remedy}"
+
+
+def _resolved(final: Path) -> Path:
+    """Return the folder that a path names, through links, even if it does not exist yet."""
+    return Path(os.path.realpath(final))
 
 
 def _write(path: Path, data: bytes) -> None:

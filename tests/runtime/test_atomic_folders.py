@@ -41,6 +41,25 @@ def test_a_folder_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "inner" / "data").read_bytes() == b"new"
 
 
+def test_a_link_to_another_disk_is_followed_every_time(tmp_path: Path) -> None:
+    """It may have been created before there was anything to link to."""
+    final, there = tmp_path / "folder", tmp_path / "disk" / "exports" / "folder"
+    final.symlink_to(there)
+    for content in (b"old", b"new", b"newer"):
+        _make(final, content)
+        assert (there / "inner" / "data").read_bytes() == content
+    assert final.is_symlink()
+    assert [path.name for path in there.parent.iterdir()] == ["folder"]
+
+
+def test_a_link_that_was_set_aside_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "folder.replaced.partial").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    _make(tmp_path / "folder", b"old")
+    _make(tmp_path / "folder", b"new")
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "elsewhere"}
+
+
 @pytest.mark.parametrize(
     ("damage", "message"), [(b"weightz", "SHA-256"), (b"weight", "6 bytes, not 7"), (None, "cannot be read")]
 )

@@ -9,6 +9,7 @@ stage wrote the checkpoint; every byte of the checkpoint was compared with its m
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def write(config: RunConfig, root: Path, step: int | None, folder: Path) -> Save
             "run was started with"
         )
     _fill(scorer, Archive(saved.folder / STATE, policy.STATE))
-    if problem := export.save(scorer.model, _state(scorer.model), config, saved.step, folder):
+    if problem := export.save(scorer.model, _state(scorer.model), config, saved.step, folder, os.getpid()):
         raise FolderError(problem)
     return saved
 

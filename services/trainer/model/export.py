@@ -61,10 +61,13 @@ def whole_state(module: nn.Module, zero_stage: int, keep: bool) -> dict[str, Ten
     return {name: copies[id(value)] if id(value) in copies else value.detach().cpu() for name, value in persistent.items()}
 
 
-def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, folder: Path) -> str:
-    """Write the whole `state` of `module`. Returns why that failed, or an empty string."""
+def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, folder: Path, owner: int = 0) -> str:
+    """Write the whole `state` of `module`. Returns why that failed, or an empty string.
+
+    `owner`: a number that no other process has which may write to `folder` at the same time.
+    """
     try:
-        partial = atomic_folders.begin(folder)
+        partial = atomic_folders.begin(folder, owner)
         with configuration.as_in_folder(module.config, config.model.path):
             module.save_pretrained(partial, state_dict=lora.merged_state(state, config.lora))
         if config.lora.rank:
@@ -94,7 +97,7 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
     except ValueError as error:  # transformers rejects defaults that contradict each other
         return f"cannot write {folder}: {error}"
     finally:
-        atomic_folders.discard(atomic_folders.unfinished(folder))  # it may be what fills the disk
+        atomic_folders.discard(atomic_folders.unfinished(folder, owner))  # it may be what fills the disk
     return ""
 
 

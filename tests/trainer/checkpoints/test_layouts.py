@@ -119,7 +119,9 @@ def test_a_checkpoint_is_exported_without_ranks(
     dtype, _, stage = origin
     saved = results[origin][0]["saved"]
     config = make_config(tiny_model, **_sections(dtype, stage))
+    (other := tmp_path / "export.0.partial").mkdir()
     assert exporting.write(config, saved.folder.parent, saved.step, tmp_path / "export").step == saved.step
+    assert other.exists(), "another process may be writing it"
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=getattr(torch, dtype)).state_dict()
     expected = results[origin][0]["state"]["weights"]
     assert weights.keys() == expected.keys()
