@@ -7,6 +7,7 @@ to.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -146,7 +147,8 @@ def write(path: Path, bundle: Bundle, files: Mapping[str, Path]) -> int:
             f"{path} cannot be written: {error.strerror}; free space there, or choose another place with --out"
         ) from None
     finally:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of its absence, or the one that is reported already
+            fresh.unlink()
     return path.stat().st_size
 
 

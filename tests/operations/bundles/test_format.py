@@ -67,6 +67,15 @@ def test_arbitrary_bytes_with_a_valid_checksum_are_rejected(body: bytes, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("place", "reason"), [("file/bundle", "Not a directory"), ("n" * 300, "File name too long"), ("none/bundle", "No such file")]
+)
+def test_a_place_that_cannot_be_written_is_explained(place: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(BundleError, match=f"cannot be written: {reason}.*; free space there, or choose another place with --out"):
+        bundles.write(tmp_path / place, BUNDLE, {})
+
+
+@pytest.mark.parametrize(
     "name", ["model/../../x.json", "/etc/x.json", "model/a/b.json", "model/run.py", "model/x.bin", "state/.x.json"]
 )
 def test_an_unsafe_file_name_is_rejected(name: str, tmp_path: Path) -> None:
