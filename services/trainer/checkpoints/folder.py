@@ -6,7 +6,8 @@ its successor's files alone. It checks right before it renames the folder, point
 system makes check and action atomic, so a trainer paused between the two still performs that one action. All ranks see the same
 `root`.
 
-Waits for: the other ranks in `save`, `load` and `restore`; see `policy` for who unblocks them.
+Waits for: the other ranks in `save`, `load` and `restore`, see `policy` for who unblocks them; in `restore`, for the folder that
+`latest` names, for up to `APPEARS_S`.
 """
 
 from __future__ import annotations
