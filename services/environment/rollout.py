@@ -201,8 +201,8 @@ class LiveRollout:
             told = gen_ai.inference("chat", sampling, len(call.tokens), len(generated.tokens), [generated.finish])
             told["gen_ai.conversation.id"] = self.place.name
             self._trace("turn", began, told)
-        if generated.finish == "length" and len(generated.tokens) >= room:
-            self.truncated = True
+        if generated.finish == "length" and len(generated.tokens) >= min(room, self.sampling.max_tokens):
+            self.truncated = True  # not at a lower limit, which the request itself set
         return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
 
     async def append(self, record: Record) -> None:

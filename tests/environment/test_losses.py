@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from services.console.local.redis_server import RedisServer
 from services.environment import loop
 from services.environment.agent import Door, run_agent
-from services.environment.door.turns import ContextFull
+from services.environment.door.turns import ContextFull, Overrides
 from services.environment.programs.frames import StepDone
 from services.environment.programs.process import ProcessLost, ProgramFailed
 from services.environment.rollout import LeaseLost
@@ -144,6 +144,26 @@ async def test_a_truncated_rollout_with_a_lost_process_has_no_reward() -> None:
     with pytest.raises(ProcessLost):
         await run_agent(live, cast(Any, Program(lost)), Door("m"), 60.0)
     assert (await run_agent(live, cast(Any, Program(failed)), Door("m"), 60.0)).scores is None
+
+
+@pytest.mark.parametrize(("limit", "truncated"), [(None, True), (100, True), (5, False)])
+async def test_an_agents_reply_that_reaches_the_runs_limit_counts_as_truncated(limit: int | None, truncated: bool) -> None:
+    """A lower limit is the agent's own: it expects such replies."""
+    policy = Policy(chat_of(FAMILIES[0]), cut=0, said=("word " * 50,))
+    live, _ = rollout(policy, [], 9)
+    reply = await live.complete(PROMPT, [], Overrides(max_tokens=limit))
+    assert len(reply.generated.tokens) == min(limit or 16, 16)
+
+    async def failed() -> StepDone:
+        raise ProgramFailed("run: JSONDecodeError: the reply ends early")
+
+    running = run_agent(live, cast(Any, Program(failed)), Door("m"), 60.0)
+    if truncated:
+        done = await running
+        assert (done.truncated, done.scores) == (True, None)
+    else:
+        with pytest.raises(ProgramFailed):
+            await running
 
 
 async def test_an_agent_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
