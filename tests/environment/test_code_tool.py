@@ -20,6 +20,7 @@ from services.environment.code_tool.tool import CodeTool
 from services.environment.programs.pool import ProgramPool
 from services.runtime.own_code import Unusable
 from services.verifiers.sandbox import folder
+from services.verifiers.sandbox.confine import OPEN_FILES_ALONE
 from services.verifiers.sandbox.scratch import remove
 from tests.environment.programs.test_mcp import say
 from tests.support.harness import wait_until
@@ -118,7 +119,8 @@ TIMER = (
         ("import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\ntime.sleep(60)", "ran longer than 1 s"),
         ("while True: print('x' * 10_000)", "Error: the code printed more than 1 MiB"),
         ("x = bytearray(10 ** 9)", "MemoryError"),
-        ("for i in range(20_000): open(f'{i}', 'w').close()", "10000 entries; it was emptied"),
+        ("for i in range(20_000): open(f'{i}', 'w').close()", "10000 entries, all of them readable; it was emptied"),
+        ("import os\nfor _ in range(20):\n    os.mkdir('d' * 250)\n    os.chdir('d' * 250)", "it was emptied"),
         ("for i in range(8):\n    with open(f'{i}', 'wb') as f: f.write(bytes(15 << 20))", "may have 64 MiB"),
         ("import os\nos.kill(os.getpid(), 9)", "PermissionError"),
         ("import ctypes; ctypes.string_at(0)", "Error: the code was killed by SIGSEGV (Segmentation fault)"),
@@ -134,6 +136,46 @@ async def test_code_beyond_its_limits_is_stopped(
     assert expected in await run(tool, code)
     tool._limit_s = 100.0
     assert await run(tool, "import os; len(os.listdir('.'))") == "0"
+    await tool.close()
+
+
+UNPRIVILEGED = """
+import asyncio, ctypes, os, sys
+from services.environment.code_tool.tool import CodeTool
+async def main():
+    tool = CodeTool("0-0.1.0", 100.0, 512)
+    for code in sys.argv[2:]:
+        print(await tool.call({"code": code}))
+    await tool.close()
+if sys.argv[1] == "begin":
+    for capability in 1, 2:  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, with which no file mode keeps root out
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: the next program does not get it
+    os.execv(sys.executable, [sys.executable, __file__, "go on", *sys.argv[2:]])
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("mode", ["0o300", "0o000"])
+def test_a_folder_that_its_supervisor_cannot_read_is_over_the_limit(mode: str, tmp_path: Path) -> None:
+    script, work = tmp_path / "script.py", tmp_path / "work"
+    script.write_text(UNPRIVILEGED)
+    work.mkdir()
+    codes = [f"import os\nos.mkdir('h', {mode})", "import os; os.listdir('.')"]
+    done = subprocess.run(
+        [sys.executable, str(script), "begin", *codes], cwd=work, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    first, second = done.stdout.splitlines()
+    assert first.endswith("it was emptied")
+    assert second == "[]"
+    assert os.listdir(work) == []
+
+
+async def test_few_deleted_files_stay_open(tool: CodeTool) -> None:
+    """They take space that the folder does not show."""
+    opening = "while True: os.open('f', os.O_CREAT); os.unlink('f'); n += 1"
+    code = f"import os\nn = 0\ntry:\n    {opening}\nexcept OSError: pass\nn"
+    assert 20 < int(await run(tool, code)) < OPEN_FILES_ALONE
     await tool.close()
 
 

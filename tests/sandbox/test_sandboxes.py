@@ -58,7 +58,7 @@ LIMITED = {
     "while True: print('x' * 10_000)": "Error: the code printed more than 1 MiB",
     "print('x' * 3_000_000)": "Error: the code printed more than 1 MiB",
     "x = bytearray(10 ** 9)": "MemoryError",
-    "for i in range(6):\n  with open(f'{i}', 'wb') as f: f.write(bytes(14 << 20))": "may have 64 MiB and 10000 entries; it was",
+    "for i in range(6):\n  with open(f'{i}', 'wb') as f: f.write(bytes(14 << 20))": "may have 64 MiB and 10000 entries",
     "import os; os.kill(os.getpid(), 9)": "the code was killed by SIGKILL (Killed), perhaps for its memory or its processor time",
     "import os; os.kill(os.getpid(), 11)": "the code was killed by SIGSEGV (Segmentation fault)",
     "import os; os.kill(os.getpid(), 40)": "the code was killed by signal 40",

@@ -55,7 +55,8 @@ def told(output: str, fault: str, limit_s: float) -> str:
     meaning = {
         "": "",
         SLOW: f"the code ran longer than {limit_s:g} s",
-        FULL: f"the working directory may have {FOLDER_BYTES >> 20} MiB and {FOLDER_ENTRIES} entries; it was emptied",
+        FULL: f"the working directory may have {FOLDER_BYTES >> 20} MiB and {FOLDER_ENTRIES} entries, all of them readable; "
+        "it was emptied",
         LOUD: f"the code printed more than {OUTPUT_BYTES >> 20} MiB",
     }
     said = meaning[fault] if fault in meaning else f"the code was killed by {_described(fault)}"

@@ -18,6 +18,8 @@ from pathlib import Path
 
 FILE_BYTES = 16 << 20  # size of a scratch file; no verifier needs a larger one
 OPEN_FILES = 256
+OPEN_FILES_ALONE = 32
+"""Open files of code that a model wrote. Those that it has deleted take space that its folder does not show."""
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 _FORBIDDEN = {  # asm/unistd_64.h, asm-generic/unistd.h: new programs, other processes, namespaces, kernel interfaces
@@ -105,7 +107,7 @@ def confine_alone(folder: Path, readable: Sequence[Path], memory_bytes: int, cpu
         return False
     limit_resources(memory_bytes)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES_ALONE, OPEN_FILES_ALONE))
     os.nice(10)
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0), 8)  # version 3, this process
     dropped = _libc.syscall(_CAPSET[machine], header, ctypes.create_string_buffer(24)) == 0

@@ -21,20 +21,28 @@ KEPT_BYTES = 256 << 10
 
 
 def over(folder: Path, most_bytes: int, most_entries: int) -> bool:
-    """Return whether a folder has more bytes or entries, or is nested too deeply to determine; code may run in it meanwhile."""
+    """Return whether a folder has more bytes or entries; code may run in it meanwhile.
+
+    Also return True if nobody can tell: folders in it are nested too deeply, have too long a path, or forbid reading.
+    """
     size = count = 0
     pending = [(str(folder), 0)]
     while pending:
         place, depth = pending.pop()
-        with contextlib.suppress(OSError), os.scandir(place) as entries:  # deleted meanwhile, or not readable
-            for entry in entries:
-                count += 1
-                if count > most_entries or depth > DEPTH:
-                    return True
-                with contextlib.suppress(OSError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append((entry.path, depth + 1))
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > most_entries or depth > DEPTH:
+                        return True
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append((entry.path, depth + 1))
+        except (FileNotFoundError, NotADirectoryError):  # deleted or replaced meanwhile
+            continue
+        except OSError:
+            return True
     return size > most_bytes
 
 
