@@ -17,6 +17,8 @@ import pytest
 from services.config.environments import PythonEnvironment
 from services.environment.code_tool import runner
 from services.environment.code_tool.tool import CodeTool
+from services.environment.programs.frames import ProgramSetup
+from services.environment.programs.kinds import Conversing
 from services.environment.programs.pool import ProgramPool
 from services.runtime.own_code import Unusable
 from services.verifiers.sandbox import folder
@@ -137,6 +139,22 @@ async def test_code_beyond_its_limits_is_stopped(
     tool._limit_s = 100.0
     assert await run(tool, "import os; len(os.listdir('.'))") == "0"
     await tool.close()
+
+
+async def test_a_call_that_waits_too_long_for_others_is_answered(tool: CodeTool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait must not count as its own rollout's time, which it would exceed."""
+    monkeypatch.setattr("services.environment.code_tool.tool._at_once", asyncio.Semaphore(1))
+    other = CodeTool("0-0.1.1", 100.0, 512, wait_limit_s=0.05)
+    running = asyncio.create_task(run(tool, "import time; time.sleep(100)"))
+    await wait_until(lambda: tool._process is not None)
+    assert await run(other, "1 + 1") == "Error: not run, since other calls have kept the processors busy for 0.05 s: try again"
+    await tool.close()
+    await running
+    other = Conversing(ProgramSetup("python", tools=["python"], timeout_s=200.0))._code("0-0.1.1")
+    assert isinstance(other, CodeTool)
+    assert other._wait_limit_s == 50.0
+    assert await run(other, "1 + 1") == "2"
+    await other.close()
 
 
 UNPRIVILEGED = """

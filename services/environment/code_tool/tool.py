@@ -1,8 +1,9 @@
 """The tool `python` of one rollout: runs code that the policy writes in its own process, in a folder that lasts as long as the
 rollout.
 
-Guarantees: a call ends within its time limit with a text of bounded length; when it has ended, no process of it is left, and its
-folder is within its limits. The folder and its processes are named after the rollout, and end with it.
+Guarantees: a call ends within its time limits, one for the wait for a processor and one for the code, with a text of bounded
+length; when it has ended, no process of it is left, and its folder is within its limits. The folder and its processes are named
+after the rollout, and end with it.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ from typing import Any
 from services.environment.code_tool import runner
 from services.environment.code_tool.replies import FULL, LOUD, SLOW, PythonTool, code_of, signal_name, told
 from services.runtime.own_code import Unusable
+from services.runtime.processes.processors import processors
 from services.verifiers.sandbox import folder
 from services.verifiers.sandbox.scratch import remove
 from services.verifiers.sandbox.script import KEPT_BYTES, OUTPUT_BYTES
 
 LOOK_S = 0.1  # between checks of how full the folder is
 _ROOT = Path(__file__).resolve().parents[3]
-_at_once = asyncio.Semaphore(os.cpu_count() or 1)
+_at_once = asyncio.Semaphore(processors())
 
 
 class CodeTool(PythonTool):
     """Runs the code in a process of this machine."""
 
-    def __init__(self, rollout: str, limit_s: float, memory_mib: int) -> None:
-        """`rollout` names it, and is part of the names of its folder and processes."""
+    def __init__(self, rollout: str, limit_s: float, memory_mib: int, wait_limit_s: float | None = None) -> None:
+        """`rollout` names it, and is part of the names of its folder and processes; `wait_limit_s`: how long a call may wait
+        until calls of other rollouts have ended."""
         self._rollout, self._limit_s, self._memory = rollout, limit_s, memory_mib << 20
+        self._wait_limit_s = wait_limit_s
         self._folder = Path.cwd() / f"code-{rollout}"
         self._process: asyncio.subprocess.Process | None = None
         self._closed = False
@@ -42,11 +46,18 @@ class CodeTool(PythonTool):
         code, wrong = code_of(arguments)
         if wrong:
             return wrong
-        async with _at_once:
+        try:
+            async with asyncio.timeout(self._wait_limit_s):
+                await _at_once.acquire()
+        except TimeoutError:
+            return f"Error: not run, since other calls have kept the processors busy for {self._wait_limit_s:g} s: try again"
+        try:
             if self._closed:
                 return "Error: the rollout has ended"
             self._folder.mkdir(mode=0o700, exist_ok=True)
             return await self._run(code)
+        finally:
+            _at_once.release()
 
     async def _run(self, code: str) -> str:
         variables = {"HOME": ".", "TMPDIR": ".", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

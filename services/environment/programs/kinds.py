@@ -24,8 +24,8 @@ from services.runtime.own_code import Unusable, imported
 
 METHODS = {"start": ["row"], "turn": ["message"], "score": [], "close": [], "snapshot": [], "restore": ["state"]}
 """Methods of a class -> their arguments. Each is optional, but a class needs at least one."""
-OPEN_SHARE = 0.25
-"""Part of `timeout_s` for which a rollout's first call of code may wait for a sandbox."""
+WAIT_SHARE = 0.25
+"""Part of `timeout_s` for which a call of code may wait: for its rollout's sandbox, or for a processor."""
 
 
 class Conversing(Kind):
@@ -94,10 +94,10 @@ class Conversing(Kind):
         return CODE in self._setup.tools or (isinstance(listed, list | tuple) and lists_code(program, cast("list[Any]", listed)))
 
     def _code(self, rollout: str) -> CodeTool | SandboxTool:
-        setup = self._setup
+        setup, wait_limit_s = self._setup, WAIT_SHARE * self._setup.timeout_s
         if self._sandboxes is None:
-            return CodeTool(rollout, setup.tool_timeout_s, setup.memory_mib)
-        return SandboxTool(rollout, setup.tool_timeout_s, setup.memory_mib, self._sandboxes, OPEN_SHARE * setup.timeout_s)
+            return CodeTool(rollout, setup.tool_timeout_s, setup.memory_mib, wait_limit_s)
+        return SandboxTool(rollout, setup.tool_timeout_s, setup.memory_mib, self._sandboxes, wait_limit_s)
 
 
 class Agent(Kind):
