@@ -1,7 +1,8 @@
 """The tools of an environment that the policy may call. A class's own tools are described by their signatures and docstrings.
 
 Guarantees: whatever a model writes as a call is answered with a text of bounded length, which is the fault if there is one; only
-a tool's own exceptions of type `Exception` are returned to the model, and these end nothing. However many calls a turn has, they
+a tool's own exceptions of type `Exception` are returned to the model, and these end nothing. The same applies to a result that
+cannot be written as JSON, such as an integer of 5,000 digits. However many calls a turn has, they
 take bounded time and space together.
 """
 
@@ -99,9 +100,9 @@ class Tool:
             said = self._method(**{name: getattr(given, field) for field, name in self._names.items()})
             if inspect.isawaitable(said):
                 said = await said
-        except Exception as error:  # reported to the model, which may do better
+            return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+        except Exception as error:  # reported to the model, which may do better; also of a result that cannot be written
             return f"Error: {_told(error)}"[:ERROR_CHARACTERS]
-        return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
 
 
 async def answered(

@@ -89,6 +89,29 @@ async def test_a_tools_parameters_may_have_any_name() -> None:
     assert (await tool.call({"_x": 1})).startswith("Error: model_config: Field required")
 
 
+async def test_a_result_that_cannot_be_written_is_an_error_for_the_model() -> None:
+    def power(base: int, exponent: int) -> int:
+        return base**exponent
+
+    def nested(depth: int) -> list[Any]:
+        found: list[Any] = []
+        for _ in range(depth):
+            found = [found]
+        return found
+
+    def keyed() -> dict[Any, int]:
+        return {(1, 2): 3}
+
+    tools = methods_of(None, [power, nested, keyed])
+    for call, expected in (
+        (called("power", {"base": 9, "exponent": 5000}), "Error: ValueError: Exceeds the limit (4300 digits)"),
+        (called("nested", {"depth": 100_000}), "Error: RecursionError: "),
+        (called("keyed", {}), "Error: TypeError: keys must be str"),
+    ):
+        [reply] = await answered(call, tools)
+        assert reply["content"].startswith(expected)
+
+
 @given(st.recursive(st.none() | st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 async def test_a_tool_answers_any_arguments(arguments: Any) -> None:
     [reply] = await answered(called("price", arguments), methods_of(Shop(), Shop.tools))
