@@ -13,9 +13,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from services.environment.programs.tools import Callee, ToolSet, answered, methods_of
+from services.environment.programs.tools import Callee, ToolSet, answered, methods_of, shortened
 from services.verifiers.numeric import number_of
 
+SHOWN_CHARACTERS = 200
+"""How much of an invalid reply its error shows."""
 LOST = "The result of this call is unknown: the machine that made it was lost."
 
 
@@ -116,7 +118,7 @@ def scores_of(said: Any) -> dict[str, float] | None:
     parts = cast("dict[str, Any]", said) if isinstance(said, dict) else {"score": said}
     found = {str(name): number for name, value in parts.items() if (number := number_of(value)) is not None}
     if found.keys() != parts.keys() or "score" not in found or not all(map(math.isfinite, found.values())):
-        raise BadReply(f"the reward {said!r} is not valid: give a finite number, or a dict of them with the key 'score'")
+        raise BadReply(f"the reward {_shown(said)} is not valid: give a finite number, or a dict of them with the key 'score'")
     return found
 
 
@@ -127,5 +129,10 @@ def _messages(said: Any) -> list[dict[str, Any]] | None:
         return [{"role": "user", "content": said}]
     listed = cast("list[Any]", [said] if isinstance(said, dict) else said if isinstance(said, list) else [None])
     if not all(isinstance(each, dict) and "role" in each for each in listed):
-        raise BadReply(f"{said!r} is not a reply: return a text, a list of messages with `role` and `content`, or None")
+        raise BadReply(f"{_shown(said)} is not a reply: return a text, a list of messages with `role` and `content`, or None")
     return cast("list[dict[str, Any]]", listed)
+
+
+def _shown(said: Any) -> str:
+    """Return the beginning of what a program returned."""
+    return shortened(repr(said), SHOWN_CHARACTERS)

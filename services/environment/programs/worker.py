@@ -27,9 +27,13 @@ from services.environment.programs.frames import ProgramSetup, ProgramStep, Star
 from services.environment.programs.kind import Kind
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
+from services.environment.programs.tools import shortened
 from services.runtime import garbage_collection
 from services.runtime.own_code import Unusable, reason_of
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
+
+WHY_CHARACTERS = 1000
+"""Maximum length of the reason why a step failed."""
 
 
 def main() -> None:
@@ -102,10 +106,10 @@ class ProgramWorker:
             data = _encoded(done)
         except SandboxLost as error:
             seconds = time.monotonic() - started
-            data = frame(StepDone(step.id, error=_sayable(str(error)), seconds=seconds, lost=True, suspected=error.suspected))
+            data = frame(StepDone(step.id, error=_told(str(error)), seconds=seconds, lost=True, suspected=error.suspected))
         except BaseException as error:  # anything that a program raises is its failure, reported with the reason
             why = str(error) if isinstance(error, BadReply) else reason_of(error)
-            data = frame(StepDone(step.id, error=_sayable(why), seconds=time.monotonic() - started))
+            data = frame(StepDone(step.id, error=_told(why), seconds=time.monotonic() - started))
         writer.write(data)
         with contextlib.suppress(ConnectionError):
             await writer.drain()
@@ -140,6 +144,11 @@ def _encoded(done: StepDone) -> bytes:
     if len(data) - LENGTH.size > REPLY_BYTES:
         raise BadReply(f"the reply has {len(data)} bytes, more than {REPLY_BYTES}")
     return data
+
+
+def _told(why: str) -> str:
+    """Return a reason of bounded length: the pod would end a worker whose answer is too long, and fail its other rollouts."""
+    return _sayable(shortened(why, WHY_CHARACTERS))
 
 
 def _sayable(text: str) -> str:

@@ -17,6 +17,7 @@ from services.environment.programs.kinds import Agent
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess
 from services.environment.programs.tools import TURN_CALLS, TURN_CHARACTERS
+from services.environment.programs.worker import WHY_CHARACTERS, _told
 from services.environment.records import pack_record, reply_of, unpack_records
 from services.runtime.own_code import Unusable
 from tests.environment.programs.test_programs import called, process
@@ -40,6 +41,7 @@ class World:
             case "die": os._exit(3)
             case "leave": sys.exit(3)
             case "large": return "x" * (65 << 20)
+            case "loud": return ["x" * (65 << 20)]
             case "unprintable": raise Unprintable
             case "whole": return f"{self.row['n'] == 10**40}"
             case "wait": await asyncio.sleep(0.3)
@@ -136,11 +138,16 @@ async def test_a_hanging_step_fails_only_its_rollout(world: PythonEnvironment) -
 async def test_a_faulty_step_fails_only_its_rollout(world: PythonEnvironment) -> None:
     async with process(world) as one:
         await one.do("b", "start", {})
-        for what, why in {"leave": "SystemExit: 3", "large": "the reply has", "unprintable": "Unprintable"}.items():
+        faults = {
+            "leave": "SystemExit: 3", "large": "the reply has", "unprintable": "Unprintable", "loud": "is not a reply",
+        }  # fmt: skip
+        for what, why in faults.items():
             await one.do(what, "start", {})
-            with pytest.raises(ProgramFailed, match=why):
+            with pytest.raises(ProgramFailed, match=why) as found:
                 await ask(one, what, what)
+            assert len(str(found.value)) < WHY_CHARACTERS
         assert await ask(one, "b") == "1"
+    assert len(_told("x" * 10_000_000)) == WHY_CHARACTERS
 
 
 async def test_a_faulty_agent_fails_only_its_rollout(
