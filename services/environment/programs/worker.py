@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -32,6 +33,9 @@ from services.runtime import garbage_collection
 from services.runtime.own_code import Unusable, reason_of
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
 
+THREADS = 512
+"""Threads of `asyncio.to_thread`, which agents that block wait in: with Python's default of a few per processor, the wait for one
+would count as their rollouts' time. One that is stopped keeps its thread until its function returns."""
 WHY_CHARACTERS = 1000
 """Maximum length of the reason why a step failed."""
 
@@ -42,6 +46,7 @@ def main() -> None:
     os.chdir(sys.argv[2])
     with asyncio.Runner() as runner, contextlib.suppress(EOFError, ConnectionError):
         loop = runner.get_loop()
+        loop.set_default_executor(ThreadPoolExecutor(THREADS))
         serving = loop.create_task(_serve(socket.socket(fileno=int(sys.argv[1]))))
         while not serving.done():
             with contextlib.suppress(SystemExit):  # of a task that a program began: it ends only that task

@@ -23,8 +23,10 @@ from services.runtime.own_code import Unusable
 from tests.environment.programs.test_programs import called, process
 from tests.support.harness import wait_until
 
+MEET = 40
+"""More than the threads that Python starts by default, whatever the number of processors."""
 CODE = """
-import asyncio, json, os, sys, time
+import asyncio, json, os, sys, threading, time
 from pathlib import Path
 
 class World:
@@ -57,8 +59,11 @@ class World:
 class Unprintable(Exception):
     def __str__(self): raise ValueError("no text")
 
+met = threading.Barrier(THREADS)
+
 async def solve(client, row):
     match row["do"]:
+        case "meet": await asyncio.to_thread(met.wait, 60)
         case "block":
             open(row["begun"], "w").close()
             time.sleep(3600)
@@ -71,7 +76,7 @@ async def solve(client, row):
                 try: await asyncio.sleep(3600)
                 except BaseException: pass
     return 1.0
-"""
+""".replace("THREADS", str(MEET))
 
 
 @pytest.fixture
@@ -184,6 +189,13 @@ async def test_a_faulty_agent_fails_only_its_rollout(
             await one.do("b", "score")
         await asyncio.gather(one.ensure(), one.ensure())
         assert (await one.do("f", "run", {**given, "row": {"do": "nothing"}})).value == {"score": 1.0}
+
+
+async def test_agents_that_block_threads_do_not_wait_for_each_other(agent: AgentEnvironment) -> None:
+    async with process(agent) as one:
+        given = {"url": "http://127.0.0.1:1/v1", "key": "k", "row": {"do": "meet"}}
+        done = await asyncio.gather(*(one.do(f"{number}", "run", given) for number in range(MEET)))
+        assert [each.value for each in done] == [{"score": 1.0}] * MEET
 
 
 async def test_calls_in_progress_when_a_process_dies_are_suspected(world: PythonEnvironment) -> None:
