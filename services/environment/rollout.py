@@ -194,7 +194,7 @@ class LiveRollout:
             )  # fmt: skip
             async with self._committing:
                 message = self.recorder.record(
-                    call, generated, (*self.sampling.stop, *overrides.stop), waited_s, time.monotonic() - began
+                    call, generated, self.sampling.stop, overrides.stop, waited_s, time.monotonic() - began
                 )
                 await self.append(self.recorder.turns[-1])
         if self.place.ticket.trace:

@@ -75,3 +75,4 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     reply: str  # JSON: the assistant's message
     waited_s: float = 0.0  # since the rollout's turn before, or since it began
     sampled_s: float = 0.0  # until the policy had replied
+    cut: bool = False  # whether a stop string of the request's own ends the message before `tokens` end

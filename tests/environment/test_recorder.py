@@ -88,6 +88,28 @@ def test_a_truncated_reply_is_closed_by_the_template():
     assert chat_of(CHATML).decode(call.tokens[call.kept :]).startswith("<|im_end|>\n<|im_start|>user")
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_the_policy_does_not_read_what_a_request_has_cut(family: Family, finish: str):
+    """ReAct agents end replies at `Observation:`, after which a policy that was not stopped there makes up a result."""
+    chat, recorder = chat_of(family), recorder_of(family, ASKED)
+    text = "Action: look\nObservation: I made this up" + (family.ends[0] if finish == "stop" else "")
+    reply = recorder.record(recorder.plan(ASKED), sampled(family, text, finish), own_stop=["Observation:"])
+    conversation = [*ASKED, reply, {"role": "user", "content": "Observation: real"}]
+    for each in recorder, Recorder.restored(chat, chat.encode(chat.render(ASKED)), recorder.turns):
+        call = each.plan(conversation)
+        assert (call.kept, call.segment, call.base) == (0, 1, 0)
+        assert "made this up" not in chat.decode(call.tokens)
+
+
+def test_a_reply_that_a_stop_string_of_the_run_ends_is_continued():
+    """The engine has stopped there, too, so there is nothing that the program did not see."""
+    recorder = recorder_of(CHATML, ASKED)
+    reply = recorder.record(recorder.plan(ASKED), sampled(CHATML, "Four.\nStop", "length"), ["\nStop"], ["not in it"])
+    assert reply["content"] == "Four."
+    assert recorder.plan([*ASKED, reply, MORE]).kept > 0
+
+
 def test_a_branch_keeps_the_tokens_before_it():
     recorder = recorder_of(CHATML, ASKED)
     reply = recorder.record(recorder.plan(ASKED), sampled(CHATML, "Four.<|im_end|>"))

@@ -2,7 +2,9 @@
 
 Guarantees: nothing that the policy has sampled or read is tokenised again; a call whose messages continue recorded ones continues
 their tokens, in their own segment if nothing else has continued it, otherwise in a new one; any other call, and any that the
-chat template renders differently than before, opens a segment with its own tokens. A recorder is determined by its turns.
+chat template renders differently than before, opens a segment with its own tokens. The same applies to one after a reply that a
+stop string of its request has cut: the engine does not know these, and the policy would read what the program never saw. A
+recorder is determined by its turns.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class Recorder:
             history = [*mark.history, mark.reply.message, *given[known:]]
             text = self._rendered(history, functions, limit)
             before = self._texts[mark.segment][: mark.text]
-            added = extension(self._chat, before, mark.history, functions, mark.reply, text)
+            cut = self.turns[base].cut
+            added = None if cut else extension(self._chat, before, mark.history, functions, mark.reply, text)
             if added is not None:
                 kept = self._ids[mark.segment][: mark.ids]
                 ids = kept + self._chat.encode_after(kept[-1], added)
@@ -165,10 +168,11 @@ class Recorder:
         return only_text and prompt.startswith(before) and prompt.startswith(reply.body, len(before))
 
     def record(
-        self, call: Call, generated: Generated, stop: Sequence[str] = (), waited_s: float = 0.0, sampled_s: float = 0.0
-    ) -> dict[str, Any]:
+        self, call: Call, generated: Generated, stop: Sequence[str] = (), own_stop: Sequence[str] = (),
+        waited_s: float = 0.0, sampled_s: float = 0.0,
+    ) -> dict[str, Any]:  # fmt: skip
         """Append the policy's sampled tokens for a call and return them as the assistant's message, which ends before a `stop`
-        string.
+        string of the run or an `own_stop` of the request.
 
         If its tool calls are malformed, the message has an `error` to return to the model. If another call has extended the
         segment since `plan`, this one opens another. Raises `GenerationFailed` if there are no tokens.
@@ -181,7 +185,7 @@ class Recorder:
         if not extends and context == self._prompt:
             context = []
         sampled = self._sampled(generated.tokens.tolist(), generated.finish, call.text)
-        said = _before(sampled.body, stop)
+        said = _before(sampled.body, (*stop, *own_stop))
         plain = call.history[0]["role"] == PROMPT
         parsed = Parsed(said, "", [], "") if plain else self._chat.parse(said, call.tools, thinking=sampled.thinking)
         number = len(self.turns)
@@ -199,6 +203,7 @@ class Recorder:
             reply=json.dumps(message),
             waited_s=waited_s,
             sampled_s=sampled_s,
+            cut=len(said) < len(_before(sampled.body, stop)),
         )
         self._append(turn, call.history, call.tools, call.text, call.chain, sampled)
         return message

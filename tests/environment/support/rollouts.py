@@ -75,7 +75,7 @@ class ScriptedRollout:
         generated = self.policy.sample(call.tokens, tools, cut=self.cut)
         self.sampling_s += time.perf_counter() - begun
         self.sampling_cpu_s += time.thread_time() - cpu_begun
-        message = self.recorder.record(call, generated, overrides.stop)
+        message = self.recorder.record(call, generated, own_stop=overrides.stop)
         return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
 
 
