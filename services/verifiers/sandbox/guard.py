@@ -52,6 +52,8 @@ def kill_descendants() -> None:
             os.kill(child, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:  # all that have ended: there may be a thousand
+                pass
         except ChildProcessError:
             return
 
@@ -68,7 +70,20 @@ def _ended() -> list[tuple[int, int]]:
 
 
 def _children() -> list[int]:
-    """Return the children of this process that have not ended."""
+    """Return the children of this process, which has one thread; also of those that have ended.
+
+    One that forks and exits again and again is gone before a scan of all processes has reached it, but not before the list of
+    the kernel is read.
+    """
+    try:
+        with open("/proc/thread-self/children") as file:
+            return list(map(int, file.read().split()))
+    except OSError:  # a kernel without this list
+        return _scanned()
+
+
+def _scanned() -> list[int]:
+    """Return the children of this process that have not ended, found among all processes."""
     own, found = str(os.getpid()), list[int]()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
