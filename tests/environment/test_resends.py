@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -156,3 +157,20 @@ async def test_a_request_under_way_when_its_rollout_ends_is_refused(rollout: Scr
         await rollout.asked.close()
         reply = await asking
     assert (reply.status_code, reply.json()["error"]["message"]) == (410, "the rollout has ended")
+
+
+async def test_a_request_whose_body_arrives_after_the_end_of_its_rollout_begins_no_turn(rollout: ScriptedRollout):
+    ended = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b""
+        await rollout.asked.close()
+        ended.set()
+        yield json.dumps(ASK).encode()
+
+    door = httpx.ASGITransport(make_door(ScriptedRollouts({"key": rollout})))
+    async with httpx.AsyncClient(transport=door, base_url="http://door", headers={"authorization": "Bearer key"}) as client:
+        reply = await client.post("/v1/chat/completions", content=body())
+    assert ended.is_set()
+    assert (reply.status_code, reply.json()["error"]["message"]) == (410, "the rollout has ended")
+    assert not rollout.begun.is_set()

@@ -40,6 +40,7 @@ class AskedTurns:
 
     def __init__(self) -> None:
         self._turns: list[AskedTurn] = []  # in the order in which they began
+        self._closed = False
 
     async def resent(self, digest: bytes, attempt: int, gone: Gone) -> AskedTurn | None:
         """Return the turn that a resent request repeats; None if the request is the first to arrive.
@@ -58,7 +59,10 @@ class AskedTurns:
     def begin(
         self, digest: bytes, attempt: int, gone: Gone, turn: Coroutine[Any, Any, TurnReply], base: dict[str, Any]
     ) -> AskedTurn:
-        """Begin a turn, which continues even if its client disconnects."""
+        """Begin a turn, which continues even if its client disconnects. Raises `RolloutOver`."""
+        if self._closed:  # while the body of its request arrived
+            turn.close()
+            raise RolloutOver("the rollout has ended")
         asked = AskedTurn(digest, attempt, gone, asyncio.create_task(turn), base)
         self._turns.append(asked)
         asked.turn.add_done_callback(lambda done: self._ended(asked, done))
@@ -78,7 +82,8 @@ class AskedTurns:
         return reply
 
     async def close(self) -> None:
-        """Cancel the running turns: nobody will read them."""
+        """Cancel the running turns, which nobody will read, and begin no others."""
+        self._closed = True
         under_way = [each.turn for each in self._turns if not each.turn.done()]
         for turn in under_way:
             turn.cancel()
