@@ -17,10 +17,6 @@ FUNCTION = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)
 """`module:name` or `path.py:name`."""
 
 
-MOST_SCORE = 1e30
-"""Largest magnitude of a score without a range: differences of rewards must fit into float32, and their squares into float64."""
-
-
 class CommonVerifier(Section):
     """The keys that all kinds of verifier share. The reward is the sum of the scores of a source's verifiers, each times its
     weight."""

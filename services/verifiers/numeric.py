@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import numbers
+import re
 from typing import Any
+
+MOST_SCORE = 1e30
+"""Largest magnitude of a score without a range: differences of rewards must fit into float32, and their squares into float64."""
+MOST_PARTS = 32
+"""Maximum number of numbers beside a score, each of which is a metric."""
+PART = re.compile(r"[A-Za-z0-9_-]{1,40}")
+"""Names of these."""
 
 
 def number_of(value: Any) -> float | None:

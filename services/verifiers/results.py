@@ -7,21 +7,17 @@ bounded size; anything else raises `BadResult` with the reason. Nothing that is 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
 
-from services.config.verifiers import MOST_SCORE
 from services.verifiers.base import Scores
-from services.verifiers.numeric import number_of
+from services.verifiers.numeric import MOST_PARTS, MOST_SCORE, PART, number_of
 
 NOTE_BYTES = 16 * 1024
 """Maximum size in bytes of the JSON that a verifier may attach to a completion: notes are stored with its tokens."""
-MOST_PARTS = 32  # numbers beside the score, each of which is a metric
 SHOWN_CHARACTERS = 200  # of a faulty value, in a message
-_PART = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
 class BadResult(ValueError):
@@ -69,7 +65,7 @@ def fault_of(verdict: Verdict, count: int, bounds: tuple[float, float] | None) -
         if not low <= score <= high:
             return f"score {score:g} is outside its range [{low:g}, {high:g}]"
     for part, column in verdict.parts.items():
-        if _PART.fullmatch(part) is None or not all(map(math.isfinite, column)):
+        if PART.fullmatch(part) is None or not all(map(math.isfinite, column)):
             return f"part {part[:40]!r} of the score is not named by letters, digits, _ and -, or is not finite"
     return ""
 
@@ -124,7 +120,7 @@ def _number(value: Any) -> float:
 
 def _numbers(rest: Mapping[str, Any]) -> set[str]:
     """Return the names of the finite numbers."""
-    return {name for name, value in rest.items() if _is_finite(value) and _PART.fullmatch(name) is not None}
+    return {name for name, value in rest.items() if _is_finite(value) and PART.fullmatch(name) is not None}
 
 
 def _is_finite(value: Any) -> bool:

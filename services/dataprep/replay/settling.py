@@ -11,11 +11,12 @@ from services.algorithm import advantages
 from services.algorithm.group_statistics import constant_kind
 from services.algorithm.segments import segment_fault
 from services.config import RunConfig
-from services.config.verifiers import MOST_SCORE, named
+from services.config.verifiers import named
 from services.dataprep.replay import weights as replay
 from services.dataprep.replay.admission import is_stale
 from services.protocol.messages import Header
 from services.store import HeaderEntry, Settlement
+from services.verifiers.numeric import MOST_SCORE
 
 ROUNDING = 1e-8  # of sums of floats, relative
 NUMBERS = 10**9

@@ -9,12 +9,11 @@ which there is JSON.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from services.environment.programs.tools import Callee, ToolSet, answered, methods_of, shortened
-from services.verifiers.numeric import number_of
+from services.verifiers.numeric import MOST_PARTS, MOST_SCORE, PART, number_of
 
 SHOWN_CHARACTERS = 200
 """How much of an invalid reply its error shows."""
@@ -115,10 +114,17 @@ def scores_of(said: Any) -> dict[str, float] | None:
     """Return a reward as `score` and its parts; None means that there is none. Raises `BadReply`."""
     if said is None:
         return None
-    parts = cast("dict[str, Any]", said) if isinstance(said, dict) else {"score": said}
-    found = {str(name): number for name, value in parts.items() if (number := number_of(value)) is not None}
-    if found.keys() != parts.keys() or "score" not in found or not all(map(math.isfinite, found.values())):
-        raise BadReply(f"the reward {_shown(said)} is not valid: give a finite number, or a dict of them with the key 'score'")
+    given = cast("dict[str, Any]", said) if isinstance(said, dict) else {"score": said}
+    found = {str(name): number for name, value in given.items() if (number := number_of(value)) is not None}
+    if found.keys() != given.keys() or "score" not in found or not all(abs(number) <= MOST_SCORE for number in found.values()):
+        raise BadReply(
+            f"the reward {_shown(said)} is not valid: give a finite number of at most {MOST_SCORE:g}, or a dict of them with the "
+            "key 'score'"
+        )
+    if len(found) > 1 + MOST_PARTS or not all(map(PART.fullmatch, found)):
+        raise BadReply(
+            f"the reward {_shown(said)} is not valid: give at most {MOST_PARTS} parts, named by up to 40 letters, digits, _ and -"
+        )
     return found
 
 

@@ -159,7 +159,10 @@ class Tickets(Facet):
                 "whether this machine was suspended, and whether Redis evicts keys (maxmemory-policy must be noeviction)"
             )
         if accepted == -2:
-            raise ValueError(f"header of ticket {claim.ticket_id} is too large for a stream entry: lower sampling.group_size")
+            raise ValueError(
+                f"header of ticket {claim.ticket_id} has {len(args[-1])} bytes and is too large for a stream entry: lower "
+                "sampling.group_size; in environments, also the segments of a rollout, or the parts of a score"
+            )
         return bool(accepted)
 
     async def _submit(self, groups: Sequence[_Submission]) -> list[int]:

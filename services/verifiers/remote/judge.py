@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from services.config.verifiers import MOST_SCORE, JudgeConfig
+from services.config.verifiers import JudgeConfig
+from services.verifiers.numeric import MOST_SCORE
 from services.verifiers.remote.connection import ServiceConnection, Silence
 from services.verifiers.remote.template import PromptTemplate, question_of
 from services.verifiers.remote.together import together

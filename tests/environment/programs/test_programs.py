@@ -22,6 +22,7 @@ from services.environment.programs.loaded import BadReply, LoadedProgram, scores
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
 from services.environment.programs.tools import answered, methods_of
+from services.environment.programs.verifiers_library.kind import _with_valid_parts
 from services.environment.records import RECORD_BYTES, pack_record, reply_of, unpack_records
 from tests.support.harness import save_tokenizer_folder, small_config
 
@@ -129,10 +130,23 @@ async def test_malformed_calls_and_lost_results_are_answered() -> None:
     assert await program.score() is None
 
 
-@pytest.mark.parametrize("expected", ["good", {"part": 1.0}, {"score": float("nan")}, {"score": "1"}, [1.0]])
+@pytest.mark.parametrize(
+    "expected",
+    [
+        "good", {"part": 1.0}, {"score": float("nan")}, {"score": "1"}, [1.0], 1.1e30, {"score": 1, "part": -1.1e30},
+        {"score": 1, "a part": 1}, {"score": 1, "p" * 41: 1}, {"score": 1} | {f"p{number}": 1 for number in range(33)},
+    ],
+)  # fmt: skip
 def test_an_invalid_reward_is_rejected(expected: Any) -> None:
     with pytest.raises(BadReply, match="is not valid"):
         scores_of(expected)
+
+
+def test_the_parts_of_a_librarys_reward_get_valid_names() -> None:
+    found = {f"<lambda> {number}": number for number in range(40)} | {"score": 1}
+    parts = scores_of(_with_valid_parts(found)) or {}
+    assert len(parts) == 33
+    assert (parts["_lambda__31"], parts["score"]) == (31.0, 1.0)
 
 
 def test_a_reward_may_consist_of_numpys_numbers() -> None:

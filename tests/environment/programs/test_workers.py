@@ -247,7 +247,7 @@ async def test_a_command_has_its_own_folder_and_may_print_endlessly() -> None:
         "for i in range(200): print('x' * (1 << 20), file=[sys.stdout, sys.stderr][i % 2])\n"
         "row = json.load(open(os.environ['GRPO_ROW_FILE']))\n"
         "while row.get('wait'): pass\n"
-        "print(json.dumps({'score': len(row['text'])} | {f'part {i}': i for i in range(100)}))"
+        "print(json.dumps({'score': len(row['text'])} | {f'part_{i}': i for i in range(30)}))"
     )
     given = {"url": "http://127.0.0.1:1/v1", "key": "k", "row": {"text": "x" * 200_000}}
     async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:

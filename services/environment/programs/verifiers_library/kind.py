@@ -9,8 +9,11 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import itertools
 import pkgutil
+import re
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +22,7 @@ from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.kind import LIBRARIES, Kind
 from services.environment.programs.loaded import BadReply, scores_of
 from services.runtime.own_code import Unusable
+from services.verifiers.numeric import MOST_PARTS
 
 TASK_SETS = ("verifiers", "v1", "tasksets")  # package of the task sets that come with the library
 AGAIN = "write the rows again with grpo rows"
@@ -93,11 +97,18 @@ class LibraryEnvironment(Kind):
         if row is None or self._loaded.described(row)["digest"] != digest:
             why = "is not what it was" if row is not None else "does not exist"
             raise BadReply(f"row {index} of the environment's data {why}: {AGAIN}, and leave its options as they are")
-        return scores_of(await self._loaded.run(row, given))
+        found = await self._loaded.run(row, given)
+        return scores_of(found and _with_valid_parts(found))
 
     async def _row(self, index: int, evaluation: bool) -> Any:
         async with self._reading:
             return await asyncio.to_thread(self._loaded.row, index, evaluation)
+
+
+def _with_valid_parts(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a reward with as many parts as may be. The library names them after functions, such as `<lambda>`."""
+    parts = {re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40]: value for name, value in found.items() if name != "score"}
+    return {**dict(itertools.islice(parts.items(), MOST_PARTS)), "score": found["score"]}
 
 
 def loaded(setup: ProgramSetup) -> LoadedEnvironment:
