@@ -118,14 +118,16 @@ async def answered(
     for number, call in enumerate(message.get("tool_calls") or ()):
         function = call["function"]
         tool = tools.get(function["name"])
-        if tool is None:
-            said = f"Error: there is no tool {function['name']!r}; the tools are {', '.join(tools)}"
-        elif number >= TURN_CALLS:
+        if number >= TURN_CALLS:
             said = f"Error: not called, since one message may call at most {TURN_CALLS} tools"
         elif time.monotonic() - began > TURN_SHARE * timeout_s:
             said = "Error: not called, since earlier calls took too long: make fewer calls in one message"
         elif not room:
             said = "Error: not called, since earlier calls returned too much: make fewer calls in one message"
+        elif tool is None:
+            said = f"Error: there is no tool {function['name']!r}; the tools are {', '.join(tools)}"
+            said = shortened(said, min(ERROR_CHARACTERS, room))
+            room -= len(said)
         else:
             said = shortened(await tool.call(_arguments(function["arguments"])), min(ANSWER_CHARACTERS, room))
             room -= len(said)

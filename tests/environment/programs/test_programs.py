@@ -21,7 +21,7 @@ from services.console.doctor.preflight import without_repeats
 from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
-from services.environment.programs.tools import answered, methods_of
+from services.environment.programs.tools import TURN_CALLS, answered, methods_of
 from services.environment.programs.verifiers_library.kind import _with_valid_parts
 from services.environment.records import RECORD_BYTES, pack_record, reply_of, unpack_records
 from tests.support.harness import save_tokenizer_folder, small_config
@@ -71,6 +71,16 @@ async def test_a_tool_is_described_by_its_signature_and_answers_every_call() -> 
         assert reply["content"].startswith(expected)
     [reply] = await answered(called("prise", "{}"), tools)
     assert reply["content"] == "Error: there is no tool 'prise'; the tools are price"
+
+
+async def test_calls_of_unknown_tools_share_the_limits_of_a_turn() -> None:
+    many = methods_of(None, [Shop().price])
+    many |= {f"tool_{number}": many["price"] for number in range(1000)}
+    message = {"tool_calls": called("absent", "{}")["tool_calls"] * (TURN_CALLS + 1)}
+    replies = [reply["content"] for reply in await answered(message, many)]
+    assert replies[0].startswith("Error: there is no tool 'absent'; the tools are price, tool_0, ")
+    assert {len(reply) for reply in replies[:-1]} == {500}
+    assert replies[-1] == "Error: not called, since one message may call at most 100 tools"
 
 
 async def test_a_tools_parameters_may_have_any_name() -> None:
