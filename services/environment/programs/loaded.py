@@ -8,6 +8,7 @@ which there is JSON.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,6 +16,7 @@ from typing import Any, cast
 from services.environment.programs.tools import Callee, ToolSet, answered, methods_of, shortened
 from services.verifiers.numeric import MOST_PARTS, MOST_SCORE, PART, number_of
 
+CLOSE_LIMIT_S = 30.0
 SHOWN_CHARACTERS = 200
 """How much of an invalid reply its error shows."""
 LOST = "The result of this call is unknown: the machine that made it was lost."
@@ -70,12 +72,13 @@ class LoadedProgram:
         return self._found_tools()
 
     async def close(self, _: Any = None) -> None:
-        """End."""
+        """End: first the tools, then the object, whose own method may take `CLOSE_LIMIT_S`."""
         try:
-            await self._maybe("close")
-        finally:
             for each in self._sets:
                 await each.close()
+        finally:
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self._maybe("close")
 
     def _found_tools(self) -> list[dict[str, Any]]:
         """Take the current tools, the object's first, and return their descriptions."""

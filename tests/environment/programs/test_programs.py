@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -162,6 +163,26 @@ def test_the_parts_of_a_librarys_reward_get_valid_names() -> None:
 def test_a_reward_may_consist_of_numpys_numbers() -> None:
     assert scores_of(np.float32(0.5)) == {"score": 0.5}
     assert scores_of({"score": np.bool_(True), "words": np.int64(3)}) == {"score": 1.0, "words": 3.0}
+
+
+async def test_a_class_that_does_not_end_leaves_no_tools_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.environment.programs.loaded.CLOSE_LIMIT_S", 0.05)
+    closed: list[str] = []
+
+    class Hanging:
+        async def close(self) -> None:
+            closed.append("begun")
+            await asyncio.Event().wait()
+
+    class Tools:
+        tools = ()
+
+        async def close(self) -> None:
+            closed.append("tools")
+
+    with pytest.raises(TimeoutError):
+        await LoadedProgram(Hanging(), [cast(Any, Tools())]).close()
+    assert closed == ["tools", "begun"]
 
 
 def test_records_are_complete_or_dropped() -> None:
