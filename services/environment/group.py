@@ -40,6 +40,8 @@ log = structlog.get_logger()
 PAUSES_S = (0.0, 0.0, 5.0, 30.0)
 """Pauses before a rollout's attempts, by failures so far: its services may be unavailable for seconds, for example while a
 server restarts."""
+REPLY_FAULTS = (ValueError, TypeError, RecursionError)
+"""What replies of a program or of the policy may raise here, such as a tool call with arguments that are nested too deeply."""
 MAX_LOSSES = 16
 """How often a rollout may lose its process because of others before it is left out."""
 
@@ -200,14 +202,14 @@ class GroupRunner:
                     group.finished[sample] = await self._drive(live, process, environment, row)
                 group.failed.pop(sample, None)
                 return
-            except (ProgramFailed, GenerationFailed, ValueError, TypeError) as error:  # the latter two: for what it replied
+            except (ProgramFailed, GenerationFailed, *REPLY_FAULTS) as error:
                 if isinstance(error, ProcessLost):  # its program is gone, its turns are not
                     records = list(live.records)
                 blameless = isinstance(error, ProcessLost) and not error.suspected
                 losses, failures = losses + blameless, failures + (not blameless)
                 log.warning(
                     "rollout failed", ticket=group.ticket.id, sample=sample, failures=failures, error=str(error),
-                    exc_info=isinstance(error, ValueError | TypeError),
+                    exc_info=isinstance(error, REPLY_FAULTS),
                 )  # fmt: skip
                 group.failed[sample] = str(error)
             finally:

@@ -19,6 +19,7 @@ from services.environment.agent import Door, run_agent
 from services.environment.door.turns import ContextFull, Overrides
 from services.environment.programs.frames import StepDone
 from services.environment.programs.process import ProcessLost, ProgramFailed
+from services.environment.recording.recorder import Recorder
 from services.environment.rollout import LeaseLost
 from services.protocol import codec
 from services.protocol.errors import RedisUnreachable
@@ -109,6 +110,29 @@ async def test_a_rollout_with_damaged_turns_restarts(damage: str, tmp_path: Path
             [(header, _)] = await groups(store, 1)
         assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
         assert log.read_text().count("start 0") == N + 1
+
+
+async def test_a_reply_that_is_nested_too_deeply_fails_its_rollout_alone(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, raised = Recorder.record, list[str]()
+
+    def deep(*given: Any, **named: Any) -> dict[str, Any]:
+        """Raise as for the arguments of a tool that can just be parsed, but not be written again."""
+        if not raised:
+            raised.append("once")
+            raise RecursionError("maximum recursion depth exceeded while encoding a JSON object")
+        return record(*given, **named)
+
+    monkeypatch.setattr(Recorder, "record", deep)
+    given = overrides(tmp_path, "python", "Echo", options={"turns": 2, "log": str(tmp_path / "log")})
+    given.append(f"sampling.group_size={N}")
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
+        await issue(service.store, 0)
+        [(header, _)] = await groups(service.store, 1)
+        assert header.rewards == [1.0] * N
+        assert await buried(service.store) == []
+    assert (tmp_path / "log").read_text().count("start 0") == N + 1
 
 
 class Program:
