@@ -45,6 +45,28 @@ def test_a_guard_ends_quickly(code: str) -> None:
         guarded.communicate()
 
 
+SETUID = """
+import os, signal, subprocess
+from services.verifiers.sandbox import guard
+kill, other, own = os.kill, subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sleep", "60"])
+def refusing(pid, number):
+    if pid == other.pid:
+        raise PermissionError
+    kill(pid, number)
+os.kill = refusing
+guard.kill_descendants()
+assert not os.path.exists(f"/proc/{own.pid}")
+assert os.path.exists(f"/proc/{other.pid}")
+kill(other.pid, signal.SIGKILL)
+other.wait()
+"""
+
+
+def test_a_process_that_may_not_be_killed_is_left() -> None:
+    """It runs as another user, so that its guard could only wait for it."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SETUID], check=True, timeout=LIMIT_S)
+
+
 def test_a_kernel_without_a_list_of_children_is_searched() -> None:
     child = subprocess.Popen(["sleep", "600"])
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import tempfile
@@ -22,6 +23,8 @@ from typing import Any
 from services.environment.programs.loaded import BadReply
 from services.verifiers.sandbox import guard
 from services.verifiers.sandbox.scratch import remove
+
+log = logging.getLogger(__name__)
 
 ERROR = re.compile(r"\s*[\w.]*(?:Error|Exception)\b.*:")
 """Start of the line in which an interpreter says why a program failed."""
@@ -36,7 +39,7 @@ async def run_command(command: Sequence[str], given: dict[str, Any]) -> Any:
     try:
         status, output, errors = await _ended(command, folder, given)
     finally:
-        await asyncio.shield(asyncio.to_thread(remove, folder))
+        await asyncio.shield(asyncio.to_thread(_delete, folder))
     last = _last_line(output)
     if status:
         raise BadReply(f"{command[0]} exited with status {status}: {_why(errors)[:500] or 'it printed no error'}")
@@ -46,6 +49,14 @@ async def run_command(command: Sequence[str], given: dict[str, Any]) -> Any:
         return json.loads(last)
     except (ValueError, RecursionError):
         raise BadReply(f"{command[0]} printed {last[:200]!r} last: print the reward, a number, as the last line") from None
+
+
+def _delete(folder: Path) -> None:
+    """Delete the folder of a program, which may hold files of another user."""
+    try:
+        remove(folder)
+    except OSError as error:  # no reason to lose a reward
+        log.warning("the folder of an agent stays until its worker ends: %s", error)
 
 
 async def _ended(command: Sequence[str], folder: Path, given: dict[str, Any]) -> tuple[int, bytes, bytes]:

@@ -46,16 +46,30 @@ def main() -> int:
 
 
 def kill_descendants() -> None:
-    """Kill and reap all descendants of this process, which is a subreaper: children of killed ones become its own."""
+    """Kill and reap all descendants of this process, which is a subreaper: children of killed ones become its own.
+
+    Those that it may not kill, because they run as another user (setuid), are left when there are no others.
+    """
     while True:
-        for child in _children():
-            os.kill(child, signal.SIGKILL)
+        listed = _children()
+        killed = [child for child in listed if _kill(child)]
+        if listed and not killed:
+            return
         try:
             os.waitpid(-1, 0)
             while os.waitpid(-1, os.WNOHANG)[0]:  # all that have ended: there may be a thousand
                 pass
         except ChildProcessError:
             return
+
+
+def _kill(child: int) -> bool:
+    """Kill a child that has not been reaped. Return False if it runs as another user."""
+    try:
+        os.kill(child, signal.SIGKILL)
+    except PermissionError:
+        return False
+    return True
 
 
 def _ended() -> list[tuple[int, int]]:

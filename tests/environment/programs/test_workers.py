@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from services.config.environments import AgentEnvironment, PythonEnvironment
+from services.environment.programs.command import run_command
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.kinds import Agent
 from services.environment.programs.pool import ProgramPool
@@ -260,6 +261,19 @@ async def test_a_command_has_its_own_folder_and_may_print_endlessly() -> None:
         with pytest.raises(ProgramFailed, match="Cancelled"):
             await sleeping
         await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1)
+
+
+async def test_a_command_keeps_its_reward_if_its_folder_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(folder: Path) -> None:
+        raise PermissionError(f"Operation not permitted: {folder}/work/of-root")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("services.environment.programs.command.remove", refused)
+    given = {"url": "http://127.0.0.1:1/v1", "key": "k", "row": {}}
+    assert await run_command([sys.executable, "-c", "print(0.5)"], given) == 0.5
+    assert "work/of-root" in caplog.text
 
 
 def descendants(pid: int) -> Iterator[int]:
