@@ -2,7 +2,7 @@
 
 Waits for: a frame from the pod. Unblocked by: the pod, or the end of the stream.
 Guarantees: whatever a program raises is its rollout's failure, reported with the line; an async program never keeps others from
-running, a sync one only during its own calls. What programs print goes to the pod's log folder.
+running, a sync one only during its own calls. What programs print is discarded; their standard error is the pod's.
 
 Run as `python -m services.environment.programs.worker FD SCRATCH`.
 """
