@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+REFUSED = ("OOM", "MISCONF")
+"""First words of errors by which a server refuses writes before it looks at them."""
+
 
 class Connection:
     """Calls functions and plain commands; everything it raises is a `StoreError` or a subclass."""
@@ -53,7 +56,8 @@ class Connection:
     async def connect(cls, url: str, run: str, login: Login | str | None = None) -> Self:
         """Connect, check the server and load the functions. Raises `StoreError` within seconds on failure.
 
-        `login` may be a plain password.
+        `login` may be a plain password. A server that is full, or cannot write to its disk, refuses to load functions even if it
+        has them. What frees its memory must connect nevertheless; if the functions are missing, the first call reports it.
         """
         login = login if isinstance(login, Login) else Login(login or "")
         keys = Keys(run)
@@ -61,7 +65,8 @@ class Connection:
         async with AsyncExitStack() as undone:
             undone.push_async_callback(store.close)  # also if the attempt is cancelled: nobody else would close it
             [loaded] = await store._exchange([store._load])
-            store._check_load(loaded)
+            if _word(loaded) not in REFUSED:
+                store._check_load(loaded)
             undone.pop_all()
         return store
 
@@ -205,8 +210,19 @@ def _no_function(reply: Any) -> bool:
 
 
 def _no_right(error: Exception) -> bool:
-    if isinstance(error, ErrorReply):
-        return error.word == "NOPERM"
-    from redis.exceptions import NoPermissionError
+    return _word(error) == "NOPERM"
 
-    return isinstance(error, NoPermissionError)
+
+def _word(reply: Any) -> str:
+    """Return the first word of an error reply, which names its kind; empty for another reply. redis-py removes the word if it has
+    an exception of that kind.
+    """
+    if isinstance(reply, ErrorReply):
+        return reply.word
+    if not isinstance(reply, Exception):
+        return ""
+    from redis.exceptions import NoPermissionError, OutOfMemoryError
+
+    if isinstance(reply, NoPermissionError):
+        return "NOPERM"
+    return "OOM" if isinstance(reply, OutOfMemoryError) else str(reply).partition(" ")[0]
