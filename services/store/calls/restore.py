@@ -2,7 +2,7 @@
 
 Guarantees: only the restoring trainer changes the run meanwhile, and one that hung in a restore writes nothing afterwards, except
 payloads in shards that nobody names; no command handles more than a few hundred groups; an interrupted restore is restarted from
-the beginning.
+the beginning; what an interrupted deletion leaves is not taken for a run.
 """
 
 from __future__ import annotations
@@ -112,16 +112,18 @@ class Restores(Facet):
         await self._payloads.lay(payloads)
 
     async def delete_run(self, payload_shards: int = 0) -> None:
-        """Delete every key of the run, those in shards first, because the run says where they are.
+        """Delete every key of the run. Until all are gone, there is no run, and `create` refuses to make one.
 
-        `payload_shards`: their number, if the run no longer records it.
+        `payload_shards`: the number of shards, if the run no longer records it.
         """
+        await self._redis.send(("HDEL", self._keys.run, "protocol"))  # the rest of the hash goes last: it names the shards, too
         await self._payloads.delete_shards(payload_shards)
 
         async def write(commands: Sequence[Command]) -> None:
             await self._redis.send(*commands)
 
-        await self._delete_all_but((), write)
+        await self._delete_all_but(("run",), write)
+        await write([("UNLINK", self._keys.run)])
 
     async def _delete_all_but(self, kept: Iterable[str], write: Write) -> None:
         names = {f"{self._keys.prefix}:{name}".encode() for name in kept}

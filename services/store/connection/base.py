@@ -178,6 +178,11 @@ class Connection:
                 return Busy(f"{rest}: try again in a moment")
             case "DIFFERENT":
                 return DifferentRun(f"run {self.keys.name!r} exists with another {rest}: choose another run.name")
+            case "REMAINS":
+                return DifferentRun(
+                    f"Redis holds remains of a run {self.keys.name!r}, whose deletion was interrupted: delete it again with "
+                    "--fresh, or choose another run.name"
+                )
             case _ if isinstance(error, ErrorReply):
                 return explain(self.url, redis_error(error))
             case _:

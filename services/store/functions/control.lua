@@ -1,12 +1,12 @@
 -- Control: a run's identity, leadership, desired state, the end, and the count of everything.
--- reads and writes: run, defining, tickets, headers, outstanding, replay:*, step:<s>, early, ledger
+-- reads and writes: run, defining, tickets, headers, outstanding, order, replay:*, step:<s>, early, ledger
 
 local SAMPLER = {is = 'a sampler', fits = function(text) return FIRST[text] end}
 local REMOVER = {is = 'a remover', fits = function(text) return REMOVERS[text] end}
 
 -- args: protocol version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, the keys that define
 -- the run ('' to keep none), and number of payload shards if any. Creates the run, or attaches to the same one. Returns 1 if
--- created, 0 if it existed; rejects a different run under the name. Desired state may already exist.
+-- created, 0 if it existed; rejects a different run under the name, and the remains of one. Desired state may already exist.
 register('create', {
   'protocol', TEXT, 'configuration', TEXT, 'data set', TEXT, 'steps', NATURAL, 'slots', NATURAL, 'sampler', SAMPLER, 'remover', REMOVER,
   'capacity', POSITIVE, 'max uses', NATURAL, 'defining keys', TEXT, MAYBE, 'payload shards', POSITIVE,
@@ -21,6 +21,10 @@ register('create', {
     end
     return 0
   end
+  local remains = redis.call('HEXISTS', key, 'created_ms') + redis.call('EXISTS', prefix .. ':tickets')
+    + redis.call('EXISTS', prefix .. ':outstanding') + redis.call('EXISTS', prefix .. ':order')
+    + redis.call('EXISTS', prefix .. ':replay:state')
+  if remains > 0 then return redis.error_reply('REMAINS of a run that was not deleted completely') end
   redis.call('HSET', key, 'protocol', args[1], 'config', args[2], 'dataset', args[3], 'steps', args[4], 'slots', args[5],
     'slots_used', 0, 'cursor', 0, 'published_version', -1, 'prepared_step', -1, 'committed_step', -1,
     'checkpointed_step', -1, 'retired_step', -1, 'last_epoch', -1,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -10,7 +13,7 @@ from services.protocol.errors import DifferentRun
 from services.protocol.keys import Keys
 from services.store import Store
 from services.store.connection.base import Connection
-from tests.support.flow import start
+from tests.support.flow import issue, start
 from tests.support.harness import ticket, wait_until
 
 
@@ -205,3 +208,56 @@ async def test_two_runs_on_one_server_are_isolated(any_store: Store) -> None:
         assert await other.run.state() is not None
     finally:
         await other.restores.delete_run()
+
+
+@pytest.mark.parametrize("left", range(8))
+async def test_a_deletion_that_was_interrupted_leaves_no_run(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """`left`: commands after which the process that deletes is killed."""
+    send, sent = any_store.connection.send, 0
+
+    async def send_some(*commands: tuple[Any, ...]) -> list[Any]:
+        nonlocal sent
+        for command in commands:
+            sent += command[0] in ("HDEL", "UNLINK")
+            if sent > left:
+                raise asyncio.CancelledError
+        return await send(*commands)
+
+    async def one_by_one(commands: Sequence[tuple[Any, ...]]) -> None:
+        for _, *keys in commands:
+            for key in keys:
+                await any_store.connection.send(("UNLINK", key))
+
+    delete = any_store.restores._delete_all_but
+    team = await start(any_store)
+    await issue(any_store, team, 2)
+    monkeypatch.setattr(any_store.connection, "send", send_some)
+    monkeypatch.setattr(any_store.restores, "_delete_all_but", lambda kept, write: delete(kept, one_by_one))
+    with pytest.raises(asyncio.CancelledError):
+        await any_store.restores.delete_run()
+    monkeypatch.undo()
+    if not left:
+        assert not await any_store.run.create("config", "dataset", 100, 8)
+        return
+    before = await any_store.client.hgetall(any_store.keys.run)  # type: ignore[misc]
+    for _ in range(2):
+        with pytest.raises(DifferentRun, match=r"holds remains of a run 't-.*', whose deletion was interrupted: delete it"):
+            await any_store.run.create("config", "dataset", 100, 8)
+    assert await any_store.run.state() is None
+    assert await any_store.client.hgetall(any_store.keys.run) == before  # type: ignore[misc]
+    await any_store.restores.delete_run()
+    assert await any_store.run.create("config", "dataset", 100, 8)
+
+
+@pytest.mark.parametrize("key", ["tickets", "outstanding", "order", "replay:state"])
+async def test_no_run_is_created_over_the_remains_of_another(any_store: Store, key: str) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 2)
+    async for name in any_store.client.scan_iter(f"{any_store.keys.prefix}:*"):
+        if name.decode() != f"{any_store.keys.prefix}:{key}":
+            await any_store.client.unlink(name)
+    with pytest.raises(DifferentRun, match="holds remains"):
+        await any_store.run.create("config", "dataset", 100, 8)
+    assert [name async for name in any_store.client.scan_iter("*")] == [f"{any_store.keys.prefix}:{key}".encode()]
