@@ -27,7 +27,7 @@ _LOOKING = (
 )  # fmt: skip
 """Functions that inspection calls (store/inspection.py, store/deadletters.py)."""
 _COPYING = (*_LOOKING, "scan", "hscan", "lrange")
-_RESTORING = ("hset", "rpush", "set", "unlink", "xadd", "xdel", "zadd")
+_RESTORING = ("hset", "rpush", "set", "xadd", "xdel", "zadd")
 """Commands that `restore_write` may be given."""
 _WAYS = {"reads": "%R~", "writes": "~"}
 _POD = ("beat", "leave", "members", "desire")
@@ -78,7 +78,7 @@ GRANTS: dict[str, Grant] = {
         (
             "attach_trainer", "commit", "discard_damaged", "publish", "checkpointed", "retire", "reweigh", "record", "round",
             "audit", "eval_look", "snapshot_begin", "snapshot_hold", "snapshot_end", "restore_begin", "restore_write",
-            "restore_end",
+            "restore_delete", "restore_end",
         ),
         (*_COPYING, *_RESTORING, *_LOADING, "zrem"), everything=True, shards="writes",
     ),

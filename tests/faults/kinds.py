@@ -57,6 +57,7 @@ ELSEWHERE = {
     "issue_again": "only after a restore",
     "restore_begin": "only in a restore",
     "restore_write": "only in a restore",
+    "restore_delete": "only in a restore",
     "restore_end": "only in a restore",
     "requeue": "only by people",
     "commit_turn": "only with environments",

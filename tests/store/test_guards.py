@@ -136,7 +136,11 @@ async def test_a_superseded_trainer_cannot_restore(any_store: Store) -> None:
         await any_store.connection.call("restore_begin", team.trainer, 0)
     assert await any_store.run.audit() == before
     trainer = await begin_restore(any_store)
-    for call, *args in (("restore_write", 1, 4, "HSET", any_store.keys.run, "a", "b"), ("restore_end", "cursor", 7)):
+    calls = (
+        ("restore_write", 1, 4, "HSET", any_store.keys.run, "a", "b"), ("restore_delete", 1, any_store.keys.headers),
+        ("restore_end", "cursor", 7),
+    )  # fmt: skip
+    for call, *args in calls:
         with pytest.raises(Fenced):
             await any_store.connection.call(call, team.trainer, 0, *args)
         with pytest.raises(OutOfOrder, match="no restore to step 3"):
@@ -153,14 +157,21 @@ async def test_pieces_of_a_restore_are_written_once_and_in_order(any_store: Stor
     with pytest.raises(OutOfOrder, match="piece 4 does not follow piece 2"):
         await any_store.connection.call("restore_write", trainer, 0, 4, 3, "RPUSH", key, "0-4")
     assert await any_store.connection.call("restore_begin", trainer, 0) == 1
-    assert await any_store.client.llen(key) == 2, "a repeated restore_begin changes nothing"  # type: ignore[misc]
+    assert await any_store.connection.call("restore_delete", trainer, 0, 2, key) == 1
+    assert await any_store.client.llen(key) == 2, "a repeated call changes nothing"  # type: ignore[misc]
+    with pytest.raises(OutOfOrder, match="piece 4 does not follow piece 2"):
+        await any_store.connection.call("restore_delete", trainer, 0, 4, key)
+    with pytest.raises(StoreError, match="INVALID key of piece 3"):
+        await any_store.connection.call("restore_delete", trainer, 0, 3, key, "grpo:{another}:run")
+    assert await any_store.connection.call("restore_delete", trainer, 0, 3, key) == 1
+    assert not await any_store.client.exists(key)
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ("DEL", "grpo:{another}:run"), ("GET", "{run}"), ("SET", "{run}", "a", "b"), ("ZADD", "{run}", "nan", "a"),
-        ("HSET", "{run}", "a"), ("UNLINK", "grpo:{another}:run"), ("FLUSHALL", "{run}"), ("XDEL", "{run}", "last"),
+        ("HSET", "{run}", "a"), ("UNLINK", "{run}"), ("FLUSHALL", "{run}"), ("XDEL", "{run}", "last"),
         ("RPUSH", "{run}"), ("XADD", "{run}"),
     ],
 )  # fmt: skip

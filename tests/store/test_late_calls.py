@@ -120,7 +120,7 @@ async def test_a_restore_ends_the_round_and_starts_a_new_incarnation(store: Stor
 
 @pytest.mark.parametrize(
     "words",
-    [("x", "UNLINK", "{}:a"), ("1", "UNLINK"), ("3", "UNLINK", "{}:kept"), ("0",), ("-1", "UNLINK", "{}:kept"), ("2", "UNLINK")],
+    [("x", "XDEL", "{}:a"), ("1", "XDEL"), ("4", "SET", "{}:kept", "y"), ("0",), ("-1", "SET", "{}:kept", "y"), ("2", "XDEL")],
     ids=["no number", "no key", "too few words", "none", "negative", "no word"],
 )
 async def test_an_incomplete_piece_of_a_restore_writes_nothing(store: Store, words: tuple[str, ...]) -> None:

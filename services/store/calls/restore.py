@@ -41,6 +41,7 @@ sample log does not have yet; `restore_begin` empties the streams of work.
 """
 Command = tuple[Any, ...]
 Write = Callable[[Sequence[Command]], Awaitable[None]]
+Delete = Callable[[Sequence[bytes]], Awaitable[Any]]
 
 
 class RestoreWriter:
@@ -61,9 +62,13 @@ class RestoreWriter:
         if args:
             await self._send(args)
 
-    async def _send(self, args: list[Any]) -> None:
+    async def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete keys, even if the server is full. Raises the same errors."""
+        await self._send(keys, "restore_delete")
+
+    async def _send(self, args: Sequence[Any], function: str = "restore_write") -> None:
         self._pieces += 1
-        await self._redis.call("restore_write", self._fence, self._step, self._pieces, *args)
+        await self._redis.call(function, self._fence, self._step, self._pieces, *args)
 
 
 class Restores(Facet):
@@ -79,7 +84,7 @@ class Restores(Facet):
         await self._payloads.spread(int(head.run.get(FIELD, 0)))
         await self._redis.call("restore_begin", fence, head.step)
         write = RestoreWriter(self._redis, fence, head.step)
-        await self._delete_all_but(KEPT, write)
+        await self._delete_all_but(KEPT, write.delete)
         await self._payloads.sweep()  # frees memory for what is restored
         target = await asyncio.to_thread(_plan, snapshot, keep_plans)
         if self._payloads.shards:
@@ -119,13 +124,10 @@ class Restores(Facet):
         await self._redis.send(("HDEL", self._keys.run, "protocol"))  # the rest of the hash goes last: it names the shards, too
         await self._payloads.delete_shards(payload_shards)
 
-        async def write(commands: Sequence[Command]) -> None:
-            await self._redis.send(*commands)
+        await self._delete_all_but(("run",), lambda keys: self._redis.send(("UNLINK", *keys)))
+        await self._redis.send(("UNLINK", self._keys.run))
 
-        await self._delete_all_but(("run",), write)
-        await write([("UNLINK", self._keys.run)])
-
-    async def _delete_all_but(self, kept: Iterable[str], write: Write) -> None:
+    async def _delete_all_but(self, kept: Iterable[str], delete: Delete) -> None:
         names = {f"{self._keys.prefix}:{name}".encode() for name in kept}
         pattern = f"{self._keys.prefix.replace('{', '[{]').replace('}', '[}]')}:*"
         cursor, asked = 0, ""
@@ -138,7 +140,7 @@ class Restores(Facet):
                 cursor = 0
                 continue
             if gone := [key for key in found if key not in names]:
-                await write([("UNLINK", *gone)])
+                await delete(gone)
             cursor, asked = int(after), server
             if not cursor:
                 return

@@ -92,7 +92,6 @@ local NUMBER = {
   end,
 }
 local WRITES = {
-  UNLINK = function() return true end,
   HSET = function(words) return #words >= 4 and #words % 2 == 0 end,
   SET = function(words) return #words == 3 end,
   RPUSH = function(words) return #words >= 3 end,
@@ -115,21 +114,44 @@ local function read_commands(prefix, args, at)
   return commands
 end
 
--- args: trainer fence, step, number of the piece from 1 on, then of each command its number of words, and its words. Between
--- `restore_begin` and `restore_end` everything is written through here, so that a trainer that hung in a restore writes nothing
--- into the run of its successor. Pieces come in order, and a repeated one is not written again.
-register_trainer('restore_write', {'step', INTEGER, 'piece', POSITIVE, EACH, 'word', TEXT}, function(prefix, args)
-  local refusal = not_restoring(prefix, args[2])
+-- Return the reply to a piece of a restore that is not to be written now, or nil. Between `restore_begin` and `restore_end`
+-- everything is changed in pieces, so that a trainer that hung in a restore changes nothing in the run of its successor. Pieces
+-- come in order, and a repeated one is not written again.
+local function unless_next(prefix, step, number_of)
+  local refusal = not_restoring(prefix, step)
   if refusal then return refusal end
-  local piece, written = tonumber(args[3]), number(prefix, 'restored_pieces')
+  local piece, written = tonumber(number_of), number(prefix, 'restored_pieces')
   if piece <= written then return 1 end
   if piece ~= written + 1 then return redis.error_reply('OUTOFORDER piece ' .. piece .. ' does not follow piece ' .. written) end
+end
+
+-- args: trainer fence, step, number of the piece from 1 on, then of each command its number of words, and its words.
+register_trainer('restore_write', {'step', INTEGER, 'piece', POSITIVE, EACH, 'word', TEXT}, function(prefix, args)
+  local done = unless_next(prefix, args[2], args[3])
+  if done then return done end
   local commands = read_commands(prefix, args, 4)
-  if not commands then return redis.error_reply('INVALID commands of piece ' .. piece .. ' of a restore') end
+  if not commands then return redis.error_reply('INVALID commands of piece ' .. args[3] .. ' of a restore') end
   for _, command in ipairs(commands) do redis.call(unpack(command)) end
-  redis.call('HSET', prefix .. ':run', 'restored_pieces', piece)
+  redis.call('HSET', prefix .. ':run', 'restored_pieces', args[3])
   return 1
 end, true)
+
+-- args: trainer fence, step, number of the piece, keys. Deletes what is not restored, also on a full server: it makes room for
+-- what is.
+register_trainer('restore_delete', {'step', INTEGER, 'piece', POSITIVE, EACH, 'key', TEXT}, function(prefix, args)
+  local done = unless_next(prefix, args[2], args[3])
+  if done then return done end
+  local keys = {}
+  for i = 4, #args do
+    if string.sub(args[i], 1, #prefix + 1) ~= prefix .. ':' then
+      return redis.error_reply('INVALID key of piece ' .. args[3] .. ' of a restore')
+    end
+    keys[#keys + 1] = args[i]
+  end
+  call_over(keys, 'UNLINK')
+  redis.call('HSET', prefix .. ':run', 'restored_pieces', args[3])
+  return 1
+end)
 
 -- args: trainer fence, step, then fields and values of the run's hash. Everything else is in place: the run resumes after `step`,
 -- which the sample log must know as the beginning of this incarnation. Returns 1, or 0 if this trainer ended its restore before.

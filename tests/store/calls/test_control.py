@@ -225,16 +225,15 @@ async def test_a_deletion_that_was_interrupted_leaves_no_run(
                 raise asyncio.CancelledError
         return await send(*commands)
 
-    async def one_by_one(commands: Sequence[tuple[Any, ...]]) -> None:
-        for _, *keys in commands:
-            for key in keys:
-                await any_store.connection.send(("UNLINK", key))
+    async def one_by_one(keys: Sequence[bytes]) -> None:
+        for key in keys:
+            await any_store.connection.send(("UNLINK", key))
 
     delete = any_store.restores._delete_all_but
     team = await start(any_store)
     await issue(any_store, team, 2)
     monkeypatch.setattr(any_store.connection, "send", send_some)
-    monkeypatch.setattr(any_store.restores, "_delete_all_but", lambda kept, write: delete(kept, one_by_one))
+    monkeypatch.setattr(any_store.restores, "_delete_all_but", lambda kept, _: delete(kept, one_by_one))
     with pytest.raises(asyncio.CancelledError):
         await any_store.restores.delete_run()
     monkeypatch.undo()

@@ -348,11 +348,11 @@ async def test_a_trainer_that_hung_in_a_restore_is_fenced_off(any_store: Store, 
     await restore(any_store, tmp_path / "s")
     before = await everything(any_store)
     with pytest.raises(Fenced):
-        await RestoreWriter(any_store.connection, hung, 0)([("UNLINK", any_store.keys.replay_order)])
+        await RestoreWriter(any_store.connection, hung, 0).delete([any_store.keys.replay_order.encode()])
     state = await any_store.run.state()
     assert state is not None
     with pytest.raises(OutOfOrder, match="no restore to step 1"):
-        await RestoreWriter(any_store.connection, state.trainer_fence, 1)([("UNLINK", any_store.keys.replay_order)])
+        await RestoreWriter(any_store.connection, state.trainer_fence, 1).delete([any_store.keys.replay_order.encode()])
     assert await everything(any_store) == before
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from redis.exceptions import OutOfMemoryError
 
 from services.console.local.redis_server import RedisServer
 from services.protocol.errors import RedisFull, StoreError
 from services.store import Store
+from services.store.snapshot_format import Snapshot
 from tests.conftest import SERVERS, skip_without
 from tests.support import flow
 from tests.support.harness import wait_until
@@ -82,4 +85,26 @@ async def test_a_server_that_cannot_write_to_its_disk_is_still_read(server: Redi
     assert state.steps == 7
     with pytest.raises(StoreError, match="cannot be used: MISCONF"):
         await store.run.pause("trainer", "for a test")
+    await store.close()
+
+
+async def test_a_restore_frees_the_memory_of_what_it_replaces(server: RedisServer, tmp_path: Path) -> None:
+    """The server is full of groups that came after the checkpoint."""
+    store = await Store.connect(server.url, RUN, server.password)
+    team = await flow.start(store)
+    await flow.buffer(store, team, 2)
+    await store.snapshots.save(team.trainer, -1, tmp_path / "snapshot", True)
+    limit = (await store.run.memory())[0] + 2**20
+    await store.client.config_set("maxmemory", limit)
+    with contextlib.suppress(OutOfMemoryError):
+        for number in range(1000):
+            await store.client.set(store.keys.payload(f"9-{number}.1"), bytes(2**16))
+    with pytest.raises(OutOfMemoryError):
+        await store.client.set(store.keys.payload("9-1000.1"), bytes(2**16))
+    trainer = await store.run.attach_trainer()
+    await store.restores.restore(trainer, Snapshot(tmp_path / "snapshot"), True, lambda: None)
+    state = await store.run.state()
+    assert state is not None
+    assert state.restoring == -1
+    assert len(await flow.oldest_groups(store, 9)) == 2
     await store.close()
