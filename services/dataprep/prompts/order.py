@@ -123,6 +123,7 @@ class PromptOrder:
         if read.exclude not in (None, self._exclude) and any(source.exhausted for source in read.sources):
             for source in read.sources:  # shares count from here
                 source.exhausted, source.mixed = False, 0
+        read.recent = read.recent[-self._slots :]  # a fork may have fewer slots than its origin
         self._state, self._rows = read, self._rows | rows
 
     def begins_epoch(self, count: int) -> bool:
@@ -192,8 +193,8 @@ class PromptOrder:
             began = len(rows.get(source.name, ()))
             if source.epoch < -1 or (source.epoch == -1) != (began == 0) or not 0 <= source.taken <= began or source.mixed < 0:
                 raise ValueError(f"epoch {source.epoch} of source {source.name} is not the stored one")
-        if state.recent.shape != (min(state.recent.size, self._slots),) or state.recent.dtype != ROW:
-            raise ValueError("it has too many recent prompts")
+        if state.recent.ndim != 1 or state.recent.dtype != ROW:
+            raise ValueError("its recent prompts are not rows")
 
     def _due(self, sources: Sequence[_Source]) -> _Source | None:
         """Return the source to ask next, or None if all are exhausted.

@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 
 from services.dataprep.prompts.curriculum import Curriculum, middle_first
 from services.dataprep.prompts.errors import DataError
-from services.dataprep.prompts.order import Exhausted, Pick, PromptOrder, SourceSpan, permutation
+from services.dataprep.prompts.order import Exhausted, Pick, PromptOrder, SourceSpan, _State, permutation
+from services.protocol import codec
 from services.store.records import PassRate
 
 WEIGHTS = st.lists(st.sampled_from([0.001, 0.1, 0.3, 0.7, 1.0, 1.5, 3.0, 16.0, 30.0]), min_size=1, max_size=7)
@@ -337,9 +338,21 @@ def test_an_invalid_or_foreign_state_is_rejected():
     ]:
         with pytest.raises(DataError, match=r"order of prompts in Redis is invalid .* another run\.name"):
             _order(spans).restore(state, epochs)
-    longer = _order(_spans((5, 1.0), (6, 1.0)), slots=4, curriculum=middle_first).draft(4, 0, {})
-    with pytest.raises(DataError, match="recent prompts"):
-        _order(_spans((5, 1.0), (6, 1.0)), slots=3).restore(longer.state, longer.epochs)
+    state = codec.encode([[["a", 0, 2, 2, False], ["b", 0, 2, 2, False]], np.zeros(2, np.float32), 0.0])
+    with pytest.raises(DataError, match="its recent prompts are not rows"):
+        _order(_spans((5, 1.0), (6, 1.0))).restore(state, draft.epochs)
+
+
+def test_a_fork_with_fewer_slots_keeps_the_last_recent_prompts():
+    spans = _spans((5, 1.0), (6, 1.0))
+    origin = _order(spans, slots=9, curriculum=middle_first)
+    _draw(origin, 9, 0)
+    kept = origin.draft(0, 9, {})
+    fork = _order(spans, slots=3, curriculum=middle_first)
+    fork.restore(kept.state, {name: rows.tobytes() for name, rows in origin._rows.items()})
+    picks = fork.draft(1, 9, {}).picks
+    assert picks == origin.draft(1, 9, {}).picks
+    np.testing.assert_array_equal(codec.decode(fork.draft(0, 9, {}).state, _State).recent, origin._state.recent[-3:])
 
 
 @given(st.data())
