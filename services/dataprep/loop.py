@@ -41,6 +41,7 @@ log = structlog.get_logger()
 TOPICS = ("headers", "slots", "version", "steps", "control", "tickets", "evaluation")
 STEP_DOWN_S = 3.0
 IDLE_S = 1.0  # the longest delay that a missed notification can cause
+OUT_OF_STEP = 5  # turns in a row out of step with the run that make the pod not ready
 SNAPSHOT_S = 0.2  # longer than the snapshot of a small table takes
 FULL_PHASE = "waiting for memory"
 LEASE_SHARE = 3  # renewals per lease of the leadership
@@ -63,6 +64,8 @@ class DataprepLoop:
         self.failures = Failures(self.store, self.config)
         self.generated = generated_statistics.GeneratedStats(self.config.source_names)
         self._waiting: tuple[str, float] = ("", 0.0)  # why no step can be made, and since when
+        self._out_of_step = 0  # turns in a row that did not follow the run's state
+        self._why_out_of_step = ""
         self._waits = metrics.wait_clock()
         self._renewed, self._renew_s = 0.0, self.config.fleet.ttl_s / LEASE_SHARE
         metrics.lag_bound.set(self.config.admission.max_staleness)
@@ -76,7 +79,7 @@ class DataprepLoop:
         view = self.service.view
         if view.state is None:
             return "the run does not exist yet"
-        return "" if view.paused or view.state.ended else self.memory.why
+        return "" if view.paused or view.state.ended else self._why_out_of_step or self.memory.why
 
     async def work(self, loop: Loop) -> None:
         """Lead whenever no other pod does, until stopped."""
@@ -120,6 +123,7 @@ class DataprepLoop:
                 except Busy:  # a snapshot is being taken; everything done before it stands
                     await self.notifications.wait("control", timeout=SNAPSHOT_S)
                     continue
+                self._out_of_step, self._why_out_of_step = 0, ""
                 if not busy:
                     await self.notifications.wait(*TOPICS, timeout=IDLE_S)
         except (Fenced, OutOfOrder) as error:
@@ -128,9 +132,19 @@ class DataprepLoop:
                 log.info("the run is restored to a checkpoint, leading it again")
             else:
                 log.warning("superseded or out of step with the run, starting over", error=str(error))
+                if isinstance(error, OutOfOrder):
+                    await self._pause_out_of_step(error)
         finally:
             self.metrics.leads.set(0)
             self._waits.enter("")
+
+    async def _pause_out_of_step(self, error: OutOfOrder) -> None:
+        """Wait before the next attempt, unless this was the first: the run's state is read again, which may not help."""
+        self._out_of_step += 1
+        if self._out_of_step >= OUT_OF_STEP:
+            self._why_out_of_step = f"out of step with the run {self._out_of_step} times in a row, the last time: {error}"
+        if self._out_of_step > 1:
+            await self.notifications.wait("control", timeout=IDLE_S)
 
     async def _renew(self, fence: int) -> bool:
         """Renew the lease of the leadership; return False if it is lost."""

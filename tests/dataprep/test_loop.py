@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from structlog.testing import capture_logs
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.dataprep.evaluation.rounds import EvaluationRounds
-from services.dataprep.loop import IDLE_S, DataprepLoop
+from services.dataprep.loop import IDLE_S, OUT_OF_STEP, DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics
 from services.dataprep.planning.early import EarlyParts
 from services.dataprep.prompts.catalogue import PromptSource
@@ -436,6 +437,28 @@ async def test_a_table_without_a_base_is_rescaled_at_any_step(tmp_path: Path, se
         assert await loop._rebase(fence, 5000) == 4992, "a restore without groups removes the base"
         assert await service.store.replay.recency_base() == 4992
         await service.store.restores.delete_run()
+
+
+async def test_a_leader_that_stays_out_of_step_pauses_and_says_so(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server)
+    async with dataprep(config) as (service, loop):
+        store, first = service.store, int(permutation(config.run.seed, 0, 40)[0])
+        await store.client.setbit(store.keys.trained(0), first, 1)  # its ticket can never be issued
+        running, began = asyncio.create_task(service.run(loop.work)), time.monotonic()
+        with capture_logs() as logs:
+            await wait_until(lambda: "out of step with the run" in loop.why_unready(), 20)
+        attempts = sum("out of step" in event["event"] for event in logs)
+        assert attempts == OUT_OF_STEP
+        assert time.monotonic() - began > (attempts - 3) * 0.9 * IDLE_S, (
+            "the first is repeated at once, and a notification ends a wait"
+        )
+        assert loop.why_unready().endswith(f"{OUT_OF_STEP} times in a row, the last time: ticket 0-{first} was issued before")
+        await store.client.setbit(store.keys.trained(0), first, 0)
+        await wait_until(lambda: _has(store, "tickets", 16))
+        await wait_until(lambda: not loop.why_unready())
+        service.stop()
+        await running
+        await store.restores.delete_run()
 
 
 async def test_a_run_that_has_trained_all_its_steps_is_not_stopped_for_lack_of_prompts(
