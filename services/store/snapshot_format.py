@@ -208,6 +208,8 @@ class Restoration:
     plans: dict[int, dict[str, bytes]]
     whole: bool
     """Whether groups and plans are restored; otherwise the table begins empty."""
+    lost_round: int
+    """Version whose evaluation round was open and cannot be held again, since it is not published again; -1: none."""
 
 
 def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], keep_plans: bool) -> Restoration:
@@ -238,7 +240,10 @@ def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], 
             gaps |= {words[i]: int(words[i + 1]) for i in range(0, len(words), 2)}
     plans = head.plans if whole else {}
     evaluated = int(head.run.get("evaluated_version", "-1"))
-    if head.evaluating and evaluated > head.step:
+    lost_round = -1
+    if head.evaluating and evaluated <= head.step:
+        lost_round = evaluated
+    elif head.evaluating:
         evaluated -= 1  # its round was open, or opened ahead: it is held again
     fields: dict[str, int | str] = {
         "cursor": int(head.run["cursor"]), "slots_used": len(reissue) + held, "last_epoch": int(head.run["last_epoch"]),
@@ -247,4 +252,4 @@ def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], 
     }  # fmt: skip
     fields |= {name: head.run[name] for name in ("letter_before", "letter_paused") if name in head.run}  # if prompts have failed
     ledger["reissued"] = ledger.get("reissued", 0) + len(reissue)
-    return Restoration(fields, ledger, table, gaps, reissue, plans, whole)
+    return Restoration(fields, ledger, table, gaps, reissue, plans, whole, lost_round)

@@ -74,8 +74,9 @@ class RestoreWriter:
 class Restores(Facet):
     """Restores a run to a snapshot."""
 
-    async def restore(self, fence: int, snapshot: Snapshot, keep_plans: bool, alive: Callable[[], None]) -> None:
-        """Restore the run to `snapshot`; its current state is lost. `alive` is called often.
+    async def restore(self, fence: int, snapshot: Snapshot, keep_plans: bool, alive: Callable[[], None]) -> str:
+        """Restore the run to `snapshot`; its current state is lost. `alive` is called often. Returns which evaluation round was
+        open in it and is abandoned, and why; or "".
 
         `keep_plans`: whether prepared steps can be trained as they were planned (see `snapshot_format.restoration`). Raises
         `Fenced`, `StoreError`, `SnapshotError`; the next trainer must then start it again.
@@ -87,6 +88,7 @@ class Restores(Facet):
         await self._delete_all_but(KEPT, write.delete)
         await self._payloads.sweep()  # frees memory for what is restored
         target = await asyncio.to_thread(_plan, snapshot, keep_plans)
+        target, abandoned = await self._without_lost_round(target, head.step)
         if self._payloads.shards:
             target = replace(target, plans={step: renamed_plan(plan, fence) for step, plan in target.plans.items()})
         pieces = snapshot.pieces()
@@ -108,6 +110,22 @@ class Restores(Facet):
             await self._forget_after(stream, key, last, write)
         fields = [part for item in target.fields.items() for part in item]
         await self._redis.call("restore_end", fence, head.step, *fields)
+        return abandoned
+
+    async def _without_lost_round(self, target: Restoration, step: int) -> tuple[Restoration, str]:
+        """Return what to restore with the end of the lost evaluation round, and why it is abandoned; "" if it was reported after
+        the snapshot, or none was lost.
+        """
+        version, ledger = target.lost_round, dict(target.ledger)
+        if version < 0:
+            return target, ""
+        reported = await self._has_entry(self._keys.evaluations, "eval/version", version)
+        outcome = "evaluations" if reported else "evaluations_abandoned"
+        ledger[outcome] = ledger.get(outcome, 0) + 1
+        if reported:
+            return replace(target, ledger=ledger), ""
+        why = f"version {version}: the run was restored to step {step}, whose weights are newer"
+        return replace(target, ledger=ledger, fields=target.fields | {"evaluation_abandoned": why}), why
 
     async def _put_in_shards(self, groups: Sequence[SnapshotGroup], target: Restoration, write: Write) -> None:
         """Put groups with new names into shards. The index names their payloads first: otherwise a sweep would delete them."""
@@ -194,6 +212,15 @@ class Restores(Facet):
             gone = [entry for entry, fields in entries if msgspec.json.decode(fields[b"m"])[key] > last]
             await write([("XDEL", stream, *gone)] if gone else [])
             before = f"({entries[-1][0].decode()}"
+
+    async def _has_entry(self, stream: str, key: str, number: int) -> bool:
+        """Return whether a history has an entry that `key` numbers so."""
+        before = "+"
+        while entries := await self._redis.ask(self._redis.commands.xrevrange(stream, before, "-", TOGETHER)):
+            if any(msgspec.json.decode(fields[b"m"])[key] == number for _, fields in entries):
+                return True
+            before = f"({entries[-1][0].decode()}"
+        return False
 
 
 def _plan(snapshot: Snapshot, keep_plans: bool) -> Restoration:

@@ -161,9 +161,9 @@ register_trainer('restore_end', {'step', INTEGER, EACH, 'field', TEXT, 'value', 
   if not restore[1] and restore[2] == args[1] then return 0 end
   local refusal = not_restoring(prefix, args[2])
   if refusal then return refusal end
+  redis.call('HDEL', run, 'restoring', 'restored_pieces', 'checkpoint_failed', 'evaluation_abandoned')
   if #args > 2 then redis.call('HSET', run, unpack(args, 3)) end
   redis.call('HSET', prefix .. ':samples:state', 'begun:' .. redis.call('HGET', run, 'incarnation'), tonumber(args[2]) + 1)
-  redis.call('HDEL', run, 'restoring', 'restored_pieces', 'checkpoint_failed', 'evaluation_abandoned')
   if redis.call('HGET', run, 'restore') == args[2] then redis.call('HDEL', run, 'restore') end
   notify(prefix, 'control')
   notify(prefix, 'slots')

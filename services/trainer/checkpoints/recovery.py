@@ -178,7 +178,8 @@ class Recovery:
             if snapshot.head.run["dataset"] != state.dataset:
                 raise SnapshotError(OTHER_PROMPTS)
             keep = all(resume.trainable(plan["plan"], self.config) for plan in snapshot.head.plans.values())
-            self.call(self.store.restores.restore(self._fence, snapshot, keep, self._progress))
+            if abandoned := self.call(self.store.restores.restore(self._fence, snapshot, keep, self._progress)):
+                log.warning("evaluation round abandoned", reason=abandoned)
         except SnapshotError as error:
             raise Fatal(f"the run cannot be restored to step {saved.step}: {error}") from error
 
