@@ -303,7 +303,8 @@ class DataprepLoop:
             return 0
         issued = await self.issuer.issue(fence, state.cursor, wanted, swept) if wanted else 0
         ending = progress.next_step < progress.steps and state.restore < 0  # otherwise it ends, or goes back, by itself
-        if self.issuer.exhausted and not issued and ending and admission.stuck(swept, progress, self.rules):
+        left = issued or swept.requeued  # requeued tickets may wait for memory
+        if self.issuer.exhausted and not left and ending and admission.stuck(swept, progress, self.rules):
             await self.store.run.stop(self.issuer.exhausted)
         self.metrics.issued.inc(issued)
         return issued

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -32,10 +32,12 @@ from services.protocol.errors import Fenced
 from services.protocol.messages import Header, StepPlan, Ticket
 from services.protocol.payloads import Payload
 from services.runtime.service import Service
-from services.store import BufferedGroup, Claim, HeaderEntry, Store
+from services.store import BufferedGroup, Claim, HeaderEntry, RunState, Store
 from services.store.snapshot_format import Snapshot
 from tests.support import flow
 from tests.support.harness import buried, save_tokenizer_folder, small_config, ticket, wait_until
+
+T = TypeVar("T")
 
 LENGTH = 6  # number of tokens in every completion
 
@@ -491,6 +493,45 @@ async def test_a_run_without_prompts_that_is_to_be_restored_is_not_stopped(tmp_p
         assert state is not None
         assert not await loop._turn(fence, state)
         await store.restores.delete_run()
+
+
+async def test_a_run_whose_requeued_tickets_wait_for_memory_is_not_stopped(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with dataprep(configured(tmp_path, server)) as (service, loop):
+        store = service.store
+        fence = await store.run.lead("dataprep-0:boot", 60.0)
+        assert fence is not None
+        await store.steps.publish(await store.run.attach_trainer(), 0)
+        assert await store.tickets.issue(fence, 0, [ticket(0)], b"", {}) == 1
+        for claim in await flow.claim(store, "g"):
+            await store.tickets.fail("g", claim, "the verifier broke", 1)
+        await store.dead_letters.requeue([letter.id for letter in await store.dead_letters.page()])
+        loop.issuer.exhausted, loop.issuer._cursor = "every row is solved", 1
+
+        async def turn() -> RunState:
+            state = await store.run.state()
+            assert state is not None
+            await loop._turn(fence, state)
+            state = await store.run.state()
+            assert state is not None
+            return state
+
+        used, limit = 95, 100
+        monkeypatch.setattr(store.run, "memory", lambda _: _soon((used, limit)))
+        assert (await turn()).stopping == ""
+        assert loop.memory.why
+        used, loop.memory._looked = 10, float("-inf")
+        assert (await turn()).stopping == ""
+        assert await store.tickets.requeued(1) == [], "it is issued again"
+        (claim,) = await flow.claim(store, "g")
+        await store.tickets.fail("g", claim, "the verifier broke", 1)
+        assert (await turn()).stopping == "every row is solved"
+        await store.restores.delete_run()
+
+
+async def _soon(value: T) -> T:
+    return value
 
 
 async def test_a_fork_with_fewer_slots_samples_nothing_that_would_become_stale(tmp_path: Path, server: RedisServer) -> None:
