@@ -17,8 +17,10 @@ LIGHTEST = 1e-9
 
 def sampling_weight(priority: float, exponent: float) -> float:
     """Return priority ** exponent (Schaul et al. 2016, eq. 1), within LIGHTEST..HEAVIEST, or 0 for a priority of 0, below, or
-    NaN.
+    NaN. With an exponent of 0, every priority has weight 1.
     """
+    if exponent == 0:
+        return 1.0
     if not priority > 0:
         return 0.0
     weight = math.exp(min(max(exponent * math.log(min(priority, HEAVIEST)), -100.0), math.log(HEAVIEST)))

@@ -148,8 +148,9 @@ def test_recency_counts_versions_from_the_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("priority", "exponent", "weight"),
     [
-        (0.5, 2.0, 0.25), (3.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.0), (-1.0, 2.0, 0.0), (math.nan, 1.0, 0.0),
-        (1e-8, 1.0, 1e-8), (LIGHTEST / 2, 1.0, 0.0), (1e-300, 4.0, 0.0), (1e5, 2.0, HEAVIEST), (math.inf, 1.0, HEAVIEST),
+        (0.5, 2.0, 0.25), (3.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (-1.0, 0.0, 1.0), (-1.0, 2.0, 0.0),
+        (math.nan, 1.0, 0.0), (1e-8, 1.0, 1e-8), (LIGHTEST / 2, 1.0, 0.0), (1e-300, 4.0, 0.0), (1e5, 2.0, HEAVIEST),
+        (math.inf, 1.0, HEAVIEST),
     ],
 )  # fmt: skip
 def test_sampling_weights_are_bounded_powers_of_priorities(priority: float, exponent: float, weight: float) -> None:
