@@ -70,13 +70,13 @@ class _Wanted(NamedTuple):
         """Return whether it comes before any of these records."""
         return any(
             incarnation >= self.later or (incarnation >= self.incarnation and step > self.step)
-            for incarnation, step in map(_place, map(_record, entries))
+            for incarnation, step in map(_place, map(read_record, entries))
         )
 
     def found(self, entries: Sequence[Entry]) -> dict[str, float | None] | None:
         """Return its oldest record in entries, newest first; of the last incarnation there, as old servers do not know when they
         began."""
-        found = [record for record in map(_record, reversed(entries)) if self._is_of(record)]
+        found = [record for record in map(read_record, reversed(entries)) if self._is_of(record)]
         return max(found, key=lambda record: record.get(INCARNATION) or 0.0, default=None)
 
     def _is_of(self, record: Mapping[str, float | None]) -> bool:
@@ -88,7 +88,8 @@ def _ms(entry: tuple[bytes, Any]) -> int:
     return int(entry[0].partition(b"-")[0])
 
 
-def _record(entry: Entry) -> dict[str, float | None]:
+def read_record(entry: Entry) -> dict[str, float | None]:
+    """Return the record of an entry of `metrics` or `evaluations`; empty if it cannot be read."""
     try:
         return msgspec.json.decode(entry[1].get(b"m", b""), type=dict[str, float | None])
     except msgspec.MsgspecError:

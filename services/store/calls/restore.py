@@ -8,7 +8,7 @@ the beginning; what an interrupted deletion leaves is not taken for a run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from services.store.snapshot_format import (
     renamed_plan,
     restoration,
 )
+from services.store.step_records import Entry, read_record
 
 WORDS = 4000  # of commands in one call of a function, which Lua's stack must hold
 TOGETHER = 256  # entries of a stream in one request
@@ -107,7 +108,7 @@ class Restores(Facet):
             (self._keys.metrics, "step", head.step),
             (self._keys.evaluations, "eval/version", head.step + 1),
         ):
-            await self._forget_after(stream, key, last, write)
+            await self._forget_after(stream, key, last, write, alive)
         fields = [part for item in target.fields.items() for part in item]
         await self._redis.call("restore_end", fence, head.step, *fields)
         return abandoned
@@ -205,22 +206,29 @@ class Restores(Facet):
             commands += [("ZADD", key, score, name) for name, score in scores.items()]
         return commands
 
-    async def _forget_after(self, stream: str, key: str, last: int, write: Write) -> None:
-        """Delete the entries of a history that will be written again: those numbered by `key` after `last`."""
-        before = "+"
-        while entries := await self._redis.ask(self._redis.commands.xrevrange(stream, before, "-", TOGETHER)):
-            gone = [entry for entry, fields in entries if msgspec.json.decode(fields[b"m"])[key] > last]
+    async def _forget_after(self, stream: str, key: str, last: int, write: Write, alive: Callable[[], None]) -> None:
+        """Delete the entries of a history that will be written again: those numbered by `key` after `last`. Any that cannot be
+        read stay.
+        """
+        async for entries in self._history(stream):
+            alive()
+            numbers = [read_record(entry).get(key) for entry in entries]
+            gone = [entry for (entry, _), number in zip(entries, numbers, strict=True) if number is not None and number > last]
             await write([("XDEL", stream, *gone)] if gone else [])
-            before = f"({entries[-1][0].decode()}"
 
     async def _has_entry(self, stream: str, key: str, number: int) -> bool:
         """Return whether a history has an entry that `key` numbers so."""
+        async for entries in self._history(stream):
+            if any(read_record(entry).get(key) == number for entry in entries):
+                return True
+        return False
+
+    async def _history(self, stream: str) -> AsyncIterator[list[Entry]]:
+        """Yield the entries of a stream, newest first."""
         before = "+"
         while entries := await self._redis.ask(self._redis.commands.xrevrange(stream, before, "-", TOGETHER)):
-            if any(msgspec.json.decode(fields[b"m"])[key] == number for _, fields in entries):
-                return True
+            yield entries
             before = f"({entries[-1][0].decode()}"
-        return False
 
 
 def _plan(snapshot: Snapshot, keep_plans: bool) -> Restoration:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.store import Store
+from services.store.calls import restore as restores
 from services.store.snapshot_format import Snapshot
 from tests.store.calls.test_evaluation import TTL_S, open_round, round_keys
 from tests.support import flow
@@ -64,3 +65,28 @@ async def test_a_round_whose_version_is_published_again_is_held_again(any_store:
     state = await store.evaluation.state(TTL_S)
     assert (state.dealt_with, state.abandoned, state.round) == (1, "", None)
     assert "ledger:evaluations_abandoned" not in await store.run.audit()
+
+
+UNREADABLE = [
+    {"m": "no JSON"}, {"m": b"\xff"}, {"m": "[1]"}, {"m": "{}"}, {"m": "null"}, {"m": '{"step": null, "eval/version": null}'},
+    {"m": '{"step": "nine", "eval/version": [9]}'}, {"other": "{}"},
+]  # fmt: skip
+
+
+async def test_entries_of_the_history_that_cannot_be_read_stay(
+    any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, team = any_store, await trained(any_store, 1)
+    await store.snapshots.save(team.trainer, 0, tmp_path / "s", payloads=True)
+    for stream, key in ((store.keys.metrics, "step"), (store.keys.evaluations, "eval/version")):
+        for number, fields in enumerate(UNREADABLE):
+            await store.client.xadd(stream, fields)  # type: ignore[arg-type]
+            await store.client.xadd(stream, {"m": f'{{"{key}": {number}.0}}'})
+    monkeypatch.setattr(restores, "TOGETHER", 3)
+    shown = list[str]()
+    trainer = await store.run.attach_trainer()
+    await store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: shown.append("alive"))
+    for stream, readable in ((store.keys.metrics, 1), (store.keys.evaluations, 2)):
+        fields = [fields for _, fields in await store.client.xrange(stream)]
+        assert len(fields) == len(UNREADABLE) + readable
+    assert len(shown) > 2 * len(UNREADABLE) * 2 / 3
