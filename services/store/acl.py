@@ -69,8 +69,8 @@ GRANTS: dict[str, Grant] = {
     "dataprep": Grant(
         (
             "create", "set_steps", "lead", "step_down", "issue", "issue_again", "read_headers", "settle", "sweep_and_peek",
-            "rescale", "pass_over", "offer_early", "prepare", "audit", "requeue", "eval_open", "eval_skip", "eval_look",
-            "eval_close",
+            "rescale", "pass_over", "offer_early", "prepare", "pause_failing", "audit", "requeue", "eval_open", "eval_skip",
+            "eval_look", "eval_close",
         ),
         (*_LOOKING, *_LOADING, "unlink", "zrem"), reads=(":*",), shards="writes",
     ),

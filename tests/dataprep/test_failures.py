@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
@@ -176,3 +179,24 @@ async def test_a_success_between_failures_starts_their_count_again(tmp_path: Pat
                 await asyncio.sleep(0.2)
         assert succeeded >= 2
         assert not await failing(store)
+
+
+async def test_a_dataprep_that_dies_while_it_pauses_has_paused_for_good(store: Store) -> None:
+    """It is killed before it gets the first reply."""
+    team = await flow.start(store)
+    await flow.issue(store, team, 1)
+    await fail(store)
+    (letter,) = await store.dead_letters.page()
+    exchange = store.connection._exchange
+
+    async def killed_after(commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        await exchange(commands)
+        raise asyncio.CancelledError
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store.connection, "_exchange", killed_after)
+        with pytest.raises(asyncio.CancelledError):
+            await store.run.pause_failing("16 in a row", letter.id)
+    assert await failing(store) == "16 in a row"
+    assert await store.dead_letters.in_a_row(since_pause=True) == []
+    assert await store.dead_letters.in_a_row() == [letter.id]

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "reweigh": "only with priorities of the trainer",
     "rescale": "only with priorities by recency",
     "pass_over": "only where all groups of a step are filtered",
+    "pause_failing": "only where prompt after prompt fails",
     "fail": "only where a verifier fails",
     "discard_damaged": "only where a payload is damaged",
     "issue_again": "only after a restore",

@@ -89,6 +89,8 @@ class WholeRun:
         await self._lead()
         await self.console.run.pause("generator", "for a test")
         await self.console.run.resume("generator")
+        await self.leader.run.pause_failing("for a test", "1-1")
+        await self.console.run.resume("dataprep")
         await self._publish(0)
 
     async def _lead(self) -> None:

@@ -348,8 +348,11 @@ async def test_a_repeated_request_takes_effect_once(any_store: Store) -> None:
     team = await start(any_store)
     call = any_store.connection.call
     await call("desire", "a", "paused:trainer", "keep by hand")
+    await call("pause_failing", "c", "keep@1 because prompts fail", "1-1")
     await any_store.run.resume("trainer")
+    await any_store.run.resume("dataprep")
     await call("desire", "a", "paused:trainer", "keep by hand")
+    await call("pause_failing", "c", "keep@1 because prompts fail", "1-1")
     state = await any_store.run.state()
     assert state is not None
     assert state.paused == {}

@@ -53,7 +53,7 @@ class Runs(Facet):
 
     async def pause(self, role: str, why: str, mode: PauseMode = "keep") -> None:
         """Request that `generator`, `dataprep` or `trainer` pods pause until resumed. `why` also names the requester."""
-        await self._desire(f"paused:{role}", f"{mode}@{time.time():.0f} {why}")
+        await self._desire(f"paused:{role}", _paused(mode, why))
 
     async def resume(self, role: str, why: str = "") -> None:
         """Request that pods of the role resume. `why` also names the requester (`RunState.last_resume`)."""
@@ -64,8 +64,7 @@ class Runs(Facet):
         """Request that dataprep pauses until resumed, because one prompt after another fails (`RunState.failing`); `letter` is
         the dead letter of the last one.
         """
-        await self.pause("dataprep", FAILING + why)
-        await self._desire("letter_paused", letter)
+        await self._redis.call("pause_failing", token(), _paused("keep", FAILING + why), letter)
 
     async def failed(self) -> int:
         """Return how many tickets of the whole run have failed for good and are not requeued."""
@@ -145,6 +144,10 @@ class Runs(Facet):
     async def _desire(self, field: str, value: str, fence: int | None = None) -> None:
         """Set a field of the run's desired state, or clear it with an empty value."""
         await self._redis.call("desire", token(), field, value, *(() if fence is None else (fence,)))
+
+
+def _paused(mode: PauseMode, why: str) -> str:
+    return f"{mode}@{time.time():.0f} {why}"
 
 
 def fullest(said: Sequence[Mapping[str, str]], limit: int) -> tuple[int, int]:

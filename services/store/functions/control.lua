@@ -113,6 +113,16 @@ register('desire', {'token', TEXT, 'field', TEXT, 'value', TEXT, MAYBE, 'fence',
   return 1
 end)
 
+-- args: token, the pause as `desire` sets it, entry of the last dead letter. Pauses dataprep because one prompt after another fails.
+-- Whoever leads next does not count these failures again, so a pause without the letter would be repeated after it was ended.
+register('pause_failing', {'token', TEXT, 'pause', TEXT, 'letter', TEXT}, function(prefix, args)
+  if answered(prefix, args[1]) then return 1 end
+  redis.call('HSET', prefix .. ':run', 'paused:dataprep', args[2], 'letter_paused', args[3])
+  record_answer(prefix, args[1], '1')
+  notify(prefix, 'control')
+  return 1
+end)
+
 -- no args. Counts every ticket at the same instant. Returns {name, count, …}; the ledger's own fields follow as `ledger:<field>`.
 register('audit', {}, function(prefix)
   local refusal = redis.call('HEXISTS', prefix .. ':run', 'restoring') == 1 and busy(prefix)
