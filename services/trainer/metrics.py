@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.algorithm.histograms import separated
 from services.protocol.messages import SYNC_PHASES, StepPlan
@@ -70,6 +70,10 @@ class TrainerMetrics(Metrics):
         "docs/metrics.md",
     )
 
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self._shown: Set[str] = set()  # names of the last step's metrics
+
     def phase_clock(self) -> PhaseClock:
         """Return a clock of the trainer's phases."""
         notes = {phase: made.inc for phase, made in self.phase_s.items()}
@@ -93,5 +97,9 @@ class TrainerMetrics(Metrics):
             made.inc(record.get(f"time/train/{part}_s", 0.0))
         if "fleet/generators" in record:
             self.members.set(record["fleet/generators"])
-        for name, value in separated(record)[0].items():
+        shown = separated(record)[0]
+        for name in self._shown - shown.keys():
+            self.last.remove(name)
+        for name, value in shown.items():
             self.last.labels(name).set(value)
+        self._shown = shown.keys()
