@@ -24,8 +24,19 @@ class EngineComparison:
         """Raise `Fatal` if the gap exceeds the limit. `stats`: the plan's, which say how much of the step is off-policy."""
         if self._done or (step and stats.get(OFF_POLICY, 1.0) > 0):
             return
+        if not metrics["tokens/train/sum"]:
+            _check_excluded(step, metrics)
+            return
         self._done = True
         _check(step, metrics, self._limit)
+
+
+def _check_excluded(step: int, metrics: Mapping[str, float]) -> None:
+    if metrics["excluded/train/tokens"]:
+        raise Fatal(
+            f"step {step} trains no token, since the engine returned no finite logprob for any of them: compare "
+            "generator.engine and generator.engine_options with the model's config.json (docs/models.md)"
+        )
 
 
 def _check(step: int, metrics: Mapping[str, float], limit: float) -> None:

@@ -8,8 +8,11 @@ from services.runtime.loops import Fatal
 from services.trainer.step.engine_gap import OFF_POLICY, EngineComparison
 
 
-def _metrics(mean: float) -> dict[str, float]:
-    return {"logprob_gap/train/mean": mean, "logprob_gap/train/max": 3.3}
+def _metrics(mean: float, tokens: float = 8.0, excluded: float = 0.0) -> dict[str, float]:
+    return {
+        "logprob_gap/train/mean": mean, "logprob_gap/train/max": 3.3,
+        "tokens/train/sum": tokens, "excluded/train/tokens": excluded,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("step", "stale"), [(0, 0.0), (0, 0.5), (40, 0.0)])
@@ -34,3 +37,15 @@ def test_later_steps_are_not_compared_again() -> None:
     comparison.check(3, {OFF_POLICY: 0.2}, _metrics(0.86))
     comparison.check(4, {OFF_POLICY: 0.0}, _metrics(0.05))
     comparison.check(5, {OFF_POLICY: 0.0}, _metrics(0.86))
+
+
+def test_a_step_without_tokens_is_no_comparison() -> None:
+    comparison = EngineComparison(0.1)
+    comparison.check(0, {}, _metrics(0.0, tokens=0.0))
+    with pytest.raises(Fatal, match=r"by 0\.86 nats on average"):
+        comparison.check(1, {OFF_POLICY: 0.0}, _metrics(0.86))
+
+
+def test_an_engine_without_finite_logprobs_stops_the_run() -> None:
+    with pytest.raises(Fatal, match="step 0 trains no token, since the engine returned no finite logprob"):
+        EngineComparison(0.1).check(0, {}, _metrics(0.0, tokens=0.0, excluded=8.0))
