@@ -231,10 +231,12 @@ async def test_abort_returns_every_completion_with_its_tokens(served: Served) ->
 async def test_a_cancelled_completion_is_dropped(served: Served) -> None:
     running = asyncio.create_task(served.engine.generate("x", prompt(4), 4, SamplingParameters(190)))
     await until(served.engine, "x", 2)
+    before = served.engine.gauges().tokens
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert served.engine.snapshot() == {}
+    assert served.engine.gauges().tokens == before, "what was sampled still counts"
     assert (await served.engine.generate("x", prompt(4), 4, SamplingParameters(4))).finish == "length"
 
 

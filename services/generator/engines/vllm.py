@@ -60,6 +60,7 @@ class VllmEngine:
         self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, start time
         self._resent: set[str] = set()  # running completions that were stopped to be sent to vLLM again
         self._tokens = 0  # of completions that ended
+        self._seen: dict[str, int] = {}  # tokens of running completions when they were last counted, by request id
         self._strangers: set[int | None] = set()  # child processes of this one that do not belong to the engine
         self._sockets: Scratch | None = None  # folder of vLLM's sockets, which it leaves behind
 
@@ -144,6 +145,7 @@ class VllmEngine:
         self._prompts[request_id] = hash(tuple(tokens)), time.monotonic()
         try:
             output = await self._output(request_id, tokens, parameters)
+            self._seen[request_id] = len(output.outputs[0].token_ids)
         except EngineDeadError as error:
             raise EngineDead(f"vLLM's engine core died while generating {request_id}; see its log for the reason") from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
@@ -151,7 +153,7 @@ class VllmEngine:
         finally:
             del self._prefixes[request_id], self._prompts[request_id]
             self._resent.discard(request_id)
-        self._tokens += len(output.outputs[0].token_ids)
+            self._tokens += self._seen.pop(request_id, 0)  # of a cancelled one, vLLM has dropped the count
         return generated(request_id, output, prefix)
 
     async def _output(self, request_id: str, tokens: list[int], parameters: SamplingParams) -> RequestOutput:
@@ -247,7 +249,7 @@ class VllmEngine:
         long_ago = time.monotonic() - QUEUED_S
         for request_id, (prompt, since) in self._prompts.items():
             for state in self._states(request_id):
-                tokens = state.detokenizer.num_output_tokens()
+                tokens = self._seen[request_id] = state.detokenizer.num_output_tokens()
                 made += tokens
                 if not tokens:
                     waiting, queued = waiting + 1, queued + (since < long_ago)
