@@ -113,7 +113,10 @@ class TicketHolder(Generic[Held]):
         """Begin to work on a ticket. One that cannot be worked on fails for good."""
         fault = "the ticket is corrupt" if claim.ticket is None else self.unfit(claim.ticket)
         if fault or claim.ticket is None:
-            await self.report(claim, fault, max_attempts=1)
+            try:
+                await self.report(claim, fault, max_attempts=1)
+            except StoreError as error:  # its lease expires, and it is claimed again; others that were claimed with it may follow
+                log.warning("failure not reported", reason=fault, error=str(error))
             return
         if held := self.rollouts.pop(claim.entry, None):  # our own lease expired and we claimed the ticket again
             await self.cancel(held)

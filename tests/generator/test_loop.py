@@ -16,7 +16,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.http.entry import open_service
 from services.protocol import codec
-from services.protocol.errors import RedisFull, StoreError
+from services.protocol.errors import RedisFull, RedisUnreachable, StoreError
 from services.protocol.messages import Header
 from services.rollouts.generated import Generated
 from services.runtime.loops import Broken
@@ -251,6 +251,24 @@ async def test_an_impossible_ticket_is_dead_lettered_at_once(
         (item,) = await service.store.replay.read_headers(fence, 10)
         assert item.header is not None
         assert codec.encode(item.header) == item.body
+
+
+async def test_tickets_that_are_claimed_with_an_impossible_one_are_worked_on_without_redis(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with generator(tmp_path, server) as (service, loop, _):
+        await issue(service.store, ticket(0, prompt=[]), ticket(1))
+
+        async def unavailable(*_: object) -> None:
+            raise RedisUnreachable("Redis does not answer")
+
+        monkeypatch.setattr(service.store.tickets, "fail", unavailable)
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: _headers(service.store, 1))
+        service.stop()
+        await running
+        claimed = service.registry.get_sample_value("grpo_generator_claimed_tickets_total")
+        assert claimed == 2, "no lease had to expire"
 
 
 async def test_an_engine_that_dies_of_a_ticket_ends_the_process(
