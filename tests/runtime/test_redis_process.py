@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer, start_server
 from services.runtime.processes import redis_process
 from tests.conftest import Path, skip_without
 
@@ -20,3 +20,12 @@ def test_a_server_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     os.kill(server.pid, signal.SIGSTOP)
     server.stop()
     assert not server.alive
+
+
+@pytest.mark.parametrize("name", ["a space", "it's", 'a "quote"', r"back\slash"])
+def test_a_server_starts_in_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
+    server = start_server(tmp_path / name / "redis", "everysec", "small")
+    try:
+        assert (tmp_path / name / "redis" / "appendonlydir").is_dir()
+    finally:
+        server.stop()

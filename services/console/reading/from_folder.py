@@ -5,6 +5,7 @@ Guarantees: a running run is never shown from its folder: its Redis is then only
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +27,15 @@ NOTE = "its Redis is gone: showing the files in its folder"
 
 
 def folder_instead(run: str, redis_url: str, error: ConsoleError) -> RunPaths:
-    """Return the folder of a run that was trained and does not run, if its Redis is gone as `error` says; else raise `error`."""
+    """Return the folder of a run that was trained and does not run, if its Redis is gone as `error` says, and print `error`.
+
+    Raise it for any other run.
+    """
     folder = None if redis_url else paths.find(run)
     gone = error.code in (EXIT_REDIS, EXIT_CONFIG)
     if folder is None or not gone or folder.untrained or conditions.of(folder).word in ("running", "paused"):
         raise error
+    print(printable(error), file=sys.stderr, flush=True)
     return folder
 
 

@@ -36,6 +36,11 @@ def on_a_free_port(start: Callable[[], T]) -> T:
     return start()
 
 
+def quoted(path: Path) -> str:
+    """Return the absolute path as a value in a server's configuration file."""
+    return '"' + str(path.resolve()).replace("\\", r"\\").replace('"', r"\"") + '"'
+
+
 class RedisProcess:
     """A server in `folder`, on `port` of this machine."""
 
@@ -58,7 +63,7 @@ class RedisProcess:
         """Start the server and wait until it answers. Raise `StoreError` with the last line of its log if it fails."""
         config = self.folder / "server.conf"
         config.touch(mode=0o600)
-        given = {"bind": "127.0.0.1", "port": self.port, "dir": str(self.folder.resolve()), "logfile": "server.log", **options}
+        given = {"bind": "127.0.0.1", "port": self.port, "dir": quoted(self.folder), "logfile": "server.log", **options}
         config.write_text("".join(f"{key} {value}\n" for key, value in given.items()))
         self._process = subprocess.Popen(
             [self.program, str(config)],
