@@ -6,6 +6,7 @@ never prints a traceback.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -141,7 +142,8 @@ def _report_known(error: Exception) -> int:
 
 
 def _report(error: object, code: int) -> int:
-    print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the exit code says it even if nobody reads the message
+        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
     return code
 
 

@@ -5,7 +5,6 @@ Guarantees: warnings of one kind, the same event of the same pod, are at most on
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -35,17 +34,17 @@ class PlainDisplay:
 
     def event(self, text: str) -> None:
         """Print an event."""
-        _print(f"- {text}")
+        print(f"- {text}", flush=True)
 
     def loading(self, text: str) -> None:
         """Print how far services are loaded."""
-        _print(f"- {text}")
+        print(f"- {text}", flush=True)
 
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Print steps."""
         for row in rows:
             self._rows.append(row)
-            _print(step_line(row, self._steps, left_s(self._rows, self._steps)))
+            print(step_line(row, self._steps, left_s(self._rows, self._steps)), flush=True)
 
     def draw(self, poll: Poll, waiting: Mapping[str, float]) -> None:
         """Print new warnings of the pods; lines are never redrawn."""
@@ -57,10 +56,4 @@ class PlainDisplay:
                 continue
             self._shown[kind] = now
             more = self._left_out.pop(kind, 0)
-            _print(f"! {line}" + f" ({more} more like this)" * (more > 0))
-
-
-def _print(line: str) -> None:
-    """Print a line. A closed pipe (`grpo run … | head`) must not end the run."""
-    with contextlib.suppress(OSError):
-        print(line, flush=True)
+            print(f"! {line}" + f" ({more} more like this)" * (more > 0), flush=True)

@@ -54,6 +54,7 @@ from services.console.start.checked import (
 )
 from services.console.start.interrupts import Interrupts
 from services.console.start.names import claim_name
+from services.console.start.output import lasting_output
 from services.console.start.place import as_started
 from services.console.start.resumption import again, next_step, requeue_failed
 from services.http.credentials import api_tokens, redis_password
@@ -73,10 +74,11 @@ Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
 def run(options: Options, planner: Planner = plan_units, check: Check | None = None) -> int:
     """Run until finished or stopped, and return the exit code. `check`: the checks of a new run before it is started."""
-    if not options.as_json:
-        return _run(options, planner, check)
-    with contextlib.redirect_stdout(sys.stderr):
-        code = _run(replace(options, screen=False), planner, check)
+    with lasting_output():
+        if not options.as_json:
+            return _run(options, planner, check)
+        with contextlib.redirect_stdout(sys.stderr):
+            code = _run(replace(options, screen=False), planner, check)
     print_json(summary.read(RunFolder.of(load(options.file, options.overrides)).summary))
     return code
 
@@ -238,8 +240,8 @@ class _Job:
         for child, count in restarts.items():
             totals[child] = totals.get(child, 0) + count
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
-        await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
         conditions.note(self.folder, _left(outcome))
+        await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
