@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from services.console.local.redis_server import RedisServer, start_server
+from services.protocol.errors import StoreError
 from services.runtime.processes import redis_process
 from tests.conftest import Path, skip_without
 
@@ -29,3 +30,14 @@ def test_a_server_starts_in_a_folder_of_any_name(tmp_path: Path, name: str) -> N
         assert (tmp_path / name / "redis" / "appendonlydir").is_dir()
     finally:
         server.stop()
+
+
+def test_a_server_whose_port_is_taken_is_ended(tmp_path: Path) -> None:
+    first = start_server(tmp_path / "first", "everysec", "small")
+    second = RedisServer(tmp_path / "second", port=first.port)
+    try:
+        with pytest.raises(StoreError, match="in use by another Redis server"):
+            second.start()
+        assert not second.alive
+    finally:
+        first.stop()

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from pathlib import Path
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """Write a file that only its owner can read."""
+    """Write a file that only its owner can read, atomically, whoever else writes it now."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secret)
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secret)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def kept_secret(path: Path) -> str:
-    """Return the secret in the file; if there is no file, create a secret and write it."""
-    if not path.exists():
+    """Return the secret in the file; if there is no file or it is empty, create a secret and write it."""
+    if not path.exists() or not path.read_text().strip():
         write_secret(path, secrets.token_urlsafe(32))
     return path.read_text().strip()
 

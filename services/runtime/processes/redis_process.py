@@ -70,12 +70,11 @@ class RedisProcess:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             preexec_fn=die_with_parent, start_new_session=True,
         )  # fmt: skip
-        deadline = time.monotonic() + START_LIMIT_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise StoreError(f"{self.program} did not start in {self.folder}: {self._last_words()}")
-            time.sleep(POLL_S)
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()
+            raise
 
     def stop(self) -> None:
         """Shut down cleanly: the append-only file is complete on disk. A server that does not end in time is killed."""
@@ -84,6 +83,13 @@ class RedisProcess:
     def kill(self) -> None:
         """Kill with SIGKILL: writes not yet synced to disk may be lost."""
         self._end(signal.SIGKILL)
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._answers():
+            if not self.alive or time.monotonic() > deadline:
+                raise StoreError(f"{self.program} did not start in {self.folder}: {self._last_words()}")
+            time.sleep(POLL_S)
 
     def _answers(self) -> bool:
         """Return whether the server serves commands. Raise `StoreError` if another server has the port."""
