@@ -19,7 +19,7 @@ import typer
 from services.console.arguments import USAGE_ERROR, only, quicken
 from services.console.commands import running, steering, watching
 from services.console.commands.inspecting import inspect_app, replay_app
-from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
+from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
 from services.console.options import DEFAULT_WAIT_S, KUBE_CONTEXT, NAMESPACES, SMOKE_WAIT_S, KubeContext, Namespace, Version
 
 COLLECT_AFTER = 100_000  # objects created and not deleted; commands that end at once create 30,000 to 50,000
@@ -127,6 +127,7 @@ def _report_known(error: Exception) -> int:
 
     from services.config import ConfigError
     from services.protocol.errors import DifferentRun, StoreError
+    from services.runtime.atomic_folders import FolderError
 
     if isinstance(error, ConfigError):
         for fault in error.faults:
@@ -138,6 +139,8 @@ def _report_known(error: Exception) -> int:
         return _report(error, EXIT_REDIS)
     if isinstance(error, RedisError):
         return _report(f"Redis failed: {error}", EXIT_REDIS)
+    if isinstance(error, OSError | FolderError):
+        return _report(str(error) or type(error).__name__, EXIT_FAILED)
     raise error
 
 

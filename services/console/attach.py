@@ -20,7 +20,7 @@ from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
 from services.console.local import conditions
 from services.console.local.lock import LockHolder, holder
 from services.console.paths import RunPaths
-from services.console.reading.shared_server import owns_server, reading
+from services.console.reading.shared_server import owns_server, reading, usable
 from services.http.credentials import REDIS_PASSWORD_ENV, login_of
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
@@ -69,7 +69,8 @@ async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
     ttl_s = _ttl_s(folder if not redis_url else None)
     if folder and not redis_url and owns_server(folder):
         with reading(folder, _say) as served:
-            login = Login((folder.redis / "password").read_text(encoding="utf-8").strip())
+            with usable(folder):
+                login = Login((folder.redis / "password").read_text(encoding="utf-8").strip())
             async with _store(served.url, name, login) as store:
                 runs = not served.holder.readers
                 yield Attached(name, store, ttl_s, runs, runs, folder, served.holder)

@@ -62,7 +62,7 @@ def test_commands_read_the_folder(folder: Path, capsys: pytest.CaptureFixture[st
     text = " ".join(printed.out.split())
     assert "left 4/4 steps finished" in text
     assert "reward 0.300" in text
-    assert "its Redis is gone" in text
+    assert "without its Redis" in text
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["condition"]["word"], found["last_step"]["step"], found["state"]) == ("finished", 3, None)

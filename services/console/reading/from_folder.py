@@ -1,10 +1,13 @@
-"""Shows a run from its folder alone, for `grpo status`, `audit`, `inspect ledger` and `web` where its Redis is missing.
+"""Shows a run from its folder alone, for `grpo status`, `audit`, `inspect ledger` and `web` where its Redis is missing or cannot
+be used.
+
 Guarantees: a running run is never shown from its folder: its Redis is then only unreachable, which is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,13 +26,13 @@ from services.operations.history import recorded
 if TYPE_CHECKING:
     from services.config import RunConfig
 
-NOTE = "its Redis is gone: showing the files in its folder"
+NOTE = "without its Redis: showing the files in its folder"
 
 
 def folder_instead(run: str, redis_url: str, error: ConsoleError) -> RunPaths:
-    """Return the folder of a run that was trained and does not run, if its Redis is gone as `error` says, and print `error`.
+    """Print `error`, which says why a run's Redis cannot be used, and return its folder.
 
-    Raise it for any other run.
+    Raise it if the run was not trained or is running.
     """
     folder = None if redis_url else paths.find(run)
     gone = error.code in (EXIT_REDIS, EXIT_CONFIG)
@@ -65,14 +68,14 @@ def describe(folder: RunPaths) -> Condition:
 
 @contextlib.contextmanager
 def with_tokens(config: RunConfig, folder: RunPaths) -> Iterator[RunConfig]:
-    """Yield the configuration with the folder's own tokens or, if it has none, with one for this page only."""
+    """Yield the configuration with the folder's own tokens, or with one for this page only if there are none to be read."""
     import secrets
 
     with tempfile.TemporaryDirectory(prefix="grpo-web-") as work:
         token, read = folder.token, folder.read_token
-        if not token.exists():
+        if not os.access(token, os.R_OK):
             token = Path(work) / "token"
             token.write_text(secrets.token_urlsafe())
             token.chmod(0o600)
-        given = {"token_file": str(token), "read_token_file": str(read) if read.exists() else ""}
+        given = {"token_file": str(token), "read_token_file": str(read) if os.access(read, os.R_OK) else ""}
         yield config.model_copy(update={"api": config.api.model_copy(update=given)})

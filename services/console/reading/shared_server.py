@@ -44,16 +44,28 @@ def reading(folder: RunPaths, say: Callable[[str], None]) -> Iterator[Reading]:
 
     `say` receives what is waited for.
     """
-    presence, keepers = Presence(folder.path), list[subprocess.Popen[str]]()
+    keepers = list[subprocess.Popen[str]]()
+    with usable(folder):
+        presence = Presence(folder.path)
     try:
         presence.join()
-        found = _find(folder, say, keepers)
+        with usable(folder):
+            found = _find(folder, say, keepers)
         yield found
     finally:
         last = presence.leave()
         presence.close()
         for keeper in keepers:
             _see_out(keeper, END_S if last else 0.0)
+
+
+@contextlib.contextmanager
+def usable(folder: RunPaths) -> Iterator[None]:
+    """Raise a `ConsoleError` for what the system refuses, for example in the folder of another user or on a read-only disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ConsoleError(f"the Redis server of {folder.path} cannot be used: {error}", EXIT_REDIS) from None
 
 
 def owns_server(folder: RunPaths) -> bool:

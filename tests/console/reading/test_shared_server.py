@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from services.config import digest
-from services.console.errors import ConsoleError
+from services.console.__main__ import main
+from services.console.errors import EXIT_REDIS, ConsoleError
 from services.console.local.folder import RunFolder
 from services.console.local.lock import FolderLock, holder
 from services.console.local.redis_server import start_server
@@ -124,6 +125,17 @@ def test_leftovers_of_a_killed_run_are_named_and_awaited(stopped: RunFolder) -> 
         wait.result()
     left.wait()
     assert messages == [f"waiting up to 60 s for process {left.pid} (left behind when process 99999999 died) to exit"]
+
+
+def test_a_run_whose_folder_may_not_be_written_is_shown_from_it(stopped: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (stopped.path / "readers").mkdir()  # which cannot be opened, like the file in a folder of another user
+    assert main(["status", str(stopped.path)]) == EXIT_REDIS, "it has trained nothing"
+    assert f"error: the Redis server of {stopped.path} cannot be used: [Errno 21]" in capsys.readouterr().err
+    stopped.metrics.write_text('{"step": 0}\n')
+    assert main(["status", str(stopped.path)]) == 0
+    shown = capsys.readouterr()
+    assert "1/4 steps  stopped" in shown.out
+    assert "cannot be used: [Errno 21]" in shown.err
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_log(stopped: RunFolder) -> None:
