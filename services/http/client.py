@@ -52,6 +52,8 @@ class Client:
             trusted = ssl.create_default_context(cafile=ca_file) if ca_file else True
         except (OSError, ssl.SSLError) as error:
             raise ApiError(f"api.ca_file = {ca_file!r} cannot be used: {error}; set it to a PEM file of certificates") from None
+        if not (token.isascii() and token.isprintable()):  # httpx would quote it
+            raise ApiError("the API token is not one line of printable ASCII characters: correct it where it is stored")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, verify=trusted, timeout=ANSWER_LIMIT_S)

@@ -36,6 +36,13 @@ def served(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Ite
     portal.close()
 
 
+@pytest.mark.parametrize("token", ["secretA\nsecretB", "sécret", "secret\x1b[A"])
+def test_a_token_that_cannot_be_sent_is_not_quoted(token: str) -> None:
+    with pytest.raises(ApiError, match="not one line of printable ASCII") as refused:
+        Client("http://127.0.0.1:1", token)
+    assert "cret" not in str(refused.value)
+
+
 def test_every_endpoint_has_a_client_method(served: dict[str, str]) -> None:
     with Client(served["generator"], OPERATE) as pod:
         assert pod.live().alive
