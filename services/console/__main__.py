@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = typer.main.get_command(only(app, given)).main(args=given or ["--help"], prog_name="grpo", standalone_mode=False)
     except ConsoleError as error:
         return _report(error, error.code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the latter at a question
         return EXIT_STOPPED
     except USAGE_ERROR as error:
         return _report(_usage(error), EXIT_CONFIG)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from services.console import __main__ as console
 from services.console.__main__ import main
-from services.console.errors import EXIT_FAILED
+from services.console.errors import EXIT_FAILED, EXIT_STOPPED
 from services.runtime.atomic_folders import FolderError
+from tests.support.console import LIMIT_S, ROOT, environment
 
 
 def test_what_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +31,20 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixtu
         patch.setattr(console, "quicken", full)
         assert main(["version"]) == EXIT_FAILED
     assert capsys.readouterr().err == "error: cannot write x: no space left\n"
+
+
+@pytest.mark.parametrize("key", [b"\x03", b"\x04"], ids=["Ctrl-C", "Ctrl-D"])
+def test_a_question_can_be_left(key: bytes, tmp_path: Path) -> None:
+    """On a terminal of its own."""
+    console, terminal = os.openpty()
+    command = [sys.executable, "-m", "services.console", "init"]
+    process = subprocess.Popen(
+        command, preexec_fn=lambda: os.login_tty(terminal), env=environment(PYTHONPATH=str(ROOT)), cwd=tmp_path
+    )
+    os.close(terminal)
+    shown = b""
+    while b"Model: " not in shown:
+        shown += os.read(console, 4096)
+    os.write(console, key)
+    assert process.wait(LIMIT_S) == EXIT_STOPPED
+    os.close(console)
