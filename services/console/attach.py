@@ -68,7 +68,7 @@ async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
         raise ConsoleError("--redis-url needs a run name: pass it as RUN", EXIT_CONFIG)
     ttl_s = _ttl_s(folder if not redis_url else None)
     if folder and not redis_url and owns_server(folder):
-        with reading(folder, _say) as served:
+        async with reading(folder, _say) as served:
             with usable(folder):
                 login = Login((folder.redis / "password").read_text(encoding="utf-8").strip())
             async with _store(served.url, name, login) as store:

@@ -8,9 +8,10 @@ Waits for: Ctrl-C or SIGTERM, and for another process to take the run's folder, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar, cast
 
 from services.config import RunConfig, load_resolved
 from services.console.attach import Attached, attach, existing
@@ -22,6 +23,8 @@ from services.console.reading.from_folder import NOTE, describe, folder_instead,
 from services.http.credentials import ApiTokens, api_tokens
 from services.runtime.process_tools import free_port
 
+T = TypeVar("T")
+
 WATCH_S = 0.5
 AGAIN_S = 1.0  # between attempts to reach a run whose Redis is just stopping or starting
 
@@ -32,7 +35,10 @@ async def web(run: str, redis_url: str, host: str, port: int, as_json: bool) -> 
     served, folder = "", None
     while not told.is_set():
         try:
-            async with attach(run, redis_url) as attached:
+            async with contextlib.AsyncExitStack() as stack:
+                attached = await _unless(told, stack.enter_async_context(attach(run, redis_url)))
+                if attached is None:
+                    break
                 folder = attached.folder
                 served = await _serve(attached, host, port, told, served, as_json)
         except ConsoleError as error:
@@ -44,6 +50,18 @@ async def web(run: str, redis_url: str, host: str, port: int, as_json: bool) -> 
                 raise
             await asyncio.sleep(AGAIN_S)
     return EXIT_OK
+
+
+async def _unless(told: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what `work` returns. Cancel it and return None if the command is to end first."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(told.wait())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        waiting.cancel()
+        if working.cancel():
+            await asyncio.wait((working,))
 
 
 async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, served: str, as_json: bool) -> str:

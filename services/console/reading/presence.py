@@ -23,9 +23,9 @@ class Presence:
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / "readers", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def join(self) -> None:
-        """Become a reader. Waits while the keeper shuts down."""
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _request(fcntl.F_RDLCK))
+    def join(self) -> bool:
+        """Become a reader. Return whether that succeeded: not while the keeper shuts down."""
+        return self._lock(fcntl.F_RDLCK)
 
     def leave(self) -> bool:
         """Stop being a reader. Return whether no other reader is left."""
@@ -35,15 +35,18 @@ class Presence:
 
     def take(self) -> bool:
         """Lock the file exclusively, as the keeper. Return whether that succeeded, that is, whether there are no readers."""
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK))
-        except BlockingIOError:
-            return False
-        return True
+        return self._lock(fcntl.F_WRLCK)
 
     def close(self) -> None:
         """Release everything."""
         os.close(self._fd)
+
+    def _lock(self, kind: int) -> bool:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(kind))
+        except BlockingIOError:
+            return False
+        return True
 
 
 def _request(kind: int) -> bytes:

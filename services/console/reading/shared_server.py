@@ -1,18 +1,19 @@
 """Reaches the Redis server of a run on this machine, to read or control the run, whether it is running or not.
 
 Guarantees: the run's own server is used if it is up. Otherwise all readers share one on the run's folder, started by the first
-and shut down after the last (keeper.py). Each wait is announced with its reason, and has a limit.
+and shut down after the last (keeper.py). Each wait is announced with its reason, has a limit, and can be cancelled.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -38,25 +39,26 @@ class Reading:
     """Who keeps it up: the run, or a keeper for readers."""
 
 
-@contextlib.contextmanager
-def reading(folder: RunPaths, say: Callable[[str], None]) -> Iterator[Reading]:
+@contextlib.asynccontextmanager
+async def reading(folder: RunPaths, say: Callable[[str], None]) -> AsyncIterator[Reading]:
     """Reach the run's own server, and keep it up meanwhile if the run is stopped. Raise `ConsoleError` if it does not answer.
 
     `say` receives what is waited for.
     """
-    keepers = list[subprocess.Popen[str]]()
+    found, keepers = None, list[subprocess.Popen[str]]()
     with usable(folder):
         presence = Presence(folder.path)
     try:
-        presence.join()
+        while not presence.join():
+            await asyncio.sleep(POLL_S)
         with usable(folder):
-            found = _find(folder, say, keepers)
+            found = await _find(folder, say, keepers)
         yield found
     finally:
         last = presence.leave()
         presence.close()
         for keeper in keepers:
-            _see_out(keeper, END_S if last else 0.0)
+            _see_out(keeper, END_S if last and found else 0.0)
 
 
 @contextlib.contextmanager
@@ -73,7 +75,7 @@ def owns_server(folder: RunPaths) -> bool:
     return (folder.redis / "password").exists()
 
 
-def _find(folder: RunPaths, say: Callable[[str], None], keepers: list[subprocess.Popen[str]]) -> Reading:
+async def _find(folder: RunPaths, say: Callable[[str], None], keepers: list[subprocess.Popen[str]]) -> Reading:
     """Wait for a server that answers. Start a keeper of one if no process holds the folder, and add it to `keepers`."""
     began, told = time.monotonic(), False
     while True:
@@ -91,7 +93,7 @@ def _find(folder: RunPaths, say: Callable[[str], None], keepers: list[subprocess
         if waited_s > START_LIMIT_S:
             what = _awaited(folder.path, found) if found else "its Redis server"
             raise ConsoleError(f"{folder.path}: gave up after {START_LIMIT_S:g} s waiting for {what}", EXIT_REDIS)
-        time.sleep(POLL_S)
+        await asyncio.sleep(POLL_S)
 
 
 def _keep(folder: RunPaths, keepers: list[subprocess.Popen[str]]) -> None:

@@ -26,11 +26,13 @@ from tests.support.console import ROOT, wait_until
 from tests.support.harness import small_config
 
 READER = """
-import sys; from pathlib import Path
+import asyncio, sys; from pathlib import Path
 from services.console.local.folder import RunFolder
 from services.console.reading.shared_server import reading
-with reading(RunFolder(Path(sys.argv[1])), lambda _: None) as found:
-    print(found.url, flush=True); sys.stdin.read()
+async def read():
+    async with reading(RunFolder(Path(sys.argv[1])), lambda _: None) as found:
+        print(found.url, flush=True); sys.stdin.read()
+asyncio.run(read())
 """
 
 
@@ -59,7 +61,11 @@ def reader(folder: RunFolder) -> subprocess.Popen[str]:
     )
 
 
-def test_readers_share_a_server_until_the_last_one_exits(stopped: RunFolder) -> None:
+def process(*command: str, keeps: int = 0) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, pass_fds=(keeps,))
+
+
+async def test_readers_share_a_server_until_the_last_one_exits(stopped: RunFolder) -> None:
     first, second = reader(stopped), reader(stopped)
     assert first.stdout is not None
     assert second.stdout is not None
@@ -67,21 +73,21 @@ def test_readers_share_a_server_until_the_last_one_exits(stopped: RunFolder) -> 
     assert second.stdout.readline() == url
     first.kill()  # so that it exits without cleaning up
     first.communicate()
-    with reading(stopped, print) as found:
+    async with reading(stopped, print) as found:
         assert found.url == url.strip()
         second.communicate("")
     wait_until(lambda: holder(stopped.path) is None, "the end of the server")
 
 
-def test_the_port_of_an_earlier_server_is_not_taken_for_that_of_the_next(stopped: RunFolder) -> None:
+async def test_the_port_of_an_earlier_server_is_not_taken_for_that_of_the_next(stopped: RunFolder) -> None:
     """A process writes into the lock shortly after it takes it. Until then, the file has the line of the previous holder."""
-    ended = subprocess.Popen(["true"])
+    ended = process("true")
     ended.wait()
     (stopped.path / "lock").write_text(f"{ended.pid} readers 1\n")
     with (stopped.path / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         threading.Timer(0.5, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
-        with reading(stopped, print) as found:
+        async with reading(stopped, print) as found:
             assert found.url != "redis://127.0.0.1:1/0"
 
 
@@ -97,12 +103,28 @@ def test_concurrent_commands_see_the_run(stopped: RunFolder) -> None:
     wait_until(lambda: holder(stopped.path) is None, "the end of the server")
 
 
-def test_a_starting_run_takes_the_folder_from_readers(stopped: RunFolder) -> None:
-    with reading(stopped, print) as found, FolderLock(stopped.path, 60.0):
+async def test_a_starting_run_takes_the_folder_from_readers(stopped: RunFolder) -> None:
+    async with reading(stopped, print) as found:
+        with FolderLock(stopped.path, 60.0):
+            now = holder(stopped.path)
         assert found.holder.readers
-        now = holder(stopped.path)
         assert now is not None
         assert (now.pid, now.readers) == (os.getpid(), False)
+
+
+@pytest.mark.parametrize(
+    ("verb", "sig", "code"), [("web", signal.SIGINT, 0), ("web", signal.SIGTERM, 0), ("status", signal.SIGINT, 130)]
+)
+def test_a_wait_for_the_server_can_be_interrupted(stopped: RunFolder, verb: str, sig: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "services.console", verb, str(stopped.path)]
+    with (
+        FolderLock(stopped.path),  # as if the run were starting
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as waiting,
+    ):
+        assert waiting.stderr is not None
+        assert waiting.stderr.readline().startswith("waiting up to 60 s for the Redis server of")
+        waiting.send_signal(sig)
+        assert waiting.wait(20) == code, "it did not wait to the end"
 
 
 def test_the_rest_of_a_replaced_line_names_no_readers(tmp_path: Path) -> None:
@@ -113,14 +135,14 @@ def test_the_rest_of_a_replaced_line_names_no_readers(tmp_path: Path) -> None:
     assert (found.pid, found.readers) == (12345, False)
 
 
-def test_leftovers_of_a_killed_run_are_named_and_awaited(stopped: RunFolder) -> None:
+async def test_leftovers_of_a_killed_run_are_named_and_awaited(stopped: RunFolder) -> None:
     messages: list[str] = []
     with FolderLock(stopped.path) as lock:
-        left = subprocess.Popen(["sleep", "60"], pass_fds=(lock.fd,))
+        left = process("sleep", "60", keeps=lock.fd)
         (stopped.path / "lock").write_text("99999999\n")  # as if the console had been killed
     with ThreadPoolExecutor(1) as pool:
         wait = pool.submit(lambda: wait_until(lambda: messages, "a word on the wait") and left.send_signal(signal.SIGKILL))
-        with reading(stopped, messages.append) as found:
+        async with reading(stopped, messages.append) as found:
             assert found.holder.readers
         wait.result()
     left.wait()
@@ -138,8 +160,9 @@ def test_a_run_whose_folder_may_not_be_written_is_shown_from_it(stopped: RunFold
     assert "cannot be used: [Errno 21]" in shown.err
 
 
-def test_a_server_that_cannot_start_is_reported_with_its_log(stopped: RunFolder) -> None:
+async def test_a_server_that_cannot_start_is_reported_with_its_log(stopped: RunFolder) -> None:
     for part in (stopped.redis / "appendonlydir").iterdir():
         part.write_bytes(b"no commands\n" * 9)
-    with pytest.raises(ConsoleError, match=f"did not start in {stopped.redis}"), reading(stopped, print):
-        pass
+    with pytest.raises(ConsoleError, match=f"did not start in {stopped.redis}"):
+        async with reading(stopped, print):
+            pass
