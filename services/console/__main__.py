@@ -32,7 +32,9 @@ app = typer.Typer(
 
 @app.callback()
 def options(version: Version = False, kube_context: KubeContext = "", namespace: Namespace = "") -> None:
-    """Take the options before a command. Those of a cluster are removed earlier (cluster.py), and are only described here."""
+    """Take the options before a command. Those of a cluster are removed earlier (cluster.py), unless one is missing."""
+    if namespace:
+        raise ConsoleError(f"--namespace {namespace} needs {KUBE_CONTEXT}: name a context of your kubeconfig", EXIT_CONFIG)
 
 
 app.add_typer(inspect_app, name="inspect")

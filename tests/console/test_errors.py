@@ -11,7 +11,7 @@ import pytest
 
 from services.console import __main__ as console
 from services.console.__main__ import main
-from services.console.errors import EXIT_FAILED, EXIT_STOPPED
+from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED
 from services.runtime.atomic_folders import FolderError
 from tests.support.console import LIMIT_S, ROOT, environment
 
@@ -48,3 +48,10 @@ def test_a_question_can_be_left(key: bytes, tmp_path: Path) -> None:
     os.write(console, key)
     assert process.wait(LIMIT_S) == EXIT_STOPPED
     os.close(console)
+
+
+@pytest.mark.parametrize("option", ["-n", "--namespace"])
+def test_a_namespace_without_a_cluster_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([option, "prod", "ls"]) == EXIT_CONFIG
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "error: --namespace prod needs --kube-context: name a context of your kubeconfig\n")
