@@ -99,7 +99,7 @@ def _checkpoint(old: RunFolder, at: int | None) -> Saved:
 
 def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[str]) -> RunConfig:
     """Return the new run's configuration. Raise `ConfigError` if the checkpoint cannot continue with it."""
-    named = [f"run.name={held.run.name}-at-{step}", f"run.dir={old.path.parent}"]
+    named = [f"run.name={held.run.name}-at-{step}", f"run.dir={json.dumps(str(old.path.parent), ensure_ascii=False)}"]
     given = [*named, *_defaults_of_loss(held.loss, overrides), *overrides]
     config, places = load_with_places(old.config, given, environ={}, before=lambda _: held)
     faults = [

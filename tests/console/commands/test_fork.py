@@ -87,6 +87,14 @@ def test_the_new_run_owns_the_checkpoint(old: RunFolder, capsys: pytest.CaptureF
     assert line["changes"] == {"optimizer.learning_rate": [1e-6, 3e-5], "sampling.group_size": [4, 2]}
 
 
+@pytest.mark.parametrize("parent", ["2024", "true", "a 'b' \"c\""])
+def test_the_folder_of_runs_may_have_any_name(old: RunFolder, parent: str) -> None:
+    Path(parent).mkdir()
+    old.path.rename(Path(parent) / "small")
+    assert main(["fork", f"{parent}/small", "--at", "1", "run.name=other"]) == 0
+    assert (Path(parent) / "other" / "config.toml").exists()
+
+
 def test_a_fork_that_was_killed_can_be_repeated(
     old: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
