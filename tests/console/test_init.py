@@ -77,6 +77,12 @@ def test_an_environment_gives_the_reward_unless_one_is_named(here: Path, code: s
     assert len(faults) == (kind == "agent")
 
 
+def test_the_commands_that_follow_can_be_copied(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1", "answer": "1"})
+    assert main(["init", "my run.toml", "--model", "model", "--data", data, "--reward", "exact"]) == 0
+    assert "start it with `grpo run 'my run.toml'`" in capsys.readouterr().out
+
+
 CLASS = "class Own:\n    def score(self):\n        return 1\n"
 AGENT = "agent.py"
 SERVER = Path(__file__).parent.parent / "environment" / "support" / "mcp_server.py"

@@ -75,7 +75,8 @@ def init(
         print(line)
     if dropped:
         print(dropped)
-    print(f"wrote {file}: check it with `grpo doctor {file}`, start it with `grpo run {file}`")
+    named = shlex.quote(str(file))
+    print(f"wrote {file}: check it with `grpo doctor {named}`, start it with `grpo run {named}`")
     return EXIT_OK
 
 

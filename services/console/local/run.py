@@ -261,7 +261,9 @@ class _Job:
                 where = "from its checkpoint" if any(self.folder.checkpoints.glob("step-*")) else "new"
             display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
             if observer.last.state is not None and observer.last.state.paused:
-                display.event(f"it is paused and does not train until it is resumed: grpo resume {self.folder.path}")
+                display.event(
+                    f"it is paused and does not train until it is resumed: grpo resume {shlex.quote(str(self.folder.path))}"
+                )
             if config.web.port:
                 host = config.web.host
                 page = f"http://{f'[{host}]' if ':' in host else host}:{config.web.port}"
