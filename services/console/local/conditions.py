@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +29,11 @@ def note(folder: RunPaths, condition: Condition) -> None:
     with contextlib.suppress(OSError):  # whether the run still runs, its lock says
         temporary.write_bytes(msgspec.json.encode(_Noted(condition, time.time())) + b"\n")
         temporary.replace(folder.condition)
+
+
+def after(status: Literal["stopped", "finished", "failed"], message: str) -> Condition:
+    """Return how a start that ended with `status` leaves the run."""
+    return Condition(status, "" if status == "stopped" else message)
 
 
 def of(folder: RunPaths) -> Condition:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from services.console.display.announcer import Announcer
 from services.console.display.base import Display
@@ -47,9 +48,9 @@ FAILING_REMEDY = (
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """How the launcher ended: `finished`, `stopped` or `failed`."""
+    """How the launcher ended."""
 
-    status: str
+    status: Literal["finished", "stopped", "failed"]
     message: str
     code: int
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from services.config import RunConfig, load
+from services.config import RunConfig
 from services.config.reading.loss_in_words import loss_in_words
 from services.console.commands.control import who
 from services.console.display.plain import PlainDisplay
@@ -34,12 +34,7 @@ from services.console.local.folder import RunFolder, resolve
 from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.mirror import EVALUATED, Mirror
-from services.console.local.plan import (
-    common_environment,
-    max_generators,
-    plan_units,
-    visible_gpus,
-)
+from services.console.local.plan import common_environment, max_generators, plan_units, visible_gpus
 from services.console.local.redis_server import RedisServer, start_server
 from services.console.local.secrets import write_secret
 from services.console.printable import print_json, printable
@@ -58,7 +53,6 @@ from services.console.start.output import lasting_output
 from services.console.start.place import as_started
 from services.console.start.resumption import again, next_step, requeue_failed
 from services.http.credentials import api_tokens, redis_password
-from services.operations.condition import Condition
 from services.operations.control import reason
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
@@ -74,26 +68,32 @@ Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
 def run(options: Options, planner: Planner = plan_units, check: Check | None = None) -> int:
     """Run until finished or stopped, and return the exit code. `check`: the checks of a new run before it is started."""
-    with lasting_output():
-        if not options.as_json:
-            return _run(options, planner, check)
-        with contextlib.redirect_stdout(sys.stderr):
-            code = _run(replace(options, screen=False), planner, check)
-    print_json(summary.read(RunFolder.of(load(options.file, options.overrides)).summary))
-    return code
+    ended = list[Mapping[str, Any]]()
+    try:
+        with lasting_output():
+            if not options.as_json:
+                return _run(options, planner, check, ended)
+            with contextlib.redirect_stdout(sys.stderr):
+                return _run(replace(options, screen=False), planner, check, ended)
+    finally:
+        for result in ended if options.as_json else ():
+            print_json(result)
 
 
-def _run(options: Options, planner: Planner, check: Check | None) -> int:
+def _run(options: Options, planner: Planner, check: Check | None, ended: list[Mapping[str, Any]]) -> int:
+    """Add the summary to `ended`, unless the run could not be started."""
     try:
         with Interrupts() as interrupts:
-            return _start(options, planner, check, interrupts)
+            return _start(options, planner, check, interrupts, ended)
     except InUse as error:
         raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
     except KeyboardInterrupt:
         return EXIT_STOPPED
 
 
-def _start(options: Options, planner: Planner, check: Check | None, interrupts: Interrupts) -> int:
+def _start(
+    options: Options, planner: Planner, check: Check | None, interrupts: Interrupts, ended: list[Mapping[str, Any]]
+) -> int:
     gpus = visible_gpus(os.environ)
     config, places = checked(
         options,
@@ -126,7 +126,7 @@ def _start(options: Options, planner: Planner, check: Check | None, interrupts: 
                 print(f"loss: {sentence}", flush=True)
             environ = common_environment(os.environ, config, gpus)
             interrupts.check()
-            return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step).run())
+            return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step, ended).run())
 
 
 def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None) -> RunConfig:
@@ -195,6 +195,7 @@ class _Job:
     lock_fd: int
     environ: dict[str, str]
     restore: int | None  # step of the checkpoint to return to
+    ended: list[Mapping[str, Any]]  # receives the summary
     signals: int = 0  # to stop, received so far
     launcher: Launcher | None = None
 
@@ -227,11 +228,10 @@ class _Job:
             async for _ in observer.poll_to_end():
                 pass
         if how := observer.last.finished:
-            print(
-                f"run {self.config.run.name} has already finished ({how}); raise run.steps to continue it, or give --fresh",
-                flush=True,
-            )
+            what = f"run {self.config.run.name} has already finished ({how})"
+            print(f"{what}; raise run.steps to continue it, or give --fresh", flush=True)
             if before.get("status") == "finished":
+                self.ended.append(before)
                 return EXIT_OK
             outcome, restarts = LaunchOutcome("finished", how, EXIT_OK), {}
         else:
@@ -240,7 +240,7 @@ class _Job:
         for child, count in restarts.items():
             totals[child] = totals.get(child, 0) + count
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
-        conditions.note(self.folder, _left(outcome))
+        conditions.note(self.folder, conditions.after(outcome.status, outcome.message))
         await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
@@ -310,6 +310,7 @@ class _Job:
         result = summary.summarise(
             self.config, rows, state, audited, status=outcome.status, wall_s=wall_s, restarts=restarts, evaluated=evaluated
         )
+        self.ended.append(result)
         self._write_results(result, bool(rows))
         for fault in filter(None, (mirror.fault, evaluations.fault)):
             print(f"{printable(fault)}; rerun the same command to add what it lacks", file=sys.stderr, flush=True)
@@ -331,13 +332,6 @@ class _Job:
                 write_report(self.folder.metrics, result, self.folder.report)
         except OSError as error:
             print(f"the summary in {self.folder.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-
-
-def _left(outcome: LaunchOutcome) -> Condition:
-    """Return how this start leaves the run."""
-    if outcome.status == "stopped":
-        return Condition("stopped")
-    return Condition("finished" if outcome.status == "finished" else "failed", outcome.message)
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ import typer
 
 from services.config import RunConfig, digest
 from services.console import options as shared
-from services.console.doctor import note, ok
+from services.console.doctor import Finding, note, ok
+from services.console.local import run
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import start_server
 from services.console.start.checked import Options, checked, fresh_or_asked
 from services.console.start.resumption import again
 from services.store import Store
-from tests.support.console import config_file, grpo, steps
+from tests.support.console import LIMIT_S, config_file, grpo, launched, steps, wait_until
 from tests.support.harness import small_config
 
 FILE = Path("run.toml")
@@ -112,6 +114,35 @@ def test_json_goes_to_stdout_and_everything_else_to_stderr(tmp_path: Path) -> No
     summary = json.loads(done.stdout)
     assert (summary["status"], summary["steps"], summary["lost"]) == ("finished", 2, 0)
     assert "step 1 (2/2)" in done.stderr
+
+
+def test_the_summary_is_of_this_start_whatever_becomes_of_the_file(tmp_path: Path) -> None:
+    file = config_file(tmp_path)
+    with launched("run", file, "run.steps=100000", "--json") as console:
+        wait_until(lambda: len(steps(tmp_path / "small")) > 1, "the first steps")
+        file.write_text("edited [")
+        console.send_signal(signal.SIGINT)
+        output, errors = console.communicate(timeout=LIMIT_S)
+    assert console.returncode == 130, errors
+    assert json.loads(output)["status"] == "stopped"
+
+
+def test_the_summary_of_a_failed_run_is_printed(tmp_path: Path) -> None:
+    done = grpo("run", config_file(tmp_path), "--json", FAKE_EXIT="dataprep-0:2:no such file")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["status"] == "failed"
+    assert "error: dataprep-0" in done.stderr
+
+
+def test_no_earlier_summary_is_printed_for_a_run_that_was_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: RunConfig) -> list[Finding]:
+        raise KeyboardInterrupt
+
+    file = config_file(tmp_path)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "summary.json").write_text('{"status": "finished"}')
+    assert run.run(Options(file, as_json=True), check=interrupted) == 130
+    assert capsys.readouterr().out == ""
 
 
 def test_the_command_that_resumes_repeats_neither_resume_nor_fresh() -> None:
