@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 
 from services.chat.tokenizers import tokenizer_folder
@@ -60,13 +61,10 @@ class EnvironmentPod:
         add("evaluation", after(self._loaded, self.evaluation.work))
         add("evaluation leases", self.evaluation.renew, LOOP_LIMIT_S + config.generator.lease_s)
         add("leases", self.rollouts.renew, LOOP_LIMIT_S + config.generator.lease_s)
-        try:
+        async with contextlib.AsyncExitStack() as stack:  # which closes each part even if closing another is cancelled
+            for part in (self.fleet, self.verifiers, *self.pools.values()):
+                stack.push_async_callback(part.close)
             await self.service.run(self._work)
-        finally:
-            for pool in self.pools.values():
-                await pool.close()
-            await self.verifiers.close()
-            await self.fleet.close()
 
     async def _serve(self, _: Loop) -> None:
         await self.door.serve()

@@ -6,6 +6,7 @@ Guarantees: no loop that uses the engine begins before it is loaded; engine and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from services.generator.api import add_routes
 from services.generator.engines.base import make_engine
@@ -49,11 +50,10 @@ class GeneratorPod:
         """Run the pod from start to end."""
         add_routes(self.service, self.rollouts)
         self._add_loops()
-        try:
+        async with contextlib.AsyncExitStack() as stack:  # which closes each part even if closing another is cancelled
+            for part in (self.engine, self.verifiers):
+                stack.push_async_callback(part.close)
             await self.service.run(self._work)
-        finally:
-            await self.verifiers.close()
-            await self.engine.close()
 
     def _add_loops(self) -> None:
         """Add the loops that run alongside the main loop."""

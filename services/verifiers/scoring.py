@@ -60,9 +60,7 @@ class Scoring:
 
     async def close(self) -> None:
         """End all workers and connections. Pending calls of `score` fail."""
-        for pool in self.pools:
-            await pool.close()
-        await self._remote.close()
+        await asyncio.gather(*(pool.close() for pool in self.pools), self._remote.close())
 
     @property
     def waiting(self) -> str:

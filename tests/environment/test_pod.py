@@ -332,6 +332,28 @@ async def test_an_agent_that_returns_no_reward_fails(tmp_path: Path, server: Red
         assert (ticket, 'no reward: its program gave none, and no verifier scores source "main"' in reason) == ("0-0", True)
 
 
+async def test_a_pod_ends_its_verifiers_although_closing_its_programs_is_cancelled(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*overrides(tmp_path, "python", "Echo"), 'verifiers=[{kind="exact"}]']
+    async with fleet(tmp_path, server, *given) as (service, _), open_service("environment", service.config, "one") as opened:
+        pod = EnvironmentPod(opened)
+        [pool], [verifiers], closing = pod.pools.values(), pod.verifiers.pools, list[str]()
+        close = pool.close
+
+        async def hang() -> None:
+            closing.append("programs")
+            await asyncio.sleep(600)
+
+        monkeypatch.setattr(pool, "close", hang)
+        running = asyncio.create_task(pod.run())
+        await wait_until(pod._loaded.is_set)
+        await end_tasks([running])  # cancels again while it closes
+        assert closing == ["programs"]
+        assert not any(worker.alive for worker in verifiers._workers)
+        await close()
+
+
 @pytest.mark.parametrize(("name", "why"), [("Absent", "has no 'Absent'"), ("agent", "is not a class")])
 async def test_unusable_code_stops_the_pod_with_the_reason(name: str, why: str, tmp_path: Path, server: RedisServer) -> None:
     async with (

@@ -231,6 +231,20 @@ async def test_a_verifier_that_raises_keeps_its_worker():
         assert pool.pids == pids
 
 
+async def test_a_worker_is_reaped_although_its_end_is_cancelled():
+    async with running(verifier("exact")) as pool:
+        (worker,) = pool._workers
+        process, folder = worker._process, worker._scratch
+        assert process is not None
+        assert folder is not None
+        ending = asyncio.create_task(worker.kill())
+        await asyncio.sleep(0)
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        await until(lambda: process.returncode == -signal.SIGKILL and not folder.path.exists())
+
+
 async def test_a_cancelled_group_leaves_no_answer_behind():
     async with running(verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
         group = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))

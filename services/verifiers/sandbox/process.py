@@ -128,17 +128,15 @@ class WorkerProcess:
         return verdicts
 
     async def kill(self) -> None:
-        """End the process, if any, and reap it."""
-        process, writer = self._process, self._writer
-        self._process = self._reader = self._writer = None
+        """End the process, if any, and reap it, even if the caller is cancelled meanwhile."""
+        process, writer, scratch = self._process, self._writer, self._scratch
+        self._process = self._reader = self._writer = self._scratch = None
         if writer is not None:
             writer.close()
         if process is not None:
             process.kill()
-            await asyncio.to_thread(process.wait)
-        if self._scratch is not None:
-            self._scratch.remove()
-            self._scratch = None
+        if process is not None or scratch is not None:
+            await asyncio.shield(asyncio.to_thread(_clear, process, scratch))
 
     async def _end(self, error: Exception) -> str:
         """End the process and return how it ended, in words."""
@@ -195,6 +193,14 @@ def _wait(process: subprocess.Popen[bytes]) -> int | None:
         return process.wait(REAP_LIMIT_S)
     except subprocess.TimeoutExpired:
         return None
+
+
+def _clear(process: subprocess.Popen[bytes] | None, scratch: Scratch | None) -> None:
+    """Wait for a process that was killed, then delete its folder."""
+    if process is not None:
+        process.wait()
+    if scratch is not None:
+        scratch.remove()
 
 
 def _signal_name(number: int) -> str:
