@@ -46,7 +46,7 @@ def test_a_mistake_is_found_and_named(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(run, "start_server", started)
     if not mistake.calls:
-        monkeypatch.setattr(functions, "verifiers", lambda config, remote: ())
+        monkeypatch.setattr(functions, "verifiers", lambda config, work, remote: ())
     code = main(["run", *(mistake.arguments or ["my.toml"])])
     output = capsys.readouterr().err
     assert refused(code, tmp_path), output

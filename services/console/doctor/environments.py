@@ -16,6 +16,7 @@ from services.config import ConfigError, RunConfig
 from services.config.environments import AgentEnvironment, EnvironmentConfig, McpEnvironment, drives_itself
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.local.code import copied
+from services.console.start.interrupts import Work
 
 if TYPE_CHECKING:
     from services.environment.programs.process import ProgramProcess
@@ -27,14 +28,14 @@ TRIAL_LIMIT_S = 60.0
 OWN_FOLDER = "command starts in a folder of its own, so its paths must be absolute"
 
 
-def environments(config: RunConfig) -> Iterator[Finding]:
-    """Load every environment of the configuration, from a copy of its file as a run makes it."""
+def environments(config: RunConfig, work: Work) -> Iterator[Finding]:
+    """Load every environment of the configuration, from a copy of its file as a run makes it. `work` can be cancelled."""
     only = config.model_copy(update={"verifiers": []})
     if not config.environments:
         return
     try:
         with copied(only) as tried:
-            yield from asyncio.run(_loaded(config, tried))
+            yield from work.run(_loaded(config, tried))
     except ConfigError as error:  # a file of code that is not there
         yield told("environments", error)
 

@@ -17,6 +17,7 @@ from services.config.verifiers import RemoteVerifier, VerifierConfig, named
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.doctor.packages import VERIFIERS, there
 from services.console.local.code import copied
+from services.console.start.interrupts import Work
 
 IMPORT_LIMIT_S = 120.0  # torch takes seconds on an idle machine
 _IMPORT = "import importlib, sys; getattr(importlib.import_module(sys.argv[1]), sys.argv[2])"
@@ -52,14 +53,14 @@ def _imported(key: str, name: str) -> Finding:
     return fault(key, f"{key} = {name!r}: {said}", "fix the name or its module, or start grpo in the folder that contains it")
 
 
-def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
+def verifiers(config: RunConfig, work: Work, remote: bool = True) -> Iterator[Finding]:
     """Call the verifiers on the first row of each prompt source.
 
-    `remote`: also call services; otherwise only their keys are checked.
+    `work` can be cancelled. `remote`: also call services; otherwise only their keys are checked.
     """
     try:
         with copied(config.model_copy(update={"environments": []})) as tried:
-            yield from asyncio.run(_called(config, tried, remote))
+            yield from work.run(_called(config, tried, remote))
     except ConfigError as error:  # a file of code that is not there
         yield told("verifiers", error)
 

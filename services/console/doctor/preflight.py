@@ -7,7 +7,7 @@ Guarantees: nothing is started or written; torch and vLLM are not imported here;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from services.config import ConfigError, RunConfig
@@ -21,8 +21,10 @@ from services.console.doctor.model import model
 from services.console.doctor.packages import packages, there
 from services.console.doctor.rows import data, evaluation_data
 from services.console.local.lock import holder
+from services.console.start.interrupts import Work
 from services.runtime.process_tools import CONFIG_ENV
 
+POLL_S = 0.1
 Check = Callable[[RunConfig], list[Finding]]
 CheckAgain = Callable[[RunConfig, RunConfig], list[Finding]]
 """Checks a run that has been started: its configuration now, and the one in its folder."""
@@ -40,7 +42,7 @@ def preflight(
     not respond before a run begins. A pod has only what its service needs, so packages, data and resources of the whole run are
     not checked there.
     """
-    pod = CONFIG_ENV in environ
+    pod, work = CONFIG_ENV in environ, Work()
     looks = [
         *([] if pod else [("packages", lambda: packages(config)), *_machine(config, gpus, own)]),
         ("secrets", lambda: secrets.secrets(config, environ, own)),
@@ -50,13 +52,21 @@ def preflight(
     if there("tokenizers") and there("jinja2"):
         looks += [("model", lambda: model(config))]
         if not pod:
-            slow += [("data", lambda: data(config)), ("verifiers", lambda: functions.verifiers(config, remote))]
-            slow += [("environments", lambda: environments(config))]
+            slow += [("data", lambda: data(config)), ("verifiers", lambda: functions.verifiers(config, work, remote))]
+            slow += [("environments", lambda: environments(config, work))]
     with ThreadPoolExecutor(len(slow)) as pool:  # they wait for processes that they start
         waiting = [pool.submit(gathered, [look]) for look in slow]
-        found = gathered(looks)
-        for each in waiting:
-            found += each.result()
+        try:
+            found = gathered(looks)
+            for each in waiting:
+                found += each.result()
+        except KeyboardInterrupt:
+            from services.dataprep.prompts.tools import give_up
+
+            work.cancel()
+            while wait(waiting, POLL_S).not_done:  # there may be several to give up
+                give_up()
+            raise
     return without_repeats(found)
 
 

@@ -19,6 +19,8 @@ from services.verifiers.sandbox.scratch import Scratch
 ASKED = "services.environment.programs.shared_tools"  # the environment's code runs there, without secrets
 GUARD = "services.verifiers.sandbox.guard"  # ends whatever that code has started
 
+_asking = set[subprocess.Popen[str]]()
+
 
 def tools_of(environment: EnvironmentConfig | None) -> list[dict[str, Any]]:
     """Return the tools that prompts of sources with this environment show, in OpenAI's form. Raises `DataError`."""
@@ -27,6 +29,12 @@ def tools_of(environment: EnvironmentConfig | None) -> list[dict[str, Any]]:
     return json.loads(
         _asked(environment.name, environment.model_dump_json(), (*inherited(environment), URL_ENV), environment.interpreter)
     )
+
+
+def give_up() -> None:
+    """End the processes that are asked now, which Ctrl-C does not reach: whoever waits for one gets a `DataError`."""
+    for asked in list(_asking):
+        asked.terminate()
 
 
 @cache
@@ -40,9 +48,11 @@ def _asked(name: str, environment: str, kept: tuple[str, ...], interpreter: str)
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=scratch.path, env=variables,
             process_group=0,  # keeps Ctrl-C from reaching it
         ) as asked:  # fmt: skip
+            _asking.add(asked)
             try:
                 answer, _ = asked.communicate(environment, timeout=START_LIMIT_S)
             finally:
+                _asking.discard(asked)
                 asked.terminate()
         if asked.returncode:
             raise subprocess.CalledProcessError(asked.returncode, ASKED)

@@ -21,6 +21,7 @@ from services.console.doctor.rows import data
 from services.console.doctor.server import Asked, judge
 from services.console.local.lock import FolderLock
 from services.console.local.redis_server import RedisServer, find_server
+from services.console.start.interrupts import Work
 from services.dataprep.prompts.errors import DataError
 from services.protocol.messages import PodStatus
 from services.runtime.process_tools import CONFIG_ENV
@@ -162,7 +163,7 @@ def test_missing_model_and_data_are_problems(tmp_path: Path, config: RunConfig, 
     monkeypatch.setattr(functions, "there", lambda name: name != "math_verify")
     math = load(tmp_path / "run.toml", ['verifiers.0.kind="math"'], environ={})
     assert only(packages.packages(math), "packages").remedy == "run pip install 'grpo[generator]'"
-    assert list(functions.verifiers(math)) == []
+    assert list(functions.verifiers(math, Work())) == []
     (tmp_path / "cert").write_text("no certificate")
     api = config.api.model_copy(update={"certificate_file": str(tmp_path / "cert"), "key_file": str(tmp_path / "cert")})
     assert only(secrets.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"

@@ -19,6 +19,7 @@ from services.config.environments import AgentEnvironment, EnvironmentConfig, Py
 from services.console.doctor import Finding, fault
 from services.console.doctor.environments import environments
 from services.console.doctor.preflight import without_repeats
+from services.console.start.interrupts import Work
 from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
@@ -293,7 +294,7 @@ def test_doctor_names_the_environment_whose_file_is_missing(tmp_path: Path) -> N
         f'{{name = "b", kind = "python", function = "{tmp_path / "no-such.py"}:Game"}}',
     ]
     given = f"data.sources=[{', '.join(sources)}]", f"environments=[{', '.join(tables)}]", "verifiers=[]"
-    [found] = environments(small_config(tmp_path, None, *given))
+    [found] = environments(small_config(tmp_path, None, *given), Work())
     assert found.detail.startswith(f"environments.1.function = '{tmp_path}/no-such.py:Game': the file of a function, ")
 
 
@@ -309,7 +310,7 @@ def tried(folder: Path, program: str, keys: str = "", *overrides: str) -> Findin
     source = f'{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "world"}}'
     table = f'{{name = "world", {program}{f", {keys}" if keys else ""}}}'
     given = [f"data.sources=[{source}]", "verifiers=[]", f"environments=[{table}]", *overrides]
-    [finding] = list(environments(small_config(folder, None, *given)))
+    [finding] = list(environments(small_config(folder, None, *given), Work()))
     return finding
 
 
