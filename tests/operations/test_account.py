@@ -136,6 +136,17 @@ def test_a_process_is_counted_from_its_start() -> None:
     assert activity.gauges().keys() == {"devices", "seconds/loading", "seconds/idle"}
 
 
+def test_the_cost_of_a_run_that_has_just_begun_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder.of(small_config(tmp_path)).path
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(small_config(tmp_path)))
+    found = Account()
+    found.observe([(status("trainer-0", "a", loading=0.001), 0.0)], 100.0, 1.0)
+    account.write(run, found)
+    assert main(["cost", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["total", "0.000", "–"]
+
+
 def test_the_cost_of_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "paid"
     run.mkdir()

@@ -39,9 +39,8 @@ def cost(run: str, price: float, as_json: bool) -> int:
         return EXIT_OK
     rows = [("spent on", "device-hours", "share", *(("cost",) if price else ()))]
     for name, seconds in [*sorted(found.spent.items(), key=lambda one: -one[1]), ("total", total)]:
-        rows.append(
-            (name, f"{seconds / HOUR_S:,.3f}", f"{seconds / total:.1%}", *((f"{_money(seconds, price)}",) if price else ()))
-        )
+        share = f"{seconds / total:.1%}" if total else "–"
+        rows.append((name, f"{seconds / HOUR_S:,.3f}", share, *((f"{_money(seconds, price)}",) if price else ())))
     print(columns(rows, right=(1, 2, 3)))
     print()
     for what, count in found.yields.items():
