@@ -46,8 +46,8 @@ async def _watch(attached: Attached, steps: int, deadline: float) -> str:
             last = state.committed_step
             if state.finished or trained >= steps:
                 return printable(state.finished)
-            if not attached.live:
-                raise ConsoleError(f"run {attached.name} is stopped: start it with grpo run", EXIT_FAILED)
+        if not attached.live:
+            raise ConsoleError(f"run {attached.name} is stopped: start it with grpo run", EXIT_FAILED)
         if time.monotonic() > deadline:
             raise ConsoleError(f"run {attached.name}: trained {trained} of {steps} steps; {await _why(attached)}", EXIT_FAILED)
         await asyncio.sleep(POLL_S)

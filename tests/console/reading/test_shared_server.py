@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +159,12 @@ def test_a_run_whose_folder_may_not_be_written_is_shown_from_it(stopped: RunFold
     shown = capsys.readouterr()
     assert "1/4 steps  stopped" in shown.out
     assert "cannot be used: [Errno 21]" in shown.err
+
+
+def test_smoke_does_not_wait_for_a_stopped_run_without_a_state(stopped: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(stopped.redis / "appendonlydir")
+    assert main(["smoke", str(stopped.path), "--wait", "20"]) == 1
+    assert "is stopped: start it with grpo run" in capsys.readouterr().err
 
 
 async def test_a_server_that_cannot_start_is_reported_with_its_log(stopped: RunFolder) -> None:
