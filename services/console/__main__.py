@@ -21,6 +21,7 @@ from services.console.commands import running, steering, watching
 from services.console.commands.inspecting import inspect_app, replay_app
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
 from services.console.options import DEFAULT_WAIT_S, KUBE_CONTEXT, NAMESPACES, SMOKE_WAIT_S, KubeContext, Namespace, Version
+from services.console.printable import printable
 
 COLLECT_AFTER = 100_000  # objects created and not deleted; commands that end at once create 30,000 to 50,000
 
@@ -148,7 +149,7 @@ def _report_known(error: Exception) -> int:
 
 def _report(error: object, code: int) -> int:
     with contextlib.suppress(OSError):  # the exit code says it even if nobody reads the message
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        print("error:", printable(" ".join(str(error).split())), file=sys.stderr, flush=True)
     return code
 
 

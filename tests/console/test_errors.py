@@ -11,7 +11,8 @@ import pytest
 
 from services.console import __main__ as console
 from services.console.__main__ import main
-from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED
+from services.console.commands.inspecting import run_and_ids
+from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED, ConsoleError
 from services.runtime.atomic_folders import FolderError
 from tests.support.console import LIMIT_S, ROOT, environment
 
@@ -55,3 +56,17 @@ def test_a_namespace_without_a_cluster_is_refused(option: str, capsys: pytest.Ca
     assert main([option, "prod", "ls"]) == EXIT_CONFIG
     told = capsys.readouterr()
     assert (told.out, told.err) == ("", "error: --namespace prod needs --kube-context: name a context of your kubeconfig\n")
+
+
+def test_an_error_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> None:
+        raise ConsoleError("the run was stopped: \x1b[2Jhello")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "quicken", refused)
+        assert main(["version"]) == EXIT_FAILED
+    assert capsys.readouterr().err == "error: the run was stopped: \\e[2Jhello\n"
+
+
+def test_a_run_may_be_named_like_a_month() -> None:
+    assert run_and_ids(["2024-11", "1790000000000-0"]) == ("2024-11", ["1790000000000-0"])

@@ -14,7 +14,7 @@ from services.console.options import Api, CaFile, Json, RedisUrl, Run, TokenFile
 inspect_app = typer.Typer(help="Inspect the contents and history of a run.", rich_markup_mode=None)
 replay_app = typer.Typer(help="Requeue failed tickets.", rich_markup_mode=None)
 
-ENTRY_ID = re.compile(r"\d+-\d+")
+ENTRY_ID = re.compile(r"\d{13,}-\d+")  # it begins with milliseconds since 1970; a run may be named 2024-11
 Limit = Annotated[int, typer.Option(min=1, max=500, help="Entries to show.")]
 Offset = Annotated[int, typer.Option(min=0, max=2**31, help="Entries to skip.")]
 Reason = Annotated[str, typer.Option(metavar="TEXT", help="Requeue the dead letters whose reason contains this text.")]
