@@ -105,9 +105,18 @@ def violations(page: Any) -> list[str]:
     return page.evaluate(AXE)
 
 
+GO = """path => new Promise(there => {
+    const before = location.hash
+    addEventListener('hashchange', there, { once: true })
+    location.hash = '/' + path
+    if (location.hash === before) there()
+})"""
+"""Returns once the page's own listener, which came first, has begun to show the path."""
+
+
 def go(page: Any, path: str) -> None:
     """Go to a page of the console and wait until it has loaded its data."""
-    page.evaluate("path => { location.hash = '/' + path }", path)
+    page.evaluate(GO, path)
     settle(page)
 
 
