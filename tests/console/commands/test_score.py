@@ -12,6 +12,7 @@ from services.console.__main__ import main
 from services.console.doctor import Finding
 from services.console.doctor.functions import functions, verifiers
 from services.console.doctor.rows import data
+from services.console.start.interrupts import Work
 from tests.support.harness import save_tokenizer_folder, small_config
 
 OWN = """
@@ -148,4 +149,4 @@ def test_an_unusable_verifier_is_rejected_before_the_run(file: Path, override: s
 
 
 def faults(config: RunConfig) -> list[Finding]:
-    return [one for one in (*data(config), *functions(config), *verifiers(config, remote=False)) if one.state == "fault"]
+    return [one for one in (*data(config), *functions(config), *verifiers(config, Work(), remote=False)) if one.state == "fault"]
