@@ -87,9 +87,9 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
-def records(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Return the records of these files under `folder`, by name. Raises `OSError`."""
-    return {name: _record(folder / name) for name in names}
+def records(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
+    """Return the records of all files under `folder`, or of those of `names`, by name. Raises `OSError`."""
+    return {name: _record(folder / name) for name in (files(folder) if names is None else names)}
 
 
 def finish(partial: Path, final: Path, manifest: FolderManifest, objection: Callable[[], str] = lambda: "") -> None:

@@ -14,7 +14,7 @@ def _make(final: Path, content: bytes = b"weights") -> FolderManifest:
     partial = atomic_folders.begin(final)
     (partial / "inner").mkdir()
     atomic_folders.write(partial / "inner" / "data", content)
-    manifest = FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), {"step": 3})
+    manifest = FolderManifest(atomic_folders.records(partial), {"step": 3})
     atomic_folders.finish(partial, final, manifest)
     return manifest
 

@@ -11,21 +11,8 @@ from pathlib import Path
 import pytest
 
 from services.runtime import atomic_folders
-from services.runtime.atomic_folders import FolderManifest
-from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder, DamagedCheckpoint
-
-
-def write_checkpoint(root: Path, step: int, **facts: object) -> Path:
-    """Write a checkpoint and make it the latest."""
-    final = root / f"step-{step:08d}"
-    partial = atomic_folders.begin(final)
-    atomic_folders.write(partial / "state", b"of step %d" % step)
-    given = {"step": step, "layout": LAYOUT, "time_s": float(step)}
-    atomic_folders.finish(
-        partial, final, FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), given | facts)
-    )
-    atomic_folders.replace(root / "latest", final.name.encode())
-    return final
+from services.runtime.checkpoints import CheckpointError, CheckpointFolder, DamagedCheckpoint
+from tests.support.checkpoints import write_checkpoint
 
 
 @pytest.fixture

@@ -85,9 +85,7 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
             "model": type(module).__name__,
             "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         }
-        atomic_folders.finish(
-            partial, folder, FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), facts)
-        )
+        atomic_folders.finish(partial, folder, FolderManifest(atomic_folders.records(partial), facts))
     except FolderError as error:
         return str(error)
     except OSError as error:

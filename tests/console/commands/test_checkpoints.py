@@ -16,23 +16,10 @@ from services.console.__main__ import main
 from services.console.local.redis_server import RedisServer
 from services.operations.inspection.checkpoints import kept_until
 from services.runtime import atomic_folders
-from services.runtime.atomic_folders import FolderManifest
 from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder
 from services.store import Store
+from tests.support.checkpoints import write_checkpoint
 from tests.support.harness import small_config
-
-
-def write_checkpoint(root: Path, step: int, **facts: Any) -> Path:
-    """Write a checkpoint and make it the latest."""
-    final = root / f"step-{step:08d}"
-    partial = atomic_folders.begin(final)
-    atomic_folders.write(partial / "state", b"x" * 100)
-    given = {"step": step, "layout": LAYOUT, "ranks": 2, "zero_stage": 3, "time_s": 1e9 + step}
-    atomic_folders.finish(
-        partial, final, FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), given | facts)
-    )
-    atomic_folders.replace(root / "latest", final.name.encode())
-    return final
 
 
 @pytest.fixture

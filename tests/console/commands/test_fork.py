@@ -40,7 +40,7 @@ def checkpoint(config: RunConfig, step: int) -> None:
     writer.add(GROUP)
     writer.close()
     facts = {"step": step, "layout": LAYOUT, "ranks": 1, "zero_stage": 0, "time_s": 1e9 + step, "run": config.run.name}
-    atomic_folders.finish(partial, final, FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), facts))
+    atomic_folders.finish(partial, final, FolderManifest(atomic_folders.records(partial), facts))
     atomic_folders.replace(final.parent / "latest", final.name.encode())
 
 

@@ -16,8 +16,8 @@ from services.console.start import place
 from services.runtime.process_tools import CONFIG_ENV
 from services.store import Store
 from services.store.connection.client import Login
-from tests.console.commands.test_checkpoints import write_checkpoint
 from tests.newcomer.world import make_model
+from tests.support.checkpoints import write_checkpoint
 from tests.support.harness import small_config
 
 

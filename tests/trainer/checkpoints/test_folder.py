@@ -303,7 +303,7 @@ def test_listing_needs_no_pointer_and_ignores_other_files(tmp_path: Path) -> Non
         atomic_folders.finish(
             partial,
             tmp_path / name,
-            FolderManifest(atomic_folders.records(partial, atomic_folders.files(partial)), {"layout": LAYOUT}),
+            FolderManifest(atomic_folders.records(partial), {"layout": LAYOUT}),
         )
     (tmp_path / "step-abc").mkdir()
     (tmp_path / "step-00000009").mkdir()
