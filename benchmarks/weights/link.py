@@ -19,7 +19,7 @@ from benchmarks.slow_link import SlowLink
 from benchmarks.weights.engine import distinct
 from services.console.local.redis_server import RedisServer
 from services.weights.delivery import Delivery
-from services.weights.leader import SyncReport
+from services.weights.outcomes import SyncReport
 from tests.support.rounds_world import World, open_world
 from tests.support.servers.s3_server import BUCKET, S3Server
 

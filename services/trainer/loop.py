@@ -38,7 +38,7 @@ from services.trainer.throughput import Throughput
 from services.trainer.weight_updates import WeightUpdates
 from services.trainer.worker import Worker
 from services.weights.delivery import DELIVERED
-from services.weights.leader import Stopped
+from services.weights.outcomes import Stopped
 
 log = structlog.get_logger()
 

@@ -19,7 +19,8 @@ from services.trainer.metrics import TrainerMetrics
 from services.trainer.rank_commands import RankCommands
 from services.trainer.worker import Worker
 from services.weights.delivery import Delivery
-from services.weights.leader import Alone, SyncReport, SyncRounds
+from services.weights.leader import SyncRounds
+from services.weights.outcomes import Alone, SyncReport
 from services.weights.sender import SendFailed
 
 

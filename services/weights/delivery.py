@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
-from services.weights.leader import Sent, Stopped, SyncReport, SyncRounds
+from services.weights.leader import SyncRounds
+from services.weights.outcomes import Sent, Stopped, SyncReport
 
 DELIVERED = "delivered"
 """Topic of this process: `Delivery.done` has become true."""

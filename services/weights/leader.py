@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import structlog
 
@@ -22,6 +21,7 @@ from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.store import Store
 from services.weights.membership import CollectiveGroup, Membership, answered
+from services.weights.outcomes import Alone, Sent, SyncReport
 from services.weights.sender import Sender, SendFailed
 
 log = structlog.get_logger()
@@ -29,37 +29,6 @@ log = structlog.get_logger()
 POLL_S = 1.0  # a missed notification costs at most this much
 RETRY_PAUSE_S = 1.0
 ARRIVAL_POLL_S = 0.02  # the arrival of a rank at the rendezvous sends no notification
-
-
-class Stopped(Exception):
-    """The process was asked to stop."""
-
-
-class Alone(Exception):
-    """No generator is available to take the weights, and none is expected."""
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """Outcome of a round. Seconds run to the last acknowledgement, for the round and for its last attempt."""
-
-    version: int
-    epoch: int
-    members: tuple[str, ...]
-    attempts: int
-    total_s: float
-    transfer_s: float
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A round whose weights have been sent, but not all applied."""
-
-    transfer: Round
-    group: CollectiveGroup
-    began: float  # with sending
-    attempt_began: float
-    first: tuple[float, int]  # when the first attempt for this version began, and the number of attempts before it
 
 
 class SyncRounds:

@@ -24,8 +24,9 @@ from services.store import Store
 from services.trainer.weight_sender import make_sender
 from services.verifiers.base import Job, Scores
 from services.weights.collective import BUCKET_BYTES
-from services.weights.leader import SyncReport, SyncRounds
+from services.weights.leader import SyncRounds
 from services.weights.member import WeightFollower
+from services.weights.outcomes import SyncReport
 from services.weights.sender import Sender
 from tests.support.harness import PlainTokenizer, small_config
 from tests.support.scripted import ScriptedEngine

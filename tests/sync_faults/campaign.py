@@ -21,7 +21,7 @@ import services.weights.transports.gloo as sending
 from services.console.local.redis_server import RedisServer
 from services.protocol.messages import Round
 from services.weights.host_memory import lay_end_to_end
-from services.weights.leader import SyncReport
+from services.weights.outcomes import SyncReport
 from services.weights.versions.objects import Data, FolderObjects
 from tests.support.rounds_world import World, open_world
 from tests.sync_faults.faults import Fault

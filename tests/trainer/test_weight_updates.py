@@ -15,7 +15,7 @@ from services.console.local.redis_server import RedisServer
 from services.store import Store
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.weight_updates import WeightUpdates
-from services.weights.leader import SyncReport
+from services.weights.outcomes import SyncReport
 from services.weights.sender import SendFailed
 from tests.support.rounds_world import World, open_world
 from tests.trainer.checkpoints.test_recovery import lose, trained

@@ -14,7 +14,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.errors import OutOfOrder
 from services.runtime.notifications import Notifications
 from services.weights.delivery import DELIVERED, Delivery
-from services.weights.leader import Alone, Stopped, SyncReport
+from services.weights.outcomes import Alone, Stopped, SyncReport
 from services.weights.receiver import TransferFailed
 from tests.support.rounds_world import World, open_world
 from tests.support.scripted import ScriptedEngine

@@ -20,7 +20,7 @@ from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import Broken, Fatal
 from services.trainer.weight_sender import make_weight_sender
 from services.weights import collective, leader
-from services.weights.leader import Alone
+from services.weights.outcomes import Alone
 from services.weights.receiver import EngineDead, TransferFailed
 from services.weights.sender import SendFailed
 from tests.support.harness import small_config, wait_until
