@@ -199,11 +199,12 @@ class LogprobHead(nn.Linear):
     Because it is a module that is called once per row, ZeRO-3 gathers the matrix once per row, whatever the number of chunks.
     """
 
-    def __init__(self, head: nn.Linear, fp32: bool, rule: LogitRule = PLAIN, compiled: bool = False, keep: bool = False) -> None:
+    def __init__(self, head: nn.Linear, fp32: bool, rule: LogitRule = PLAIN, keep: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = head.in_features, head.out_features
         self.weight, self.bias = head.weight, head.bias
-        self.fp32, self.rule, self.compiled, self.keep = fp32, rule, compiled, keep
+        self.fp32, self.rule, self.keep = fp32, rule, keep
+        self.compiled = False
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int

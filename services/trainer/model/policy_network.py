@@ -6,7 +6,6 @@ name (support.py) and by trying it (proofs.py).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -78,26 +77,28 @@ def load(
     _silence(model)
     recompute(model, computing)
     row.flex = computing.flex
-    head = LogprobHead(
-        model.get_output_embeddings(), config.fp32_head, logit_rule(model.config), computing.compiled, computing.keeps_logits
-    )
+    head = LogprobHead(model.get_output_embeddings(), config.fp32_head, logit_rule(model.config), computing.keeps_logits)
 
     def attach() -> Scorer:
         model.set_output_embeddings(head)
         return Scorer(model, 1.0, chunk)
 
+    def compilation() -> None:
+        head.compiled = True
+        compile_blocks(model)
+
     if proofs is None:
         attach()
     else:
-        compilation = functools.partial(compile_blocks, model) if computing.compiled else None
         settings = config.dtype, config.fp32_head, *computing.proven
-        prove(model, config.path, attach, compilation, settings, proofs, device or torch.device("cpu"))
+        compiles = compilation if computing.compiled else None
+        prove(model, config.path, attach, compiles, settings, proofs, device or torch.device("cpu"))
     model.set_attn_implementation(NAME if team is None else team.register(model.config.get_text_config()))
     if adapters is not None and adapters.rank:
         support.check_adapters(model, adapters, config.path)
         lora.attach(model, adapters, config.path)
     if computing.compiled:
-        compile_blocks(model)
+        compilation()
     return Scorer(model, temperature, chunk, team)
 
 

@@ -85,21 +85,34 @@ def _scales(model: Any) -> None:
         model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
 
 
-def _fails(model: Any) -> None:
+def _fails(*_: Any) -> None:
     raise RuntimeError("Failed to find C compiler.\nPlease specify it")
 
 
+def _as_is(_: Any) -> None:
+    """Compile nothing."""
+
+
+FAILS_COMPILED = r"fails when it is compiled, set trainer\.compile = false: RuntimeError: Failed to find C compiler\.$"
+
+
 @pytest.mark.parametrize(
-    ("compilation", "why"),
+    ("blocks", "head", "why"),
     [
-        (_scales, r"gives different results in packed rows than alone when it is compiled: .*: set trainer\.compile = false"),
-        (_fails, r"fails when it is compiled, set trainer\.compile = false: RuntimeError: Failed to find C compiler\.$"),
+        (
+            _scales, logprobs._scored,
+            r"gives different results in packed rows than alone when it is compiled: .*: set trainer\.compile = false",
+        ),
+        (_fails, logprobs._scored, FAILS_COMPILED),
+        (_as_is, _fails, FAILS_COMPILED),
     ],
-)
+)  # fmt: skip
 def test_a_compiled_model_is_proven_too(
-    compilation: Callable[[Any], None], why: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(policy_network, "compile_blocks", compilation)
+    blocks: Callable[[Any], None], head: Callable[..., Any], why: str, tiny_model: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(policy_network, "compile_blocks", blocks)
+    monkeypatch.setattr(logprobs, "compiled_chunks", lambda: (head, logprobs._differentiated))
     with pytest.raises(UnsupportedModel, match=why):
         _load(tiny_model, Proofs(tmp_path / "wrong"), computing=Computing(compiled=True))
     assert not (tmp_path / "wrong").exists()
