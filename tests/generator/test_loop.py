@@ -46,8 +46,8 @@ class CountingVerifier:
 async def generator(
     folder: Path, server: RedisServer, *overrides: str
 ) -> AsyncIterator[tuple[Service, RolloutLoop, ScriptedEngine]]:
-    """Yield a pod whose engine holds version 0, which the run has published."""
-    config = small_config(folder, server, *overrides)
+    """Yield a pod whose engine holds version 0, which the run has published. Its leases last, even on a slow machine."""
+    config = small_config(folder, server, "generator.lease_s=60", *overrides)
     async with open_service("generator", config, "generator-0") as service:
         await service.store.run.create("config", "data", STEPS, SLOTS)
         fence = await service.store.run.attach_trainer()

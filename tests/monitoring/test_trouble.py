@@ -35,7 +35,7 @@ def pod(kind: str, store: Store, server: RedisServer, folder: Path) -> Service:
 
 async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, server: RedisServer) -> None:
     # The groups finish between the renewal that finds the leases gone, at 1 s, and the expiry that frees their tickets, at 3 s.
-    async with generator(tmp_path, server, "generator.engine_options.token_s=0.15") as (service, loop, _):
+    async with generator(tmp_path, server, "generator.lease_s=3", "generator.engine_options.token_s=0.15") as (service, loop, _):
         value = service.registry.get_sample_value
         await issue(service.store, *[ticket(i) for i in range(2)])
         running = asyncio.create_task(service.run(loop.work))

@@ -23,7 +23,7 @@ QUICK = (  # tests/runs/test_run.py kills the pods that are slow to start
 
 def drive(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.faults", "--folder", str(folder), "--json", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 
 def test_faults_follow_the_seed_with_equal_shares_of_kinds() -> None:
@@ -71,7 +71,7 @@ def test_every_mutant_still_applies(mutant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(540)
 def test_a_run_with_eight_faults_is_bit_identical(tmp_path: Path) -> None:
     run = ("--generators", "2", "--steps", "28", "--token-s", "0.1")
     done = drive(tmp_path / "faults", "--faults", "8", "--seed", "8801", "--kinds", QUICK, "--in-place", *run)
@@ -86,7 +86,7 @@ def test_a_run_with_eight_faults_is_bit_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(540)
 def test_a_non_idempotent_commit_is_detected(tmp_path: Path) -> None:
     """The first fault of this seed loses the reply to a commit, which the trainer's client then sends again."""
     done = drive(
