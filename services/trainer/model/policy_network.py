@@ -83,7 +83,7 @@ def load(
         model.set_output_embeddings(head)
         return Scorer(model, 1.0, chunk)
 
-    def compilation() -> None:
+    def compile_model() -> None:
         head.compiled = True
         compile_blocks(model)
 
@@ -91,14 +91,14 @@ def load(
         attach()
     else:
         settings = config.dtype, config.fp32_head, *computing.proven
-        compiles = compilation if computing.compiled else None
-        prove(model, config.path, attach, compiles, settings, proofs, device or torch.device("cpu"))
+        compilation = compile_model if computing.compiled else None
+        prove(model, config.path, attach, compilation, settings, proofs, device or torch.device("cpu"))
     model.set_attn_implementation(NAME if team is None else team.register(model.config.get_text_config()))
     if adapters is not None and adapters.rank:
         support.check_adapters(model, adapters, config.path)
         lora.attach(model, adapters, config.path)
     if computing.compiled:
-        compilation()
+        compile_model()
     return Scorer(model, temperature, chunk, team)
 
 

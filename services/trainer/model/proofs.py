@@ -2,7 +2,7 @@
 
 Guarantees: a model passes if it was proven on this software, or is now; otherwise it is refused with the figures. A model in
 bfloat16 is proven in float32, where a mistake cannot hide in rounding, and in bfloat16, with the kernels of attention that train
-it. If its blocks are to be compiled, it is also proven with compiled blocks.
+it. If it is to be compiled, it is also proven with its blocks and output layer compiled.
 """
 
 from __future__ import annotations
