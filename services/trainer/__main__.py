@@ -22,7 +22,7 @@ from services.http.entry import Arguments, arguments, connect, end_process, open
 from services.protocol.errors import StoreError
 from services.runtime import garbage_collection, logs
 from services.runtime.loops import FATAL, Loop
-from services.runtime.portal import Portal
+from services.runtime.portal import END_S, Portal
 from services.runtime.processes.exit_codes import EXIT_OK
 from services.runtime.service import Service
 from services.store import Store
@@ -124,6 +124,7 @@ def _lead(given: Arguments, portal: Portal) -> None:
         pass  # interrupted while loading: the service shuts down in order
     finally:
         portal.loop.call_soon_threadsafe(trained.set)
+        concurrent.futures.wait([hosting], END_S)  # also after an error, so that the pod leaves the fleet before the portal closes
     hosting.result()
 
 

@@ -46,3 +46,4 @@ async def test_each_service_names_the_key_the_value_and_the_remedy(
     for words in PATHS[path]:
         assert any(each in lines[0] for each in words.split("|")), lines
     assert '"level": "error"' not in done.stdout + done.stderr
+    assert not await store.fleet.members(config.fleet.ttl_s), "it must leave the fleet"
