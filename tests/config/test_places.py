@@ -96,3 +96,14 @@ def test_other_places_come_before_the_file() -> None:
 )
 def test_a_message_begins_with_the_place_of_a_key_that_it_names(message: str, place: str) -> None:
     assert KeyPlaces("run.toml", TEXT).told(message) == f"{place}: {message}"
+
+
+def test_a_table_that_is_set_elsewhere_takes_its_keys_along() -> None:
+    places = KeyPlaces("run.toml", TEXT)
+    places.put("run.steps", "variable")
+    places.put("run", "command line")
+    places.put("data.sources", "command line")
+    assert {places.of(key) for key in ("run.name", "run.steps", "data.sources.0.name")} == {"command line"}
+    places.put("run.steps", "another variable")
+    assert (places.of("run.steps"), places.of("run.name")) == ("another variable", "command line")
+    assert places.of("data.long") == "run.toml:18"

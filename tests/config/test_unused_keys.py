@@ -22,6 +22,7 @@ BARE, UNIFORM, ALIKE = (
 TURNS = ["environments=[{kind='agent', name='e', command=['true']}]", "data.sources.0.environment=e"]
 SOURCE, CLASS = "data.sources.0.environment=e", "environments.0.function=f.py:C"
 TOOLS = ["environments=[{kind='python', name='e', tools=['python']}]", SOURCE]
+PLAIN = ["environments=[{kind='python', name='e', function='f.py:C'}]", SOURCE]
 SERVER = ["environments=[{kind='mcp', name='e', command=['true']}]", SOURCE]
 STORE = "sync.backend=store"
 REMOTE = "verifiers=[{kind='http', url='http://h'}]"
@@ -61,6 +62,9 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("environments.0.solved_at=1", TOOLS, "without function, which alone gives a score: set solved_at of", [*TOOLS, CLASS]),
     ("environments.0.solved_at=1", SERVER, "without function, which alone gives a score", [*SERVER, CLASS]),
     ("environments.0.memory_mib=99", SERVER, "without the tool python", [*SERVER, "environments.0.tools=['python']"]),
+    ("environments.0.memory_mib=99", [*SERVER, CLASS], "without the tool python", [*SERVER, "environments.0.tools=['python']"]),
+    ("environments.0.memory_mib=99", PLAIN, "without the tool python", [*PLAIN, "environments.0.tools=['python']"]),
+    ("environments.0.tool_timeout_s=9", PLAIN, "without the tool python", [*PLAIN, "environments.0.tools=['python']"]),
     ("lora.alpha=8", [], "with lora.rank = 0: set lora.rank", ["lora.rank=4"]),
     ("sync.encoding=delta", [STORE], 'with sync.backend = "store": remove the key: a store always has what changed', []),
     ("sync.kv=recompute", ["sync.in_flight=drain"], 'with sync.in_flight = "drain"', []),

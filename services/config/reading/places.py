@@ -28,7 +28,10 @@ class KeyPlaces:
         self._set: dict[str, str] = {}
 
     def put(self, key: str, place: str) -> None:
-        """Note that a key is set at a place other than the file; the last one counts."""
+        """Note that a key is set at a place other than the file; the last one counts, also for whatever the key holds."""
+        for places in (self._lines, self._set):
+            for replaced in [held for held in places if held.startswith(f"{key}.")]:
+                del places[replaced]
         self._set[key] = place
 
     def of(self, key: str) -> str:
