@@ -124,7 +124,7 @@ def _lead(given: Arguments, portal: Portal) -> None:
         pass  # interrupted while loading: the service shuts down in order
     finally:
         portal.loop.call_soon_threadsafe(trained.set)
-        concurrent.futures.wait([hosting], END_S)  # also after an error, so that the pod leaves the fleet before the portal closes
+        concurrent.futures.wait([hosting], END_S)  # also after an error: the pod leaves before the portal closes
     hosting.result()
 
 
