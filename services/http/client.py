@@ -9,6 +9,7 @@ from __future__ import annotations
 import ssl
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -26,6 +27,7 @@ from services.store.records import PauseMode
 
 Answer = TypeVar("Answer")
 
+SHOWN = 200  # characters of a path that is no address
 ANSWER_LIMIT_S = 30.0  # in addition to the time that a call asks the service to wait
 
 
@@ -125,7 +127,7 @@ class Client:
 
     def group(self, id: str, offset: int = 0, limit: int = 16) -> Group:
         """Return a group and a page of its completions. Served by dataprep."""
-        return self._ask("GET", f"/v1/groups/{id}", Group, parameters={"offset": offset, "limit": limit})
+        return self._ask("GET", f"/v1/groups/{quote(id, safe='')}", Group, parameters={"offset": offset, "limit": limit})
 
     def step(self, number: int, offset: int = 0, limit: int = 100) -> Step:
         """Return a step and a page of its groups. Served by dataprep."""
@@ -141,7 +143,7 @@ class Client:
 
     def dead_letter(self, id: str) -> DeadLetterBody:
         """Return a dead letter with its body. Served by dataprep."""
-        return self._ask("GET", f"/v1/deadletters/{id}", DeadLetterBody)
+        return self._ask("GET", f"/v1/deadletters/{quote(id, safe='')}", DeadLetterBody)
 
     def requeue(self, ids: list[str] | Literal["all"]) -> RequeueAnswer:
         """Requeue dead letters. Served by dataprep."""
@@ -191,7 +193,11 @@ class Client:
         limit_s = ANSWER_LIMIT_S + float(given.get("wait_s", 0.0))
         try:
             answer = self._http.request(method, path, json=body, params=given, timeout=limit_s, extensions=self._extensions)
-        except httpx.TransportError as error:
+        except httpx.InvalidURL as error:
+            raise ApiError(f"{self.url}{path[:SHOWN]} is not a valid address: {error}") from None
+        except httpx.DecodingError as error:
+            raise ApiError(f"{self.url}{path}: the response cannot be decoded ({error}): check the proxies on the way") from None
+        except httpx.RequestError as error:
             raise ApiError(f"{self.url} cannot be reached ({error}): check its address and that the service is running") from None
         if answer.is_success or answer.status_code == wrong:
             return answer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,34 @@ def test_every_endpoint_has_a_client_method(served: dict[str, str]) -> None:
         assert trainer.checkpoint("now", wait_s=0.1).saved is False
         with pytest.raises(ApiError, match="does not exist"):
             trainer.restore(3)
+
+
+def test_an_id_is_not_part_of_the_address(served: dict[str, str]) -> None:
+    with Client(served["dataprep"], OPERATE) as data:
+        for strange in ("../ledger", "0-0?limit=1#x", "0-0\n", "..%2fledger"):
+            with pytest.raises(ApiError, match=r"groups|ticket|Not Found") as refused:
+                data.group(strange)
+            assert refused.value.status in (404, 422), strange
+        with pytest.raises(ApiError, match="is not a valid address"):
+            data.group("9" * 70_000)
+
+
+class _Garbled(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        self.wfile.write(b"not compressed")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+def test_a_response_that_cannot_be_decoded_is_an_error() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Garbled) as server:
+        threading.Thread(target=server.handle_request).start()
+        with Client(f"http://127.0.0.1:{server.server_port}") as client, pytest.raises(ApiError, match="check the proxies"):
+            client.ready()
 
 
 def test_forbidden_calls_and_unreachable_pods_are_errors(served: dict[str, str]) -> None:
