@@ -63,11 +63,14 @@ def _check_token(tokens: ApiTokens, needed: Scope, given: HTTPAuthorizationCrede
 
 
 def _check_parameters(request: Request) -> None:
-    """Refuse parameters that the endpoint does not have: a misspelt one would otherwise have no effect."""
+    """Refuse parameters that the endpoint does not have, and repeated ones: these would otherwise have no effect."""
     known = sorted(field.alias for field in get_flat_dependant(request.scope["route"].dependant).query_params)
     if unknown := sorted({*request.query_params} - {*known}):
         there = f"those of this call are {', '.join(known)}" if known else "this call has none"
         raise HTTPException(422, f"query.{unknown[0][:100]}: there is no such parameter; {there}")
+    for name in request.query_params:
+        if len(request.query_params.getlist(name)) > 1:
+            raise HTTPException(422, f"query.{name}: this parameter is given more than once; give it once")
 
 
 async def limit_body(request: Request, call_next: Any) -> Response:

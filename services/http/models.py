@@ -90,7 +90,7 @@ class ScaleRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    replicas: int = Field(ge=0, le=2**31)
+    replicas: int = Field(ge=0, le=2**31, strict=True)
     why: str = WHY
     who: str = WHO
 

@@ -168,6 +168,8 @@ MISTAKES: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", "/v1/pause", {"json": {"mood": "drain"}}, 422, "body.mood: there is no such field"),
     ("POST", "/v1/fleet/generators", {"json": {"replicas": 1, "count": 2}}, 422, "body.count: there is no such field"),
     ("POST", "/v1/pause", {"params": {"wait": "9"}}, 422, "query.wait: there is no such parameter; those of this call"),
+    ("POST", "/v1/fleet/generators", {"json": {"replicas": True}}, 422, "body.replicas: "),
+    ("POST", "/v1/pause", {"params": [("role", "trainer"), ("role", "generator")]}, 422, "query.role: this parameter is given"),
     ("POST", "/v1/pause", {"content": '{"mode":', "headers": JSON}, 422, "body: not JSON at character 8: Expecting value"),
     ("POST", "/v1/pause", {"data": {"{}": ""}}, 422, "content-type: 'application/x-www-form-urlencoded' is not JSON"),
 ]  # fmt: skip
