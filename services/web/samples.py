@@ -77,9 +77,12 @@ class LogReader:
         self._folder, self._once = folder, asyncio.Lock()
         self._search: Any = None
 
-    async def find(self, columns: Sequence[str], *asked: Any) -> tuple[Any, Any]:
-        """Return a page of completions (`Search.find`) and what the log does not have. Raise `HTTPException`."""
+    async def find(self, columns: Sequence[str] | None, *asked: Any) -> tuple[Any, Any]:
+        """Return a page of completions (`Search.find`), with all columns if `columns` is None, and what the log does not have.
+        Raise `HTTPException`.
+        """
         try:
+            from services.operations.samples.columns import SCHEMA
             from services.operations.samples.folder import SAMPLES
             from services.operations.samples.search import ExpressionError, Search
         except ImportError:
@@ -87,7 +90,7 @@ class LogReader:
         async with self._once:
             self._search = self._search or Search.of(self._folder / SAMPLES)
             try:
-                found = await asyncio.to_thread(self._search.find, *asked, columns)
+                found = await asyncio.to_thread(self._search.find, *asked, columns or SCHEMA.names)
             except ExpressionError as error:
                 raise HTTPException(422, str(error)) from None
             return found, self._search.folder.status()
@@ -119,13 +122,11 @@ def samples_router(service: Service) -> APIRouter:
         incarnation: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     ) -> WholeSample:  # fmt: skip
         """Return one completion with its tokens: of an incarnation of the run, or of the last one that has it."""
-        from services.operations.samples.columns import SCHEMA
-
         which = "sample is None" if sample is None else f"sample == {sample}"
         group = payload.partition(".")[0]  # unlike the payload's name, it is in memory; few payloads share all of these
         life = "" if incarnation is None else f" and incarnation == {incarnation}"
         where = f"group == '{group}' and step == {step} and outcome == '{outcome}' and {which}{life} and (undone or not undone)"
-        found, _ = await log.find(SCHEMA.names, where, "", False, 0, PAGE)
+        found, _ = await log.find(None, where, "", False, 0, PAGE)
         row = next((row for row in found.rows if row["payload"] == payload), None)
         if row is None:
             raise HTTPException(404, "this completion is not in the sample log: it may have been deleted to keep samples.keep")
@@ -160,13 +161,16 @@ def _finite(value: float | None) -> float | None:
 
 
 def _pieces(reader: TextReader, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. A character made of several tokens belongs to the last one."""
+    """Return the text that each token adds. A character made of several tokens belongs to the last one, as does the rest of one
+    that is cut off.
+    """
     pieces, before, done = list[str](), 0, 0
     for at in range(len(tokens)):
         known, text = reader.text(tokens[before:done]), reader.text(tokens[before : at + 1])
         if known is None or text is None:
             return []
-        if len(text) > len(known) and not text.endswith("\ufffd"):
+        last = at == len(tokens) - 1
+        if len(text) > len(known) and (last or not text.endswith("\ufffd")):
             pieces.append(text[len(known) :])
             before, done = done, at + 1
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ from services.console.local.redis_server import RedisServer
 from services.operations.samples.folder import LogPosition, LogStatus
 from services.store import Store
 from services.tracker.samples.writer import PartWriter
+from services.web import samples
 from services.web.samples import CUT
 from tests.operations.samples.made import columns_of, made_row, write_log
 from tests.support.flow import start
@@ -79,3 +80,17 @@ async def test_invalid_queries_are_errors_with_a_reason(http: httpx.AsyncClient)
     assert answer.status_code == 404
     answer = await http.get("/samples/one", params={"payload": "' or True or '", "step": 5, "outcome": "trained"})
     assert answer.status_code == 422
+
+
+class _Bytes:
+    """Decodes tokens that are bytes."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_the_text_of_tokens_is_complete_even_if_a_character_is_cut_off() -> None:
+    for text in (b"a\xc3\xa9", b"a\xc3", b"\x80\x80\x80", "über €".encode() + b"\xe2\x82"):
+        pieces = samples._pieces(_Bytes(), [*text])  # type: ignore[arg-type]
+        assert "".join(pieces) == text.decode(errors="replace")
+    assert samples._pieces(_Bytes(), [*"aé".encode()]) == ["a", "", "é"]  # type: ignore[arg-type]
