@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 INCARNATION = "run/incarnation"
 STEP, EVALUATED = "step", "eval/version"
 """Keys that number the records of training steps, and of evaluation rounds."""
+MAX_NUMBER = 2**53
+"""Integers up to here are exact in every program that writes JSON."""
 
 T = TypeVar("T")
 
@@ -37,7 +39,11 @@ class History(Generic[T]):
             self.incarnation = max(self.incarnation, row.get(INCARNATION, 0.0))
 
     def add(self, record: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Add a record. Return whether it is new, and whether it removed others from its number on."""
+        """Add a record. Return whether it is new, and whether it removed others from its number on. One without a number, which
+        another program wrote or which is damaged, is left out.
+        """
+        if not _is_number(record.get(self.key)) or not _is_number(record.get(INCARNATION, 0.0)):
+            return False, False
         number, incarnation, forgot = int(record[self.key]), record.get(INCARNATION, 0.0), False
         if incarnation < self.incarnation:
             return False, False  # a late record of an undone incarnation
@@ -68,6 +74,10 @@ class History(Generic[T]):
         for number in numbers:
             del self.rows[number], self._lives[number]
         return bool(numbers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < MAX_NUMBER
 
 
 def history_of(path: Path, key: str, keep: Callable[[Mapping[str, float]], T]) -> History[T]:

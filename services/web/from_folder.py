@@ -7,7 +7,7 @@ Guarantees: nothing is written; what only Redis knew (the replay table, plans, d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -18,7 +18,7 @@ from fastapi import Path as InPath
 from services.config import RunConfig
 from services.http.endpoints import checkpoints
 from services.http.endpoints.inspection import inspection_router
-from services.operations.history import EVALUATED, INCARNATION, STEP, History, recorded
+from services.operations.history import EVALUATED, STEP, History, history_of, recorded
 from services.operations.inspection.ledger import AuditReport, audit_of_end
 from services.operations.inspection.step import Step
 from services.operations.observe import Poll
@@ -68,16 +68,16 @@ class FolderWatch(Watch):
                     self.rounds.add(record)
                 self.rounds.outlive(self.steps)
                 self._read_s = changed_s
-                self._observer.last = Poll(state=self._state(steps[-1] if steps else {}))
+                self._observer.last = Poll(state=self._state())
             self._polled_at = max(changed_s)
 
-    def _state(self, last: dict[str, Any]) -> RunState:
-        step = int(last.get(STEP, -1))
+    def _state(self) -> RunState:
+        step = max(self.steps.rows, default=-1)
         saved = [one.step for one in CheckpointFolder(self._folder / "checkpoints").complete()]
         state = RunState(
             steps=self._config.run.steps, slots=self._config.slots, slots_used=0, cursor=0, published_version=step + 1,
             prepared_step=step, committed_step=step, checkpointed_step=max(saved, default=-1), leader="", paused={}, stopping="",
-            finished="", dataset="", config="", incarnation=int(last.get(INCARNATION, 0)),
+            finished="", dataset="", config="", incarnation=int(self.steps.incarnation),
         )  # fmt: skip
         found = self._describe(state)
         return replace(state, finished=found.detail or found.word) if found.word == "finished" else state
@@ -85,6 +85,10 @@ class FolderWatch(Watch):
 
 def _records(file: Path) -> list[dict[str, Any]]:
     return list(recorded(file))
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: value for name, value in record.items() if isinstance(value, int | float | None)}
 
 
 def console_of(folder: Path) -> Callable[[Service, Describe], Watch]:
@@ -116,9 +120,8 @@ def _kept(service: Service, folder: Path, watch: FolderWatch) -> APIRouter:
     @router.get("/steps/{n}")
     async def step(n: Annotated[int, InPath(ge=0, le=2**31)]) -> Step:
         """Return a step's metrics."""
-        await watch.poll()
-        found = next((one for one in reversed(list(recorded(folder / "metrics.jsonl"))) if one.get(STEP) == n), None)
-        if found is None:
+        history = await asyncio.to_thread(history_of, folder / "metrics.jsonl", STEP, _metrics)
+        if (found := history.rows.get(n)) is None:
             raise HTTPException(404, f"step {n} is not in metrics.jsonl")
         return Step(step=n, state="retired", plan=None, record=found)
 

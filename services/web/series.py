@@ -28,9 +28,15 @@ MOST_POINTS = 2000
 
 
 def keep(record: Mapping[str, Any]) -> array[float]:
-    """Return the charted metrics of a step's record; NaN for missing ones."""
-    values = (record.get(key) for key in CHARTED)
-    return array("d", (math.nan if value is None else float(value) for value in values))
+    """Return the charted metrics of a step's record; NaN for missing ones, and for what is not a number."""
+    return array("d", (_number(record.get(key)) for key in CHARTED))
+
+
+def _number(value: object) -> float:
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def plain(row: Iterable[float]) -> list[float | None]:

@@ -35,6 +35,18 @@ COUNTS = {
 }  # fmt: skip
 
 
+DAMAGED = """\
+{"epoch": 1}
+{"step": null}
+{"step": NaN, "time_s": 1}
+{"step": "2"}
+{"step": 1, "run/incarnation": "first"}
+{"step": 1e400}
+{"step": 8, "run/incarnation": 0, "time_s": "never", "reward/train/mean": 1%s}
+""" % ("0" * 400)
+"""Records that another program wrote or that are damaged; the last is of a step that a restore undid."""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return the folder of a finished run, as if copied from another machine without its Redis."""
@@ -47,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
     records = [
         {"step": i, "reward/train/mean": 0.1 * i, "time_s": 1e9 + i, "run/incarnation": 1, **rewards} for i in range(STEPS)
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 9, "torn')
+    (run / "metrics.jsonl").write_text(DAMAGED + "".join(json.dumps(record) + "\n" for record in records) + '{"step": 9, "torn')
     (run / "evaluations.jsonl").write_text('{"eval/version": 4, "eval/math/solved": 0.5, "run/incarnation": 1}\n')
     report = assess("left", COUNTS)
     (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": STEPS, "audit": report.as_dict()}))
@@ -112,7 +124,8 @@ async def test_the_pages_endpoints_read_from_files(served: str) -> None:
         assert (await answer("/checkpoints"))["checkpoints"] == []
         gone = await http.get("/buffer")
         assert (gone.status_code, "Redis is gone" in gone.json()["detail"]) == (503, True)
-        assert (await http.get("/steps/9")).status_code == 404
+        for undone_or_torn in (8, 9):
+            assert (await http.get(f"/steps/{undone_or_torn}")).status_code == 404
 
 
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
