@@ -16,8 +16,7 @@ from fastapi import APIRouter, HTTPException
 from fastapi import Path as InPath
 
 from services.config import RunConfig
-from services.http.endpoints import checkpoints
-from services.http.endpoints.inspection import inspection_router
+from services.http.endpoints import checkpoints, run
 from services.operations.history import EVALUATED, STEP, History, history_of, recorded
 from services.operations.inspection.ledger import AuditReport, audit_of_end
 from services.operations.inspection.step import Step
@@ -98,8 +97,8 @@ def console_of(folder: Path) -> Callable[[Service, Describe], Watch]:
         watch = FolderWatch(service.config, folder, describe)
         app = service.app
         app.include_router(_kept(service, folder, watch))
+        run.add_routes(service)
         checkpoints.add_routes(service)
-        app.include_router(inspection_router(service))
         add_page(service, watch)
         return watch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from starlette.responses import Response
+from starlette.routing import Match, Mount
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -37,7 +38,15 @@ def add_page(service: Service, watch: Watch) -> None:
     """Add the page, and the endpoints that only it has, to a service's app."""
     for router in (console_router(service, watch), samples_router(service), files_router(service)):
         service.app.include_router(router)
-    service.app.mount("/", Pages(), name="page")
+    service.app.router.routes.append(PageMount("/", Pages(), name="page"))
+
+
+class PageMount(Mount):
+    """Leaves what is below `/v1` to the endpoints, so that a wrong method is answered with the right ones."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return whether the path is one of the page's."""
+        return (Match.NONE, {}) if scope.get("path", "").startswith("/v1/") else super().matches(scope)
 
 
 class Pages(StaticFiles):

@@ -16,6 +16,7 @@ import pytest_asyncio
 from services.algorithm.histograms import counted
 from services.config import RunConfig, load_resolved, to_toml
 from services.console.__main__ import main
+from services.http.credentials import api_tokens
 from services.operations import account
 from services.operations.account import Account, PodAccount
 from services.operations.condition import Condition
@@ -106,7 +107,7 @@ async def served(folder: Path) -> AsyncIterator[str]:
     await task
 
 
-async def test_the_pages_endpoints_read_from_files(served: str) -> None:
+async def test_the_pages_endpoints_read_from_files(served: str, folder: Path) -> None:
     async with httpx.AsyncClient(base_url=f"{served}/v1", timeout=30) as http:
 
         async def answer(path: str) -> dict[str, object]:
@@ -124,6 +125,13 @@ async def test_the_pages_endpoints_read_from_files(served: str) -> None:
         assert (await answer("/checkpoints"))["checkpoints"] == []
         gone = await http.get("/buffer")
         assert (gone.status_code, "Redis is gone" in gone.json()["detail"]) == (503, True)
+        token = api_tokens(load_resolved(folder / "config.toml")).operate
+        stopped = await http.post("/run/stop", headers={"Authorization": f"Bearer {token}"})
+        assert (stopped.status_code, "Redis is gone" in stopped.json()["detail"]) == (503, True)
+        assert (await http.get("/ledger")).status_code == 503
+        for method, path, use in (("GET", "/run/stop", "POST"), ("DELETE", "/state", "GET"), ("PUT", "/console/series", "GET")):
+            refused = await http.request(method, path)
+            assert (refused.status_code, refused.json()["detail"].rpartition("; ")[2]) == (405, f"use {use}")
         for undone_or_torn in (8, 9):
             assert (await http.get(f"/steps/{undone_or_torn}")).status_code == 404
 
