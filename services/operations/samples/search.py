@@ -8,7 +8,7 @@ of the log it has searched.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,19 +53,25 @@ class Search:
 
     def find(
         self, where: str = "", sort: str = "", reverse: bool = False, offset: int = 0, limit: int = 20,
-        columns: Sequence[str] = SCHEMA.names, limit_s: float = TEXT_LIMIT_S,
+        columns: Sequence[str] = SCHEMA.names, limit_s: float = TEXT_LIMIT_S, given_up: Callable[[], bool] = lambda: False,
     ) -> SamplePage:  # fmt: skip
         """Return the rows that match `where`, sorted by the column `sort`, lowest first; unsorted the newest first.
 
-        Rows whose step a restore has undone are left out unless the expression has `undone`. Raises `ExpressionError`.
+        Rows whose step a restore has undone are left out unless the expression has `undone`. Once `given_up()`, no more texts are
+        read. Raises `ExpressionError`.
         """
         if sort and sort not in SORTS:
             raise ExpressionError(f"cannot sort by {sort!r}: the columns are {', '.join(SORTS)}")
-        return self.folder.reading(lambda parts: self._find(parts, where, sort, reverse, offset, limit, columns, limit_s))
+        until = time.monotonic() + limit_s
+
+        def over() -> bool:
+            return time.monotonic() > until or given_up()
+
+        return self.folder.reading(lambda parts: self._find(parts, where, sort, reverse, offset, limit, columns, over))
 
     def _find(
         self, parts: Sequence[Part], where: str, sort: str, reverse: bool, offset: int, limit: int, columns: Sequence[str],
-        limit_s: float,
+        over: Callable[[], bool],
     ) -> SamplePage:  # fmt: skip
         expression, read = _condition(where, self.folder.position.begun)
         read |= {"incarnation", "step", ROW, *([sort] if sort else [])}
@@ -74,7 +80,7 @@ class Search:
         rows, searched = table, table.num_rows
         try:
             if long:
-                rows, searched = self._with_texts(parts, starts, table, expression, long, time.monotonic() + limit_s)
+                rows, searched = self._with_texts(parts, starts, table, expression, long, over)
             elif expression is not None:
                 rows = table.filter(expression)
         except pa.ArrowException as error:
@@ -98,12 +104,18 @@ class Search:
         return self._joined[1], starts
 
     def _with_texts(
-        self, parts: Sequence[Part], starts: Sequence[int], table: Any, expression: Any, long: Sequence[str], until: float
+        self,
+        parts: Sequence[Part],
+        starts: Sequence[int],
+        table: Any,
+        expression: Any,
+        long: Sequence[str],
+        over: Callable[[], bool],
     ) -> tuple[Any, int]:
-        """Filter with long columns, the newest file first, until the time is over. Return the rows and how many were searched."""
+        """Filter with long columns, the newest file first, until `over()`. Return the rows and how many were searched."""
         found, searched = [table.slice(0, 0)], 0
         for part, start in reversed(list(zip(parts, starts, strict=True))):
-            if time.monotonic() > until:
+            if over():
                 break
             narrow = table.slice(start, part.rows)
             texts = part.read(long)

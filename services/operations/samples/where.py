@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from services.operations.samples.columns import FLAGS, NAMES, TEXTS, UNDONE, Exp
 
 MOST_CHARACTERS = 2000
 MOST_NODES = 200
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which UTF-8 cannot hold."""
 
 
 def _quotient(a: Any, b: Any) -> Any:
@@ -48,6 +51,9 @@ class Where:
             raise ExpressionError(f"{text!r} is not an expression: {getattr(error, 'msg', error)}") from None
         if sum(1 for _ in ast.walk(tree)) > MOST_NODES:
             raise ExpressionError(f"the expression has more than {MOST_NODES} parts: shorten it")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and HALF.search(node.value):
+                raise ExpressionError(f"{node.value!r} has half of a surrogate pair, which is not text: leave it out")
         self.reads_undone = any(isinstance(node, ast.Name) and node.id == UNDONE for node in ast.walk(tree))
         self.expression = self._condition(tree)
 
