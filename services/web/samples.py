@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query
+from fastapi import APIRouter, HTTPException, Query, Request
 from pydantic import BaseModel, ConfigDict
 
+from services.http.endpoints.parameters import disconnected
 from services.operations.inspection.text import TextReader
 from services.runtime.service import Service
 
@@ -77,9 +79,9 @@ class LogReader:
         self._folder, self._once = folder, asyncio.Lock()
         self._search: Any = None
 
-    async def find(self, columns: Sequence[str] | None, *asked: Any) -> tuple[Any, Any]:
+    async def find(self, request: Request, columns: Sequence[str] | None, *asked: Any) -> tuple[Any, Any]:
         """Return a page of completions (`Search.find`), with all columns if `columns` is None, and what the log does not have.
-        Raise `HTTPException`.
+        Raise `HTTPException`. A search whose client disconnects ends, and does not start if it has not.
         """
         try:
             from services.operations.samples.columns import SCHEMA
@@ -87,13 +89,19 @@ class LogReader:
             from services.operations.samples.search import ExpressionError, Search
         except ImportError:
             raise HTTPException(501, NO_PYARROW) from None
-        async with self._once:
-            self._search = self._search or Search.of(self._folder / SAMPLES)
-            try:
-                found = await asyncio.to_thread(self._search.find, *asked, columns or SCHEMA.names)
-            except ExpressionError as error:
-                raise HTTPException(422, str(error)) from None
-            return found, self._search.folder.status()
+        gone = asyncio.create_task(disconnected(request))
+        try:
+            async with self._once:
+                if gone.done():
+                    raise HTTPException(503, "the client has disconnected")
+                self._search = self._search or Search.of(self._folder / SAMPLES)
+                find = partial(self._search.find, *asked, columns or SCHEMA.names, given_up=gone.done)
+                found = await asyncio.to_thread(find)
+                return found, self._search.folder.status()
+        except ExpressionError as error:
+            raise HTTPException(422, str(error)) from None
+        finally:
+            gone.cancel()
 
 
 def samples_router(service: Service) -> APIRouter:
@@ -103,12 +111,13 @@ def samples_router(service: Service) -> APIRouter:
 
     @router.get("")
     async def samples(
+        request: Request,
         where: Annotated[str, Query(max_length=2000)] = "", sort: Annotated[str, Query(max_length=64)] = "",
         reverse: bool = False, offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
         limit: Annotated[int, Query(ge=1, le=PAGE)] = 50,
     ) -> SampleRows:  # fmt: skip
         """Search the completions of the run, the newest first or sorted by a column."""
-        found, status = await log.find(_LISTED, where, sort, reverse, offset, limit)
+        found, status = await log.find(request, _LISTED, where, sort, reverse, offset, limit)
         rows = [row | {"completion": _cut(row["completion"]), "reason": _cut(row["reason"])} for row in found.rows]
         return SampleRows(
             total=found.total, searched=found.searched, of=found.of, missed_groups=status.missed,
@@ -117,6 +126,7 @@ def samples_router(service: Service) -> APIRouter:
 
     @router.get("/one")
     async def sample(
+        request: Request,
         payload: Annotated[str, Query(pattern=r"^[0-9.r-]{1,64}$")], step: Annotated[int, Query(ge=0, le=2**31)],
         outcome: Annotated[str, Query(pattern=r"^[a-z]{1,16}$")], sample: Annotated[int | None, Query(ge=0, le=2**31)] = None,
         incarnation: Annotated[int | None, Query(ge=0, le=2**53)] = None,
@@ -126,7 +136,7 @@ def samples_router(service: Service) -> APIRouter:
         group = payload.partition(".")[0]  # unlike the payload's name, it is in memory; few payloads share all of these
         life = "" if incarnation is None else f" and incarnation == {incarnation}"
         where = f"group == '{group}' and step == {step} and outcome == '{outcome}' and {which}{life} and (undone or not undone)"
-        found, _ = await log.find(None, where, "", False, 0, PAGE)
+        found, _ = await log.find(request, None, where, "", False, 0, PAGE)
         row = next((row for row in found.rows if row["payload"] == payload), None)
         if row is None:
             raise HTTPException(404, "this completion is not in the sample log: it may have been deleted to keep samples.keep")

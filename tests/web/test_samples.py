@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,13 +14,15 @@ import pytest_asyncio
 
 from services.console.local.redis_server import RedisServer
 from services.operations.samples.folder import LogPosition, LogStatus
+from services.operations.samples.search import SamplePage, Search
+from services.runtime.loops import end_tasks
 from services.store import Store
 from services.tracker.samples.writer import PartWriter
 from services.web import samples
 from services.web.samples import CUT
 from tests.operations.samples.made import columns_of, made_row, write_log
 from tests.support.flow import start
-from tests.support.harness import save_tokenizer_folder, small_config
+from tests.support.harness import save_tokenizer_folder, small_config, wait_until
 from tests.web.served import served
 
 
@@ -70,6 +75,36 @@ async def test_a_completion_is_told_from_the_one_that_a_restore_has_undone(http:
         found = (await http.get("/samples/one", params=asked | given)).json()
         assert found["row"]["completion"] == text, given
     assert (await http.get("/samples/one", params=asked | {"incarnation": 5})).status_code == 404
+
+
+async def test_a_search_that_nobody_waits_for_is_given_up(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, proceed, usual = list[Callable[[], bool]](), threading.Event(), Search.find
+
+    def find(search: Search, *asked: Any, given_up: Callable[[], bool]) -> SamplePage:
+        searches.append(given_up)
+        assert proceed.wait(60)
+        return usual(search, *asked, given_up=given_up)
+
+    monkeypatch.setattr(Search, "find", find)
+    url = f"{http.base_url}samples"
+    async with httpx.AsyncClient(timeout=60) as viewer:
+        first = asyncio.create_task(viewer.get(url, params={"where": "'it' in completion"}))
+        await wait_until(lambda: searches)
+        waiting = [asyncio.create_task(viewer.get(url)) for _ in range(3)]
+        assert (await http.get("/series")).status_code == 200, "the requests have arrived"
+        await end_tasks([*waiting, first])
+    await wait_until(lambda: searches[0]())
+    last = asyncio.create_task(http.get("/samples"))
+    assert (await http.get("/series")).status_code == 200
+    proceed.set()
+    assert (await last).json()["total"] == 42
+    assert len(searches) == 2
+
+
+def test_no_text_is_read_after_a_search_was_given_up(log: Path) -> None:
+    write_log(log, [made_row(i) for i in range(40)])
+    found = Search.of(log).find("'it' in completion", given_up=lambda: True)
+    assert (found.total, found.searched, found.of) == (0, 0, 40)
 
 
 async def test_invalid_queries_are_errors_with_a_reason(http: httpx.AsyncClient) -> None:
