@@ -36,8 +36,10 @@ def make_app(service: Service, tokens: ApiTokens) -> FastAPI:
     A service adds its own to `service.app`, with `app.state.guard` on those that change something and `app.state.reader` on the
     others.
     """
+    # FastAPI's page of the endpoints runs a script from another server, which must not read the token that the console keeps.
+    docs_url = None if service.kind == "web" else "/docs"
     app = FastAPI(
-        title=f"grpo {service.kind}", version="1", docs_url="/docs", redoc_url=None,
+        title=f"grpo {service.kind}", version="1", docs_url=docs_url, redoc_url=None,
         description="Endpoints of a service of a run. Every call is idempotent and may be repeated.",
     )  # fmt: skip
     app.state.tokens, app.state.body_limits = tokens, {}

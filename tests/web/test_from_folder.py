@@ -132,6 +132,8 @@ async def test_the_pages_endpoints_read_from_files(served: str, folder: Path) ->
         for method, path, use in (("GET", "/run/stop", "POST"), ("DELETE", "/state", "GET"), ("PUT", "/console/series", "GET")):
             refused = await http.request(method, path)
             assert (refused.status_code, refused.json()["detail"].rpartition("; ")[2]) == (405, f"use {use}")
+        page = await http.get(f"{served}/docs")
+        assert (page.status_code, "jsdelivr" in page.text) == (404, False), "a script of another server could read the token"
         for undone_or_torn in (8, 9):
             assert (await http.get(f"/steps/{undone_or_torn}")).status_code == 404
 
@@ -155,6 +157,22 @@ async def test_the_page_shows_charts_samples_and_ledger(visit: browser.Visit, se
             assert bounds == ["0", "0.1", "1"]
             assert "histogram" not in page.inner_text("main")
             assert page.complaints == []
+
+    await visit(look)
+
+
+@pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
+async def test_a_page_recovers_from_an_error_that_passes(visit: browser.Visit, served: str) -> None:
+    def look(chromium: Any) -> None:
+        back = list[bool]()
+        with browser.opened(chromium, served) as page:
+            browser.settle(page)
+            page.route("**/v1/steps/2*", lambda route: route.continue_() if back else route.abort())
+            page.goto(f"{served}/#/steps/2")
+            page.wait_for_selector("main >> text=the server does not respond", timeout=browser.LIMIT_MS)
+            back.append(True)
+            page.wait_for_selector("section[aria-label=Rewards]", timeout=browser.LIMIT_MS)
+            assert "does not respond" not in page.inner_text("main")
 
     await visit(look)
 

@@ -3,6 +3,7 @@ import { useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { store, useStore } from "./state.js";
 
 const KEPT = "grpo-token";
+const RETRY_S = 5; // after an error that may pass
 const UNKNOWN =
   "This is not a token of this run. Open a link that grpo web prints, or use a token from the run's folder: api-token to control the run, api-read-token to view it. A run that was started over has new tokens.";
 
@@ -88,7 +89,8 @@ export function lock() {
 }
 
 // The response to a GET as {data, error}. It is repeated every `every_s` seconds while the page is visible, and when `again`
-// changes; a request that takes longer than that is not cut short. An error keeps the last response from the same path.
+// changes; a request that takes longer than that is not cut short. An error keeps the last response from the same path, and is
+// repeated if it may pass: the server or Redis was away.
 export function useAnswer(path, every_s = 0, again = null) {
   const [answer, set] = useState({ path, data: null, error: null });
   const { token } = useStore(session);
@@ -99,16 +101,22 @@ export function useAnswer(path, every_s = 0, again = null) {
     const aborter = new AbortController();
     let asking = false;
     let outdated = false; // something changed since the request under way
+    let retry = 0;
+    const soon = () => {
+      retry = setTimeout(() => (document.hidden ? soon() : load()), RETRY_S * 1000);
+    };
     const load = async () => {
       outdated = asking;
       if (asking) return;
       asking = true;
+      clearTimeout(retry);
       try {
         const data = await read(path, aborter.signal);
         set({ path, data, error: null });
       } catch (error) {
         if (error.name === "AbortError") return;
         set((last) => ({ path, data: last.path === path ? last.data : null, error }));
+        if (!every_s && !(error.status >= 400 && error.status < 500)) soon();
       }
       asking = false;
       if (outdated) load();
@@ -118,6 +126,7 @@ export function useAnswer(path, every_s = 0, again = null) {
     const timer = every_s ? setInterval(() => document.hidden || asking || load(), every_s * 1000) : 0;
     return () => {
       clearInterval(timer);
+      clearTimeout(retry);
       aborter.abort();
       repeat.current = () => {};
     };

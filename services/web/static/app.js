@@ -82,7 +82,7 @@ function Connection() {
   const { link: how, frame } = current;
   const again = html`<button type="button" onClick=${retryNow}>Retry now</button>`;
   let text = null;
-  if (how === "lost") text = html`Disconnected: ${current.why}. ${frame ? "Figures are out of date. " : ""}Retrying${wait_s ? ` in ${wait_s} s` : ""}. ${again}`;
+  if (how === "lost") text = html`Disconnected: ${current.why}. ${frame ? "Figures are out of date. " : ""}Retrying<span aria-hidden="true">${wait_s ? ` in ${wait_s} s` : ""}</span>. ${again}`;
   else if (how === "ended")
     text = html`The console was stopped${frame?.state?.finished ? html`; the run has finished: ${plain(frame.state.finished)}` : ""}. To view the run again, start <code>grpo web</code>. ${again}`;
   else if (how === "denied") text = html`Viewing this run requires a token. Open a link that <code>grpo web</code> prints, or <button type="button" onClick=${askForToken}>enter a token</button>`;
