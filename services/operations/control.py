@@ -117,8 +117,12 @@ class RunControl:
 
         if self._checkpoints is None:
             raise InvalidRequest("a restore needs the run's folder: run the command where it is, or give --api of the trainer")
+        before = await self._store.run.state()
+        began = before.incarnation if before else 0
         asked = await request_restore_to(self._store, self._checkpoints, step, reason(why, who))
-        return AskedRestore(step=asked.step, waiting_for=await until_none(self._not_restored, wait_s))
+        left = await until_none(lambda: self._not_restored(step, began), wait_s)
+        failure = "" if left else await self._restore_failure(step)
+        return AskedRestore(step=asked.step, waiting_for=left, failure=failure)
 
     async def requeue(self, ids: Sequence[str] | None, reason: str = "") -> RequeueAnswer:
         """Requeue dead letters: those named, or all whose reason contains `reason`. Raise `Refused` when the run is over."""
@@ -148,9 +152,17 @@ class RunControl:
         failed = state is not None and state.checkpoint_failed not in ("", failed_before)
         return [] if state is None or state.checkpointed_step >= step or failed else ["trainer"]
 
-    async def _not_restored(self) -> list[str]:
+    async def _not_restored(self, step: int, began: int) -> list[str]:
         state = await self._store.run.state()
-        return [] if state is None or max(state.restore, state.restoring) < 0 else ["trainer"]
+        if state is None or state.restore_fault(step):
+            return []
+        return [] if max(state.restore, state.restoring) < 0 and state.incarnation != began else ["trainer"]
+
+    async def _restore_failure(self, step: int) -> str:
+        state = await self._store.run.state()
+        if state is None or state.restored == step:
+            return ""
+        return state.restore_fault(step) or f"a later request has restored the run to step {state.restored} instead"
 
 
 def modes_of(roles: Sequence[Role], mode: PauseMode) -> dict[Role, PauseMode]:

@@ -185,6 +185,10 @@ class RunState:
     """Step to which a restore was requested; -1: none."""
     restore_why: str = ""
     """Requester of that restore, and reason."""
+    restored: int = -1
+    """Step to which the run was restored last; -1: it never was."""
+    restore_failed: str = ""
+    """Why the last requested restore failed, after its step; empty if it did not."""
     resumed: str = ""
     """How and why its trainer resumed when it last started."""
     checkpoint: str = ""
@@ -211,6 +215,11 @@ class RunState:
     def ended(self) -> bool:
         """Return whether no more work should be started."""
         return bool(self.stopping or self.finished)
+
+    def restore_fault(self, step: int) -> str:
+        """Return why the last requested restore failed, if it was one to `step`; empty: it did not fail."""
+        failed, _, why = self.restore_failed.partition(" ")
+        return why if failed == str(step) else ""
 
     @property
     def failing(self) -> str:
@@ -244,6 +253,8 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         restoring=int(raw.get("restoring", "-1")),
         restore=int(raw.get("restore", "-1")),
         restore_why=_read_restore_why(raw),
+        restored=int(raw.get("restored", "-1")),
+        restore_failed=raw.get("restore_failed", ""),
         payload_shards=int(raw.get("payload_shards", "0")),
         resumed=raw.get("resumed", ""),
         checkpoint=raw.get("checkpoint", ""),

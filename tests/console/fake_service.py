@@ -50,7 +50,9 @@ async def serve(kind: str, path: str, name: str) -> int:
             if served:  # like the real trainer, it exits, and its successor restores
                 print(f"error: the run is restored to step {state.restore}: restarting from there", file=sys.stderr)
                 return 1
-            await store.run.request_restore(None)
+            restored = {"restored": state.restore, "incarnation": state.incarnation + 1}
+            await store.client.hset(store.keys.run, mapping=restored)  # type: ignore[misc]
+            await store.client.hdel(store.keys.run, "restore")  # type: ignore[misc]
         served = True
         if name == "trainer-0" and state is not None:
             if state.stopping:

@@ -167,7 +167,10 @@ async def checkpoint(target: Target, why: str, wait_s: float) -> int:
 async def restore(target: Target, step: int, why: str, wait_s: float) -> int:
     """Restore a run to a checkpoint; a stopped run does this when it resumes."""
     async with reach(target) as run:
-        left = (await run.control.restore(step, why or "grpo restore", who(), run.wait(wait_s))).waiting_for
+        asked = await run.control.restore(step, why or "grpo restore", who(), run.wait(wait_s))
+    if asked.failure:
+        raise ConsoleError(f"{run.prefix}not restored to step {step}: {asked.failure}", EXIT_FAILED)
+    left = asked.waiting_for
     what = f"restored to step {step}" if wait_s and not left else f"restore to step {step} requested{run.later}"
     return concluded(target, run.prefix + what, left, wait_s, run.live)
 

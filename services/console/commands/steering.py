@@ -129,7 +129,7 @@ def restore(
     """Restore a run to a checkpoint.
 
     A stopped run is restored when it resumes. Later steps are trained again, on the same prompts in the same order. With
-    --wait, exit code 1: the run was not restored in time. --api must be the trainer's address.
+    --wait, exit code 1: the run was not restored, or not in time. --api must be the trainer's address.
     """
     from services.console.commands import control
 

@@ -99,6 +99,9 @@ def _show(
         lines.append(cell(resumed))
     if state.checkpoint_failed:
         lines.append(cell(f"checkpoint not written: {state.checkpoint_failed}", "yellow"))
+    if state.restore_failed:
+        step, _, why = state.restore_failed.partition(" ")
+        lines.append(cell(f"not restored to step {step}: {why}", "yellow"))
     if failed:
         lines.append(Styled(figures.prompts_failed(failed), "yellow"))
     if last:

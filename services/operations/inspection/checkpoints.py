@@ -58,6 +58,8 @@ class AskedRestore(Answer):
     """Step of the checkpoint. The trainer restarts and continues after it."""
     waiting_for: list[str] = field(default_factory=list[str])
     """Those that have not complied yet; see `wait_s`."""
+    failure: str = ""
+    """Why the run was not restored to it; empty: it was, or has not been yet."""
 
 
 class AskedCheckpoint(Answer):

@@ -71,16 +71,20 @@ class Runs(Facet):
         (count,) = await self._redis.send(("HGET", self._keys.ledger, "failed"))
         return int(count or 0)
 
-    async def request_restore(self, step: int | None, why: str = "") -> None:
+    async def request_restore(self, step: int, why: str = "") -> None:
         """Request that the run, ended or not, is restored to the checkpoint of `step`: its trainer restarts and does it.
 
-        None withdraws the request. `why` also names the requester.
+        `why` also names the requester.
         """
-        await self._desire("restore_why", "" if step is None else f"{step} {why}")
-        await self._desire("restore", "" if step is None else str(step))  # from here on the run does not end
-        if step is not None:
-            await self._desire("stopping", "")
-            await self._desire("finished", "")
+        await self._desire("restore_why", f"{step} {why}")
+        await self._desire("restore", str(step))  # from here on the run does not end
+
+    async def restore_failed(self, step: int, why: str, fence: int) -> None:
+        """Record that the run cannot be restored to the checkpoint of `step`, and withdraw that request, but not a later one.
+
+        A run that had ended before the request is ended again.
+        """
+        await self._desire("restore_failed", f"{step} {why}", fence)
 
     async def resumed(self, how: str) -> None:
         """Record how and why a trainer resumed the run; an empty string clears the record."""

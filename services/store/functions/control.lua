@@ -88,6 +88,28 @@ register('attach_trainer', {'token', TEXT}, function(prefix, args)
   return record_answer(prefix, args[1], next_fences(prefix, 'trainer_fence', 1)[1])
 end)
 
+-- A requested restore revives a run that has ended or is to end. If it fails, the run is as it was before.
+local function note_restore(prefix, field, value)
+  local run = prefix .. ':run'
+  if field == 'restore' and value ~= '' then
+    redis.call('HDEL', run, 'restore_failed')
+    for _, ended in ipairs({'finished', 'stopping'}) do
+      local how = redis.call('HGET', run, ended)
+      if how then
+        redis.call('HDEL', run, ended)
+        redis.call('HSET', run, 'revived:' .. ended, how)
+      end
+    end
+  elseif field == 'restore_failed' and redis.call('HGET', run, 'restore') == string.match(value, '^%S+') then -- not a later request
+    redis.call('HDEL', run, 'restore')
+    for _, ended in ipairs({'finished', 'stopping'}) do
+      local how = redis.call('HGET', run, 'revived:' .. ended)
+      if how then redis.call('HSET', run, ended, how) end
+      redis.call('HDEL', run, 'revived:' .. ended)
+    end
+  end
+end
+
 -- args: token, field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `object:generator`, `stopping`,
 -- `finished`, …), value (requester and reason) or '' to clear, and optionally the fence of the trainer that calls. Desired state
 -- outlives every pod. A run with a requested restore does not end. A repeated call, however late, changes nothing: somebody may
@@ -108,6 +130,7 @@ register('desire', {'token', TEXT, 'field', TEXT, 'value', TEXT, MAYBE, 'fence',
   else
     redis.call('HSET', prefix .. ':run', field, value)
   end
+  note_restore(prefix, field, value)
   record_answer(prefix, token, '1')
   notify(prefix, 'control')
   return 1

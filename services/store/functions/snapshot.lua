@@ -56,6 +56,7 @@ register_trainer('restore_begin', {'step', INTEGER}, function(prefix, args)
     end
   end
   redis.call('HDEL', run, 'leader', 'leader_until_ms', 'leader_fence', 'frozen_by', 'frozen_until_ms', 'published_by')
+  redis.call('HDEL', run, 'revived:finished', 'revived:stopping')
   redis.call('HSET', run, 'restoring', args[2], 'restored_by', args[1], 'restored_pieces', 0, 'published_version', -1)
   for stream, group in pairs({[':tickets'] = 'generators', [':headers'] = 'dataprep'}) do
     redis.call('XGROUP', 'DESTROY', prefix .. stream, group)
@@ -161,8 +162,9 @@ register_trainer('restore_end', {'step', INTEGER, EACH, 'field', TEXT, 'value', 
   if not restore[1] and restore[2] == args[1] then return 0 end
   local refusal = not_restoring(prefix, args[2])
   if refusal then return refusal end
-  redis.call('HDEL', run, 'restoring', 'restored_pieces', 'checkpoint_failed', 'evaluation_abandoned')
+  redis.call('HDEL', run, 'restoring', 'restored_pieces', 'checkpoint_failed', 'restore_failed', 'evaluation_abandoned')
   if #args > 2 then redis.call('HSET', run, unpack(args, 3)) end
+  redis.call('HSET', run, 'restored', args[2])
   redis.call('HSET', prefix .. ':samples:state', 'begun:' .. redis.call('HGET', run, 'incarnation'), tonumber(args[2]) + 1)
   if redis.call('HGET', run, 'restore') == args[2] then redis.call('HDEL', run, 'restore') end
   notify(prefix, 'control')

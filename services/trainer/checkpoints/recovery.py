@@ -74,9 +74,9 @@ class Recovery:
             if skipped := self.worker.checkpoints.passed_over:
                 how += f"; a later checkpoint was skipped: {skipped}"
                 self._abandon_later()
-        except (Broken, Fatal):
-            if state.restore >= 0 and not self._superseded():
-                self.call(self.store.run.request_restore(None))  # otherwise every new process would fail on it
+        except (Broken, Fatal) as error:
+            if state.restore >= 0 and not self._superseded():  # otherwise every new process would fail on it
+                self.call(self.store.run.restore_failed(state.restore, str(error), self._fence))
             raise
         self.call(self.store.run.resumed(how))
         log.info(how or "new run")

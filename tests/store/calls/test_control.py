@@ -169,7 +169,7 @@ async def test_a_reason_with_a_lone_surrogate_is_kept(any_store: Store) -> None:
 
 
 async def test_requester_and_reason_of_a_resume_and_a_restore_are_kept(any_store: Store) -> None:
-    await start(any_store)
+    team = await start(any_store)
     await any_store.run.pause("trainer", "ada: lunch")
     await any_store.run.resume("trainer", "bob: back")
     await any_store.run.request_restore(3, "ada: a spike at 4")
@@ -182,11 +182,46 @@ async def test_requester_and_reason_of_a_resume_and_a_restore_are_kept(any_store
     state = await any_store.run.state()
     assert state is not None
     assert (state.restore, state.restore_why) == (2, ""), "a reason belongs to its step"
-    await any_store.run.request_restore(None)
+    await any_store.run.restore_failed(3, "damaged", team.trainer)
     await any_store.run.resume("trainer")
     state = await any_store.run.state()
     assert state is not None
-    assert (state.restore, state.restore_why, state.last_resume, state.last_resume_at) == (-1, "", "", 0.0)
+    assert (state.restore, state.last_resume, state.last_resume_at) == (2, "", 0.0)
+    assert (state.restore_fault(3), state.restore_fault(2)) == ("damaged", ""), "the later request stays"
+    await any_store.run.restore_failed(2, "damaged, too", team.trainer)
+    state = await any_store.run.state()
+    assert state is not None
+    assert (state.restore, state.restore_why, state.restore_fault(2)) == (-1, "", "damaged, too")
+
+
+@pytest.mark.parametrize("ended", [("finished", "trained 3 of 3 steps"), ("stopping", "ada: enough"), None])
+async def test_a_restore_revives_an_ended_run_unless_it_fails(any_store: Store, ended: tuple[str, str] | None) -> None:
+    team = await start(any_store)
+    finish = {"finished": any_store.run.finish, "stopping": any_store.run.stop}
+    if ended:
+        await finish[ended[0]](ended[1])
+
+    async def now() -> tuple[str, str]:
+        state = await any_store.run.state()
+        assert state is not None
+        return state.finished, state.stopping
+
+    before = await now()
+    for step in (2, 3):
+        await any_store.run.request_restore(step)
+        assert await now() == ("", "")
+    await any_store.run.restore_failed(2, "damaged", team.trainer)
+    assert await now() == ("", ""), "another restore is requested"
+    await any_store.run.restore_failed(3, "damaged", team.trainer)
+    assert await now() == before
+    await any_store.run.request_restore(2)
+    await any_store.run.restore_failed(2, "damaged", team.trainer)
+    assert await now() == before
+    await any_store.run.request_restore(1)
+    trainer = await any_store.run.attach_trainer()
+    await any_store.connection.call("restore_begin", trainer, 1)
+    await any_store.run.restore_failed(1, "no space", trainer)
+    assert await now() == ("", ""), "what has begun is not taken back"
 
 
 async def test_metrics_are_read_in_order_from_any_point(any_store: Store) -> None:

@@ -57,6 +57,7 @@ function StatePanel({ frame }) {
         state.stopping && ["Stopping", plain(state.stopping)],
         state.finished && ["Finished", plain(state.finished)],
         state.restore >= 0 && ["Restoring", `the checkpoint of step ${state.restore}${state.restore_why && `, requested by ${plain(state.restore_why)}`}`],
+        state.restore_failed && ["Restore failed", html`<span class="bad-text">step ${plain(state.restore_failed.replace(" ", ": "))}</span>`],
         ["Steps", `${state.committed_step + 1} trained, ${Math.max(0, state.prepared_step - state.committed_step)} prepared ahead`],
         ["Policy version", version(state.published_version)],
         ["Checkpoint", html`<a href=${link("checkpoints")}>${state.checkpointed_step < 0 ? "none yet" : `step ${state.checkpointed_step}`}</a>${state.checkpoint && ` – another is requested: ${plain(state.checkpoint)}`}`],
