@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -105,6 +106,8 @@ class McpEnvironment(ToolEnvironment):
     def _is_a_url(cls, text: str) -> str:
         if text and not text.startswith(("http://", "https://")):
             raise ValueError("must begin with http:// or https://, such as http://tools:8000/mcp")
+        if "@" in urlsplit(text).netloc:
+            raise ValueError("contains a user name or password: remove them; token_env names a bearer token")
         return text
 
     @model_validator(mode="after")

@@ -39,7 +39,7 @@ class Run(Section):
     """Name of the run. It names the run's folder and prefixes its keys in Redis."""
     steps: int = Field(default=100, ge=1)
     """Number of training steps."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of prompt order, sampling and initialisation."""
     dir: str = "runs"
     """Folder in which the run's folder is created."""

@@ -10,7 +10,6 @@ import math
 import time
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit, urlunsplit
 
 from fastapi import APIRouter, HTTPException, Query
 from fastapi import Path as InPath
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.config import RunConfig
 from services.config.explain import keys
+from services.config.reading.secrets import without_secrets
 from services.operations.cost import Cost, cost_of
 from services.operations.history import STEP, history_of
 from services.runtime.atomic_folders import FolderError
@@ -162,15 +162,9 @@ def _keys(config: RunConfig) -> list[ConfigurationKey]:
             if isinstance(value, BaseModel):
                 walk(value, f"{key}.")
                 continue
-            shown = without_password(dumped[name]) if key == "redis.url" else dumped[name]
+            shown = without_secrets(key, dumped[name])
             changed = field.is_required() or value != field.get_default(call_default_factory=True)
             found.append(ConfigurationKey(key=key, value=shown, changed=changed, help=helps.get(key, "")))
 
     walk(config, "")
     return found
-
-
-def without_password(url: str) -> str:
-    """Return an address without the user and password that it may have."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -176,7 +176,7 @@ def test_a_name_without_a_near_match_lists_the_valid_ones(file: Path) -> None:
     [
         "redis.password=hunter2", "redis.password=42", 'api={token="hunter2"}', 'judges=[{api_key="hunter2"}]',
         "redis.adress=redis://me:hunter2@host/0", "redis.ca_file=redis://:hunter2@host/0", "model.path.secret=hunter2",
-        "verifiers.7.api_key=hunter2",
+        "verifiers.7.api_key=hunter2", "redis.ca_file=redis://host/0?db=1&password=hunter2",
     ],
 )  # fmt: skip
 def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
@@ -190,6 +190,7 @@ def test_no_message_repeats_a_secret(file: Path, override: str) -> None:
     ("override", "message"),
     [
         ("run.steps=0", "run.steps = 0: input should be greater than or equal to 1"),
+        ("run.seed=4294967296", "run.seed = 4294967296: input should be less than 4294967296"),
         ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
         ("run.name=a b", "run.name = 'a b': must begin with a letter or digit and have up to 63 letters, digits"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: input should be a finite number"),

@@ -22,7 +22,7 @@ from services.operations.account import Account, PodAccount
 from services.operations.condition import Condition
 from services.operations.inspection.ledger import assess
 from services.store import Store
-from services.web.files import without_password
+from services.web import files
 from services.web.from_folder import GoneStore, console_of
 from services.web.serving import show
 from tests.operations.samples.made import made_row, write_log
@@ -203,9 +203,18 @@ async def test_account_configuration_and_nearby_runs_come_from_files(served: str
             assert (await http.get(f"/runs/{name}/series")).status_code == status, name
 
 
-def test_a_password_in_an_address_is_not_shown() -> None:
-    assert without_password("redis://user:secret@here:6379/0") == "redis://here:6379/0"
-    assert without_password("redis://here:6379/0") == "redis://here:6379/0"
+def test_the_configuration_is_shown_without_secrets(tmp_path: Path) -> None:
+    own = "{kind='python', function='f.py:f', options={deep=[{api_key='s3cret', n=3}]}}"
+    config = small_config(
+        tmp_path, None, f"verifiers=[{own}]", "redis.url=redis://user:s3cret@here:6379/0?password=s3cret",
+        "generator.engine_options={hf_token='s3cret'}",
+        "tracing.endpoint=http://u:s3cret@traces:4318/v1?api_key=s3cret&region=west",
+    )  # fmt: skip
+    keys = {key.key: key.value for key in files._keys(config)}
+    assert keys["redis.url"] == "redis://user:(hidden)@here:6379/0?password=(hidden)"
+    assert keys["tracing.endpoint"] == "http://u:(hidden)@traces:4318/v1?api_key=(hidden)&region=west"
+    assert keys["verifiers"][0]["options"] == {"deep": [{"api_key": "(hidden)", "n": 3}]}
+    assert "s3cret" not in repr(keys)
 
 
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")

@@ -200,6 +200,7 @@ async def test_an_unusable_server_is_named_with_the_reason(keys: dict[str, Any],
     [
         ('kind = "mcp"', "needs either command or url: set one of them"),
         ('kind = "mcp", url = "tools:8000"', "must begin with http:// or https://"),
+        ('kind = "mcp", url = "http://u:p@h/mcp"', "contains a user name or password: remove them; token_env"),
         ('kind = "mcp", command = ["x"], token_env = "T"', 'token_env = "T" has no effect without url'),
         ('kind = "mcp", command = ["x"]', "has no function, and no verifier scores source"),
         ('kind = "python"', 'needs function, a class, or tools = \\["python"\\]'),
