@@ -1,8 +1,8 @@
 """Start the scaler of a cluster, which makes `grpo scale` and `kubectl scale` equivalent and frees the GPUs of a finished run.
 
 The environment names the objects that it scales (GRPO_DEPLOYMENT, GRPO_REPLICAS; GRPO_SET, GRPO_SET_KIND, GRPO_SET_REPLICAS;
-GRPO_JUDGE, GRPO_JUDGE_REPLICAS), whether a finished run keeps its pods (GRPO_ON_FINISH), and whether pods are marked with what
-their removal would cost (GRPO_DELETION_COST).
+GRPO_JUDGE, GRPO_JUDGE_REPLICAS) and the ConfigMap with its own notes (GRPO_NOTES); whether a finished run keeps its pods
+(GRPO_ON_FINISH), and whether pods are marked with what their removal would cost (GRPO_DELETION_COST).
 
 Waits for: the requested number of generators, the replicas of these objects, the end of the run. Unblocked by: `control`, or a
 poll every `POLL_S`.
@@ -22,7 +22,8 @@ from services.http.entry import Arguments, end_process, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.scaler.deletion_cost import DeletionCosts
-from services.scaler.reconcile import EMPTYING, FINISHED, UNSET, decide, whole_or_none
+from services.scaler.freed import EMPTIED, EMPTYING, Freed
+from services.scaler.reconcile import UNSET, decide, untouched, whole_or_none
 from services.scaler.workload import KubernetesApi, Workload, WorkloadChanged
 from services.store.records import RunState, Scale
 
@@ -35,6 +36,7 @@ SET_KIND_ENV = "GRPO_SET_KIND"
 SET_REPLICAS_ENV = "GRPO_SET_REPLICAS"
 JUDGE_ENV = "GRPO_JUDGE"
 JUDGE_REPLICAS_ENV = "GRPO_JUDGE_REPLICAS"
+NOTES_ENV = "GRPO_NOTES"
 ON_FINISH_ENV = "GRPO_ON_FINISH"
 DELETION_COST_ENV = "GRPO_DELETION_COST"
 ON_FINISH = ("scaleToZero", "keep")
@@ -59,6 +61,8 @@ class ScalerSettings:
     judge: str = ""
     """Its Deployment; empty: the release has none."""
     judge_replicas: int = UNSET
+    notes: str = ""
+    """The ConfigMap in which the scaler notes which of these objects it has emptied."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
@@ -76,11 +80,13 @@ class ScalerSettings:
             generators, trainer, judge = (int(environ.get(name, UNSET)) for name in names)
         except ValueError as error:
             raise ConfigError(f"{', '.join(names)} must be numbers: {error}") from None
+        if not environ.get(NOTES_ENV):
+            raise ConfigError(f"{NOTES_ENV} is not set: set it to the name of a ConfigMap that the scaler may read and patch")
         return cls(
             environ.get(DEPLOYMENT_ENV, ""), generators,
             environ.get(SET_ENV, ""), environ.get(SET_KIND_ENV, SET_KINDS[0]), trainer,
             environ.get(ON_FINISH_ENV) == "keep", environ.get(DELETION_COST_ENV) == "true",
-            environ.get(JUDGE_ENV, ""), judge,
+            environ.get(JUDGE_ENV, ""), judge, environ[NOTES_ENV],
         )  # fmt: skip
 
 
@@ -92,6 +98,7 @@ class ReleaseFollower:
         self._generators = cluster.workload("Deployment", settings.deployment) if settings.deployment else None
         self._trainer = cluster.workload(settings.trainer_kind, settings.trainer) if settings.trainer else None
         self._judge = cluster.workload("Deployment", settings.judge) if settings.judge else None
+        self._freed = Freed(cluster, settings.notes)
         self._costs = DeletionCosts(cluster) if settings.deletion_cost else None
         self._begun = False  # the first number has been set, before the run existed
 
@@ -109,12 +116,14 @@ class ReleaseFollower:
 
     async def once(self, state: RunState | None) -> None:
         """Compare once, and set the differences. Raises `WorkloadChanged` after a concurrent change."""
+        await self._freed.refresh()
         if state is not None and state.finished:
-            if not self._settings.keep and state.scale.object != FINISHED:
-                await self._empty()
+            for workload in (self._generators, self._trainer, self._judge):
+                if workload is not None and not self._settings.keep:
+                    await self._empty(workload)
             return
-        await self._size(self._trainer, self._settings.trainer_replicas, state)
-        await self._size(self._judge, self._settings.judge_replicas, state)
+        await self._size(self._trainer, self._settings.trainer_replicas)
+        await self._size(self._judge, self._settings.judge_replicas)
         if self._generators is None:
             if state is not None and state.scale.object:
                 await self._service.store.run.followed_object("")
@@ -125,7 +134,7 @@ class ReleaseFollower:
 
     async def _agree(self, generators: Workload, scale: Scale) -> None:
         seen, run = await generators.replicas(), self._service.store.run
-        decision = decide(scale, seen.count, seen.uid, self._settings.replicas)
+        decision = decide(scale, seen.count, seen.uid, self._settings.replicas, self._freed.holds(generators, seen))
         if decision.replicas is not None:
             await generators.scale(decision.replicas, seen)
             log.info("generators scaled", replicas=decision.replicas, why=scale.why)
@@ -136,35 +145,37 @@ class ReleaseFollower:
             await run.followed_generators(decision.followed)
         if decision.object is not None:
             await run.followed_object(decision.object)
+        await self._freed.clear(generators)
 
     async def _begin(self, generators: Workload) -> None:
         """Set the first number while dataprep still reads the prompts, so that generators load meanwhile."""
         seen = await generators.replicas()
-        if seen.count == UNSET != self._settings.replicas:
+        if untouched(seen.count, self._freed.holds(generators, seen)) and seen.count != self._settings.replicas:
             await generators.scale(self._settings.replicas, seen)
             log.info("generators scaled", replicas=self._settings.replicas, why="initial number")
+        await self._freed.clear(generators)
         self._begun = True
 
-    async def _size(self, workload: Workload | None, whole: int, state: RunState | None) -> None:
-        """Scale the trainer or the judge to the number in the values, unless it was scaled to 0."""
+    async def _size(self, workload: Workload | None, whole: int) -> None:
+        """Scale the trainer or the judge to the number in the values, unless an operator scaled it to 0."""
         if workload is None:
             return
         seen = await workload.replicas()
-        emptied = state is not None and state.scale.object in (EMPTYING, FINISHED)
-        if (replicas := whole_or_none(whole, seen.count, emptied)) is not None:
+        if (replicas := whole_or_none(whole, seen.count, self._freed.holds(workload, seen))) is not None:
             await workload.scale(replicas, seen)
             log.info("scaled to the number in the values", name=workload.name, replicas=replicas)
+        await self._freed.clear(workload)
 
-    async def _empty(self) -> None:
-        """Free the GPUs of a finished run. Interrupted anywhere, it is repeated, or undone if the run was resumed meanwhile."""
-        await self._service.store.run.followed_object(EMPTYING)
-        if self._generators is not None:
-            await self._service.store.run.followed_generators(0)
-        for workload in (self._generators, self._trainer, self._judge):
-            if workload is not None and (seen := await workload.replicas()).count:
-                await workload.scale(0, seen)
-                log.info("scaled to zero, since the run has finished", name=workload.name)
-        await self._service.store.run.followed_object(FINISHED)
+    async def _empty(self, workload: Workload) -> None:
+        """Free the GPUs of a finished run. Interrupted anywhere, it is repeated, or undone if a run needs them meanwhile."""
+        seen = await workload.replicas()
+        if self._freed.holds(workload, seen, EMPTIED):
+            return
+        await self._freed.mark(workload, seen, EMPTYING)
+        if seen.count:
+            await workload.scale(0, seen)
+            log.info("scaled to zero, since the run has finished", name=workload.name)
+        await self._freed.mark(workload, seen, EMPTIED)
 
 
 async def keep(given: Arguments) -> None:

@@ -1,5 +1,5 @@
 """The cluster's API as far as the scaler uses it, through the official client with the pod's own service account: `/scale` of a
-Deployment, StatefulSet or LeaderWorkerSet, and what the removal of a pod would cost.
+Deployment, StatefulSet or LeaderWorkerSet, what the removal of a pod would cost, and notes in a ConfigMap.
 
 Guarantees: only get and patch are used, on objects that are named, and the chart's Role allows no more; a change by another
 client since the last read is never overwritten.
@@ -68,7 +68,7 @@ class KubernetesApi:
     def __init__(self, client: ApiClient, namespace: str) -> None:
         self._client, self.namespace = client, namespace
         self.objects: Any = CustomObjectsApi(client)  # the client's own types are incomplete; this one takes any kind
-        self._pods: Any = CoreV1Api(client)
+        self._core: Any = CoreV1Api(client)
 
     @classmethod
     def in_cluster(cls, environ: Mapping[str, str], account: Path = ACCOUNT) -> Self:
@@ -87,8 +87,20 @@ class KubernetesApi:
     async def mark(self, pod: str, cost: int) -> None:
         """Set the deletion cost of a pod. Raises `ClusterError`."""
         body = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
-        patch = self._pods.patch_namespaced_pod
+        patch = self._core.patch_namespaced_pod
         await called(f"patch pod {pod}", patch, pod, self.namespace, body=body, field_manager=MANAGER, _content_type=PATCH)
+
+    async def notes(self, name: str) -> dict[str, str]:
+        """Return the data of a ConfigMap. Raises `ClusterError`."""
+        found = await called(f"read ConfigMap {name}", self._core.read_namespaced_config_map, name, self.namespace)
+        return dict(found.data or {})
+
+    async def note(self, name: str, key: str, text: str | None) -> None:
+        """Set a key of a ConfigMap, or remove it. Raises `ClusterError`."""
+        patch, body = self._core.patch_namespaced_config_map, {"data": {key: text}}
+        await called(
+            f"patch ConfigMap {name}", patch, name, self.namespace, body=body, field_manager=MANAGER, _content_type=PATCH
+        )
 
 
 class Workload:

@@ -124,7 +124,7 @@ class Scale:
     followed: int | None = None
     """The number on which the request and a cluster's Deployment last agreed; None: no cluster's scaler has seen the run."""
     object: str | None = None
-    """Which Deployment `followed` is of, by its uid, or what the scaler does to the pods of a finished run."""
+    """Which Deployment `followed` is of, by its uid."""
 
     def refusal(self, replicas: int) -> str:
         """Return why `replicas` is not possible and what to do, or an empty string."""

@@ -19,9 +19,9 @@ PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name
     ("values", "deployments", "settings"),
     [
         ({}, ["demo-generator", "demo-judge"],
-         ScalerSettings("demo-generator", 1, "demo-trainer", judge="demo-judge", judge_replicas=3)),
+         ScalerSettings("demo-generator", 1, "demo-trainer", judge="demo-judge", judge_replicas=3, notes="demo-scaler")),
         ({"generator": {"autoscaling": {"kind": "keda"}}}, ["demo-judge"],
-         ScalerSettings("", 1, "demo-trainer", judge="demo-judge", judge_replicas=3)),
+         ScalerSettings("", 1, "demo-trainer", judge="demo-judge", judge_replicas=3, notes="demo-scaler")),
     ],
 )  # fmt: skip
 def test_the_scaler_may_set_its_replicas(values: dict[str, Any], deployments: list[str], settings: ScalerSettings) -> None:

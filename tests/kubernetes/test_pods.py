@@ -220,8 +220,8 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
         assert json.loads(grpo(cluster, "checkpoints", "--json", component=component))["checkpoints"]
         assert json.loads(grpo(cluster, "samples", "--json", component=component))["rows"]
         assert json.loads(grpo(cluster, "cost", "--json", component=component))
-    scaled = (cluster.api.generators, cluster.api.trainer)
-    assert cluster.api.calls == {(verb, each.path) for verb in ("get", "patch") for each in scaled}
+    paths = (cluster.api.generators.path, cluster.api.trainer.path, cluster.api.config_map)
+    assert cluster.api.calls == {(verb, path) for verb in ("get", "patch") for path in paths}
     with dataprep(cluster) as client:
         assert client.state().pod.kind == "dataprep"
         assert client.audit().lost == 0

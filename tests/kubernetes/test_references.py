@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -262,19 +263,20 @@ def test_the_role_allows_exactly_the_calls_made() -> None:
             ("leaderworkerset.x-k8s.io", "leaderworkersets", "demo-trainer"),
         )
     )  # fmt: skip
+    notes = {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["demo-scaler"], "verbs": ["get", "patch"]}
     for values, rules, settings in (
-        ({"generator": {"replicas": 3}}, [deployment, stateful_set], ScalerSettings("demo-generator", 3, "demo-trainer")),
+        ({"generator": {"replicas": 3}}, [deployment, stateful_set, notes], ScalerSettings("demo-generator", 3, "demo-trainer")),
         (
             {"generator": {"autoscaling": {"kind": "keda"}}, "onFinish": "keep"},
-            [stateful_set], ScalerSettings("", 1, "demo-trainer", keep=True),
+            [stateful_set, notes], ScalerSettings("", 1, "demo-trainer", keep=True),
         ),
         (
             {"trainer": {"kind": "LeaderWorkerSet", "nodes": 4}, "storage": {"runs": {"accessMode": "ReadWriteMany"}}},
-            [deployment, leader_worker_set], ScalerSettings("demo-generator", 1, "demo-trainer", "LeaderWorkerSet"),
+            [deployment, leader_worker_set, notes], ScalerSettings("demo-generator", 1, "demo-trainer", "LeaderWorkerSet"),
         ),
         (
             {"trainer": {"nodes": 4}, "storage": {"runs": {"accessMode": "ReadWriteMany"}}, "scaler": {"deletionCost": True}},
-            [deployment, stateful_set, {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}],
+            [deployment, stateful_set, notes, {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}],
             ScalerSettings("demo-generator", 1, "demo-trainer", trainer_replicas=4, deletion_cost=True),
         ),
     ):  # fmt: skip
@@ -285,7 +287,8 @@ def test_the_role_allows_exactly_the_calls_made() -> None:
         assert {"port": 443} in egress["ports"], "the cluster's API"
         (container,) = chart.named(objects, "Deployment", "demo-scaler")["spec"]["template"]["spec"]["containers"]
         environ = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-        assert ScalerSettings.from_environment(environ) == settings
+        assert ScalerSettings.from_environment(environ) == replace(settings, notes="demo-scaler")
+        assert "data" not in chart.named(objects, "ConfigMap", "demo-scaler"), "an upgrade keeps the notes"
     assert not chart.of_kind(chart.render({"scaler": {"enabled": False}}), "Role")
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from services.config import ConfigError, to_toml
 from services.console.__main__ import main
@@ -27,32 +24,13 @@ from services.runtime.service import Service
 from services.scaler import deletion_cost
 from services.scaler.__main__ import ReleaseFollower, ScalerSettings
 from services.scaler.deletion_cost import DeletionCosts
-from services.scaler.reconcile import EMPTYING, FINISHED, Decision, decide, whole_or_none
+from services.scaler.reconcile import Decision, decide, whole_or_none
 from services.scaler.workload import DELETION_COST, KubernetesApi, WorkloadChanged
 from services.store import Store
 from services.store.records import Scale
 from tests.kubernetes.support.api_server import ApiServer
+from tests.kubernetes.support.scaler import SETTINGS, following
 from tests.support.harness import small_config, wait_until
-
-SETTINGS = ScalerSettings("demo-generator", 3, "demo-trainer", trainer_replicas=2)
-
-
-@pytest_asyncio.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[tuple[ApiServer, KubernetesApi]]:
-    server = ApiServer(tmp_path / "account", "127.0.0.1", "ml", "demo-generator")
-    api = KubernetesApi.in_cluster(server.environ, tmp_path / "account")
-    yield server, api
-    await api.close()
-    server.close()
-
-
-@contextlib.asynccontextmanager
-async def following(
-    store: Store, server: RedisServer, folder: Path, cluster: KubernetesApi, settings: ScalerSettings = SETTINGS
-) -> AsyncIterator[ReleaseFollower]:
-    """Yield a scaler that a test polls explicitly."""
-    async with open_service("scaler", small_config(folder, server, f"run.name={store.keys.name}"), "scaler-0") as service:
-        yield ReleaseFollower(service, settings, cluster)
 
 
 def test_the_scaler_follows_the_last_change() -> None:
@@ -80,9 +58,13 @@ def test_a_new_deployment_gets_the_initial_or_last_requested_size() -> None:
     for replicas in (3, 4):
         assert decide(Scale(wanted=2), replicas, "new", 3) == Decision(replicas=2, followed=2, object="new")
     # scaled to zero when the run finished, then resumed
-    for mark in (EMPTYING, FINISHED):
-        assert decide(Scale(wanted=6, followed=0, object=mark), 0, "it", 3) == Decision(replicas=6, followed=6, object="it")
-        assert decide(Scale(wanted=6, followed=0, object=mark), 2, "it", 3) == Decision(requested=2, followed=2, object="it")
+    before = Scale(wanted=6, followed=6, object="it")
+    for replicas in (0, 1):
+        assert decide(before, replicas, "it", 3, emptied=True) == Decision(replicas=6, followed=6, object="it")
+    assert decide(before, 2, "it", 3, emptied=True) == Decision(requested=2, followed=2, object="it")
+    # scaled to zero when the previous run of the release finished, or by an operator
+    assert decide(Scale(), 0, "it", 3, emptied=True) == Decision(replicas=3, followed=3, object="it")
+    assert decide(Scale(), 0, "it", 3) == Decision(requested=0, followed=0, object="it")
 
 
 def test_trainer_and_judge_have_all_replicas_or_none() -> None:
@@ -117,7 +99,8 @@ async def test_requests_and_kubectl_are_followed_over_tls(
         assert api.replicas == 5
         service.stop()
         await asyncio.wait_for(running, 60)
-    assert api.calls == {(verb, each.path) for verb in ("get", "patch") for each in (api.generators, api.trainer)}
+    scaled = {(verb, each.path) for verb in ("get", "patch") for each in (api.generators, api.trainer)}
+    assert api.calls == scaled | {("get", api.config_map)}
 
 
 async def test_the_initial_size_is_set_once_before_the_run_exists(
@@ -174,97 +157,6 @@ async def test_a_reinstalled_release_keeps_its_former_size(
         state = await store.run.state()
         assert state is not None
         assert (api.replicas, state.scale.wanted) == (1, 1)
-
-
-async def test_a_finished_run_frees_its_gpus_once_and_gets_them_back(
-    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
-) -> None:
-    api, kubernetes = cluster
-    await store.run.create("config", "data", 4, 8)
-    async with following(store, server, tmp_path, kubernetes) as follower:
-        await follower.once(await store.run.state())
-        api.scale(5)
-        await follower.once(await store.run.state())
-        await store.run.finish("4 steps trained")
-        await follower.once(await store.run.state())
-        assert (api.replicas, api.trainer.replicas) == (0, 0)
-        api.trainer.set(1)  # an operator starts a pod to inspect checkpoints
-        await follower.once(await store.run.state())
-        assert api.trainer.replicas == 1
-        api.trainer.set(0)
-        await store.run.request_restore(2)
-        await follower.once(await store.run.state())
-        assert (api.replicas, api.trainer.replicas) == (5, 2)
-        state = await store.run.state()
-        assert state is not None
-        assert (state.scale.wanted, state.scale.object) == (5, api.generators.uid)
-
-
-async def test_keep_and_autoscaling_leave_replicas_alone(
-    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
-) -> None:
-    api, kubernetes = cluster
-    api.scale(4)
-    await store.run.create("config", "data", 4, 8)
-    await store.run.finish("4 steps trained")
-    async with following(store, server, tmp_path, kubernetes, replace(SETTINGS, keep=True)) as follower:
-        await follower.once(await store.run.state())
-        assert (api.replicas, api.trainer.replicas) == (4, 1)
-    async with following(store, server, tmp_path, kubernetes, replace(SETTINGS, deployment="")) as follower:
-        await follower.once(await store.run.state())
-        assert (api.replicas, api.trainer.replicas) == (4, 0)
-        await store.run.request_restore(2)
-        for _ in range(2):
-            await follower.once(await store.run.state())
-        state = await store.run.state()
-        assert state is not None
-        assert (api.trainer.replicas, state.scale.object) == (2, None)
-
-
-async def test_the_judge_is_scaled_to_zero_with_the_others(
-    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
-) -> None:
-    api, kubernetes = cluster
-    settings = replace(SETTINGS, judge="demo-judge", judge_replicas=2)
-    async with following(store, server, tmp_path, kubernetes, settings) as follower:
-        await follower.once(None)
-        assert api.judge.replicas == 2, "it loads while dataprep reads the prompts"
-        await store.run.create("config", "data", 4, 8)
-        for paused in (0, 0, 5):
-            api.judge.set(paused)
-            await follower.once(await store.run.state())
-            assert api.judge.replicas == (2 if paused else 0)
-        await store.run.finish("4 steps trained")
-        await follower.once(await store.run.state())
-        assert (api.replicas, api.trainer.replicas, api.judge.replicas) == (0, 0, 0)
-        api.judge.set(1)  # an operator starts a pod
-        await follower.once(await store.run.state())
-        assert api.judge.replicas == 1
-        api.judge.set(0)
-        await store.run.request_restore(2)
-        await follower.once(await store.run.state())
-        assert (api.replicas, api.trainer.replicas, api.judge.replicas) == (3, 2, 2)
-    assert api.calls == {(verb, each.path) for verb in ("get", "patch") for each in (api.generators, api.trainer, api.judge)}
-
-
-async def test_the_judge_of_autoscaled_generators_stays_only_with_keep(
-    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
-) -> None:
-    api, kubernetes = cluster
-    settings = replace(SETTINGS, deployment="", judge="demo-judge", judge_replicas=2, keep=True)
-    await store.run.create("config", "data", 4, 8)
-    async with following(store, server, tmp_path, kubernetes, settings) as follower:
-        await follower.once(await store.run.state())
-        await store.run.finish("4 steps trained")
-        await follower.once(await store.run.state())
-        assert api.judge.replicas == 2
-    async with following(store, server, tmp_path, kubernetes, replace(settings, keep=False)) as follower:
-        await follower.once(await store.run.state())
-        assert (api.trainer.replicas, api.judge.replicas) == (0, 0)
-        await store.run.request_restore(2)
-        await follower.once(await store.run.state())
-        assert (api.trainer.replicas, api.judge.replicas) == (2, 2)
-    assert api.generators.path not in {path for _, path in api.calls}
 
 
 async def test_a_leader_worker_set_has_one_group_or_none(store: Store, server: RedisServer, tmp_path: Path) -> None:
@@ -374,6 +266,7 @@ async def test_a_rejected_call_is_named_in_the_error(cluster: tuple[ApiServer, K
     ("environ", "named"),
     [({}, "GRPO_DEPLOYMENT"), ({"GRPO_DEPLOYMENT": "a", "GRPO_REPLICAS": "two"}, "must be numbers"),
      ({"GRPO_DEPLOYMENT": "a", "GRPO_JUDGE_REPLICAS": "two"}, "must be numbers"),
+     ({"GRPO_DEPLOYMENT": "a"}, "GRPO_NOTES is not set"),
      ({"GRPO_DEPLOYMENT": "a", "GRPO_ON_FINISH": "delete"}, "scaleToZero, keep"),
      ({"GRPO_SET": "a", "GRPO_SET_KIND": "DaemonSet"}, "'DaemonSet' must be one of StatefulSet, LeaderWorkerSet")],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The part of a cluster's API that the chart's pods may call, over TLS: `/scale` of three objects, and pods' annotations."""
+"""The part of a cluster's API that the chart's pods may call, over TLS: `/scale` of three objects, pods' annotations, and the
+scaler's ConfigMap.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,13 @@ class ApiServer:
 
     def __init__(
         self, folder: Path, address: str, namespace: str, deployment: str, replicas: int = 1, trainer: str = "demo-trainer",
-        kind: str = "StatefulSet", judge: str = "demo-judge",
+        kind: str = "StatefulSet", judge: str = "demo-judge", notes: str = "demo-scaler",
     ) -> None:  # fmt: skip
         """Start the server. `folder` becomes the mount of a service account; `kind` is the trainer's."""
+        self.config_map, self.notes = f"/api/v1/namespaces/{namespace}/configmaps/{notes}", dict[str, str]()
         self.annotations = dict[str, dict[str, str]]()
         self.forbidden = False
+        self.patches_left: int | None = None  # before it fails; None: it does not
         self.missing, self.missed = set[str](), list[str]()  # names of missing pods, and calls for them
         self.calls, self.lock = set[tuple[str, str]](), threading.Lock()
         root = f"/apis/apps/v1/namespaces/{namespace}"
@@ -81,6 +85,14 @@ class ApiServer:
         with self.lock:
             self.generators = ScaledObject(self.generators.path, 1)
 
+    def reinstall(self) -> None:
+        """Delete all objects and create them again."""
+        with self.lock:
+            self.notes = {}
+            self.generators, self.trainer, self.judge = (
+                ScaledObject(each.path, 1) for each in (self.generators, self.trainer, self.judge)
+            )
+
     def answer(self, method: str, path: str, token: str, body: dict[str, object]) -> tuple[int, dict[str, object]]:
         """Answer as the real server would."""
         scheme, _, given = token.partition(" ")
@@ -88,6 +100,10 @@ class ApiServer:
             return 401, {"message": "Unauthorized"}
         self.calls.add(({"GET": "get", "PATCH": "patch"}[method], path.partition("?")[0]))
         path, _, query = path.partition("?")
+        if method == "PATCH" and self.patches_left is not None:
+            if self.patches_left == 0:
+                return 500, {"message": "unavailable"}
+            self.patches_left -= 1
         if method == "PATCH" and path.startswith(self.pods) and not self.forbidden:
             name = path.removeprefix(self.pods)
             if name in self.missing:
@@ -95,6 +111,12 @@ class ApiServer:
                 return 404, {"message": f"pods {name} not found"}
             self.annotations.setdefault(name, {}).update(body["metadata"]["annotations"])  # type: ignore[index]
             return 200, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": name}}
+        if path == self.config_map:
+            with self.lock:
+                if method == "PATCH":
+                    merged = {**self.notes, **body["data"]}  # type: ignore[dict-item]
+                    self.notes = {key: text for key, text in merged.items() if text is not None}
+                return 200, {"kind": "ConfigMap", "apiVersion": "v1", "metadata": {"name": "x"}, "data": dict(self.notes)}
         found = next((each for each in (self.generators, self.trainer, self.judge) if each.path == path), None)
         if found is None:
             return 403, {"message": f"{path} is forbidden"}

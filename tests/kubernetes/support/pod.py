@@ -40,7 +40,7 @@ class Objects:
     @classmethod
     def of(cls, objects: list[Object], folder: Path, account: Path) -> Objects:
         """Collect the objects of a release."""
-        maps = {found["metadata"]["name"]: found["data"] for found in objects if found["kind"] == "ConfigMap"}
+        maps = {found["metadata"]["name"]: found.get("data", {}) for found in objects if found["kind"] == "ConfigMap"}
         secrets = {
             found["metadata"]["name"]: {key: base64.b64decode(value) for key, value in found["data"].items()}
             for found in objects
