@@ -114,7 +114,9 @@ class RunMetrics(Metrics):
     paused: Mapping[str, Gauge] = gauges("grpo_run_paused", "", "1 while a role is paused by request.", "role", ROLES)
     ended: Gauge = gauge("grpo_run_ended", "", "1 once the run is ending or has ended.")
     pods: Mapping[str, Gauge] = gauges("grpo_run_pods", "", "Pods with a heartbeat within fleet.ttl_s.", "kind", KINDS)
-    wanted: Gauge = gauge("grpo_run_wanted_generators", "", "Number of generators requested for the run.")
+    wanted: Gauge = gauge(
+        "grpo_run_wanted_generators", "", "Number of generators requested for the run. NaN: an autoscaler or `kubectl` sets it."
+    )
     redis_memory: Gauge = gauge(
         "grpo_redis_used_memory_bytes", "bytes", "Memory used by Redis; with several servers, by the fullest one."
     )

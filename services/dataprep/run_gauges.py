@@ -44,7 +44,7 @@ class RunGauges:
             await asyncio.sleep(POLL_S)
 
     def _show_state(self, state: RunState) -> None:
-        shown, scale = self._metrics, state.scale
+        shown = self._metrics
         shown.steps.set(state.steps)
         numbers = (state.prepared_step + 1, state.committed_step + 1, state.checkpointed_step + 1, state.published_version)
         for mark, number in zip(MARKS, numbers, strict=True):
@@ -54,7 +54,8 @@ class RunGauges:
         for role, made in shown.paused.items():
             made.set(role in state.paused)
         shown.ended.set(state.ended)
-        shown.wanted.set(self._config.generator.count if scale.wanted is None else scale.wanted)
+        desired = state.scale.desired(self._config.fleet.scaling, self._config.generator.count)
+        shown.wanted.set(math.nan if desired is None else desired)
 
     async def _count(self) -> None:
         shown = self._metrics

@@ -126,6 +126,14 @@ class Scale:
     object: str | None = None
     """Which Deployment `followed` is of, by its uid."""
 
+    def desired(self, scaling: str, count: int | None) -> int | None:
+        """Return the desired number, with `fleet.scaling` and `generator.count` of the configuration; None: it is not known, or
+        set elsewhere, and an earlier request means nothing.
+        """
+        if scaling != "request":
+            return None
+        return count if self.wanted is None else self.wanted
+
     def refusal(self, replicas: int) -> str:
         """Return why `replicas` is not possible and what to do, or an empty string."""
         if replicas > MOST_GENERATORS:

@@ -134,6 +134,7 @@ def _facts(config: RunConfig) -> dict[str, Any]:
             "admission.prompts_per_step": admission.prompts_per_step,
             "sampling.group_size": config.sampling.group_size,
             "generator.count": config.generator.count,
+            "fleet.scaling": config.fleet.scaling,
             "advantage.kind": config.advantage.kind,
             "replay.capacity": config.replay.capacity,
             "checkpoint.every_steps": config.checkpoint.every_steps,

@@ -35,7 +35,8 @@ def at_its_port(config: RunConfig) -> RunConfig:
 
 def add_console(service: Service, describe: Describe = running) -> Watch:
     """Add the page and its endpoints to a service's app. `describe` returns what the run is doing."""
-    watch = Watch(service.store, service.config.fleet.ttl_s, service.config.generator.count, describe)
+    fleet = service.config.fleet
+    watch = Watch(service.store, fleet.ttl_s, service.config.generator.count, describe, fleet.scaling)
     run.add_routes(service)
     checkpoints.add_routes(service)
     add_page(service, watch)

@@ -29,6 +29,7 @@ from services.protocol.messages import Round
 from services.runtime.loops import Loop, end_tasks
 from services.store import RunState, Store
 from services.store.calls.evaluation import EvaluationState
+from services.store.records import Scale
 from services.web import series
 from services.web.feed import Feed
 
@@ -61,10 +62,12 @@ class Seen:
 class Watch:
     """Holds the run as last polled, and its feed."""
 
-    def __init__(self, store: Store, ttl_s: float, generators: int | None = None, describe: Describe = running) -> None:
-        """`generators`: desired ones until another number is requested. `describe` returns what the run is doing."""
+    def __init__(
+        self, store: Store, ttl_s: float, generators: int | None = None, describe: Describe = running, scaling: str = "request"
+    ) -> None:
+        """`generators` and `scaling`: as in the configuration (`Scale.desired`). `describe` returns what the run is doing."""
         self.feed = Feed()
-        self._generators, self._describe = generators, describe
+        self._generators, self._scaling, self._describe = generators, scaling, describe
         self.steps: History[array[float]] = History(STEP, series.keep)
         self.rounds: History[dict[str, Any]] = History(EVALUATED, dict)
         self._store, self._ttl_s = store, ttl_s
@@ -157,7 +160,7 @@ class Watch:
         )
 
     def _awaited(self, state: RunState | None) -> str:
-        wanted = self._generators if state is None or state.scale.wanted is None else state.scale.wanted
+        wanted = (state.scale if state else Scale()).desired(self._scaling, self._generators)
         return awaited(state, [member.status for member in self._observer.last.members], wanted)
 
     def _left_s(self, steps: int) -> float | None:

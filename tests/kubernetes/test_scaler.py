@@ -293,3 +293,18 @@ async def test_a_request_that_nothing_would_follow_is_rejected(
     state = await store.run.state()
     assert state is not None
     assert state.scale.wanted is None
+
+
+@pytest.mark.parametrize(("scaling", "shown"), [("request", "0 running, 8 desired (before)"), ("keda", "0 running\n")])
+async def test_status_ignores_requests_that_nothing_follows(
+    scaling: str, shown: str, store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """They were made before the release got an autoscaler."""
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}", f"fleet.scaling={scaling}")
+    await store.run.create("config", "data", 4, 8)
+    await store.run.scale_generators(8, "before")
+    monkeypatch.setenv(CONFIG_ENV, str(tmp_path / "run.toml"))
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert await asyncio.to_thread(main, ["status"]) == 0
+    assert f"generators: {shown}" in capsys.readouterr().out

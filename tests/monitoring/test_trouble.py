@@ -28,9 +28,9 @@ from tests.generator.test_loop import generator, issue
 from tests.support.harness import small_config, ticket, wait_until
 
 
-def pod(kind: str, store: Store, server: RedisServer, folder: Path) -> Service:
+def pod(kind: str, store: Store, server: RedisServer, folder: Path, *settings: str) -> Service:
     status = PodStatus(kind, f"{kind}-0", "boot", "here", 1, "", "ready", 3, 1, {})
-    return Service(kind, small_config(folder, server, f"run.name={store.keys.name}"), store, status)
+    return Service(kind, small_config(folder, server, f"run.name={store.keys.name}", *settings), store, status)
 
 
 async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, server: RedisServer) -> None:
@@ -113,6 +113,22 @@ async def test_the_census_shows_pauses_dead_letters_and_the_end(
     assert value("grpo_run_paused", {"role": "trainer"}) == 1
     assert value("grpo_run_wanted_generators") == 3
     await end_tasks([looking])  # it polls nearly all the time, and redis-py may lose a cancellation
+
+
+@pytest.mark.parametrize("scaling", ["keda", "hpa", "kubectl"])
+async def test_no_number_of_generators_is_desired_that_nothing_follows(
+    scaling: str, store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GrpoTooFewGenerators would compare the fleet with a request from before the release got an autoscaler."""
+    monkeypatch.setattr(run_gauges, "POLL_S", 0.01)
+    service = pod("dataprep", store, server, tmp_path, f"fleet.scaling={scaling}")
+    value = service.registry.get_sample_value
+    await store.run.create("config", "data", 4, 8)
+    await store.run.scale_generators(8, "before")
+    looking = asyncio.create_task(RunGauges(service, RunMetrics(service.registry)).follow(Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
+    await wait_until(lambda: value("grpo_run_slots") == 8 and value("grpo_run_wanted_generators") != 0, 60)
+    assert math.isnan(value("grpo_run_wanted_generators") or 0)
+    await end_tasks([looking])
 
 
 async def test_totals_are_not_shown_as_0_before_they_are_counted(

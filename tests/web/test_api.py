@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
+from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop
 from services.store import Store
 from services.web.feed import MAX_WATCHERS
@@ -195,6 +196,19 @@ async def test_an_unreachable_redis_is_reported_with_the_last_state(store: Store
     assert (good["fault"], bad["fault"]) == ("", "Redis went away")
     assert bad["state"] == good["state"]
     assert bad["looked_at"] == good["looked_at"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "awaited"), [("request", "a generator: 0 are desired (grpo scale N)"), ("keda", "the generators to start")]
+)
+async def test_the_page_ignores_requests_that_nothing_follows(scaling: str, awaited: str, store: Store) -> None:
+    await start(store)
+    await store.run.scale_generators(0, "before")
+    for kind in ("dataprep", "trainer"):
+        await store.fleet.beat(PodStatus(kind, kind, "b", "here", 1, "", "ready", 0, 0, {}), 60)
+    watch = Watch(store, 60.0, 2, scaling=scaling)
+    await watch.poll()
+    assert msgspec.json.decode(watch.frame())["awaited"] == awaited
 
 
 async def test_the_last_frame_announces_the_end_of_the_console(store: Store) -> None:

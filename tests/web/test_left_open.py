@@ -124,3 +124,26 @@ async def test_a_request_that_is_never_answered_is_repeated(
 
     async with served(small_config(tmp_path, server, f"run.name={store.keys.name}"), store) as url:
         await visit(look)
+
+
+@pytest.mark.parametrize("scaling", ["request", "keda"])
+async def test_a_desired_number_is_shown_where_requests_are_followed(
+    scaling: str, visit: Visit, store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    await start(store)
+    await store.run.scale_generators(8, "last week")
+
+    def texts(browser: Any, url: str) -> str:
+        found = list[str]()
+        for path in ("", "fleet"):
+            with opened(browser, f"{url}/#/{path}") as page:
+                page.wait_for_selector("main .tile:has-text('Generators')")
+                page.wait_for_function("document.querySelector('header .run-name')?.textContent")  # the facts have arrived
+                found.append(page.inner_text("main"))
+        return "\n".join(found)
+
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}", f"web.port={free_port()}", f"fleet.scaling={scaling}")
+    async with served(config, store) as url:
+        text = await visit(lambda browser: texts(browser, url))
+    expected = (2, 2) if scaling == "request" else (0, 0)  # two tiles; a tile's note and the state
+    assert (text.count("of 8 desired"), text.count("last week")) == expected, text

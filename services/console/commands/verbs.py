@@ -87,7 +87,7 @@ def _show(
     found = attached.condition(state)
     heading = cell(f"{attached.name}  ", "bold") + Styled(f"{state.committed_step + 1}/{state.steps} steps  ", "bold")
     lines: list[Shown] = [heading + cell(found, f"bold {COLOURS[found.word]}")]
-    wanted = attached.key("generator.count") if state.scale.wanted is None else state.scale.wanted
+    wanted = state.scale.desired(attached.key("fleet.scaling") or "request", attached.key("generator.count"))
     if attached.runs and (what := awaited(state, [member.status for member in members], wanted)):
         lines.append(Styled(f"waiting for {what}", "yellow"))
     versions = f"policy version {state.published_version} published, step {state.prepared_step} prepared"

@@ -20,6 +20,10 @@ export const told = ({ word, detail }) => `${word}${detail && `: ${detail}`}`;
 
 export const trainedSteps = (state) => (state ? state.committed_step + 1 : 0);
 
+// The desired number of generators; undefined if it is not known, or set by an autoscaler or `kubectl`.
+export const desired = ({ state }, about) =>
+  about?.facts["fleet.scaling"] === "request" ? (state.scale.wanted ?? about.facts["generator.count"]) : undefined;
+
 export const generators = (frame) => {
   const of = frame.fleet.phases.filter((group) => group.kind === "generator");
   const sum = (groups) => groups.reduce((total, group) => total + group.pods, 0);

@@ -2,7 +2,7 @@
 import { Action, Operator, scale } from "../actions.js";
 import { count, percent, plain } from "../format.js";
 import { Ago, Badge, Name, Page, Panel, Table, Tile } from "../parts.js";
-import { generators, version } from "../run.js";
+import { desired, generators, version } from "../run.js";
 import { html } from "../vendor/htm-preact.js";
 import { waiting } from "./waiting.js";
 
@@ -47,12 +47,12 @@ export function FleetPage({ frame, about }) {
   if (unready) return unready;
   const { fleet, state } = frame;
   const { there, atWork } = generators(frame);
-  const wanted = state.scale.wanted ?? about?.facts["generator.count"];
+  const wanted = desired(frame, about);
   const held = fleet.versions.map((group) => `${group.pods} × ${version(group.version)}`).join(", ");
   const rest = fleet.total - fleet.pods.length;
   return html`<${Page} title="Fleet" tools=${html`<${Operator}><${Action} disabled=${Boolean(state.finished || state.stopping)} onClick=${() => scale(wanted ?? there, state.scale.most)}>Scale …<//><//>`}>
     <dl class="tiles">
-      <${Tile} label="Generators" value=${there} unit=${wanted === undefined ? "" : `of ${wanted} desired`} note=${plain(state.scale.why) || `${atWork} working`} />
+      <${Tile} label="Generators" value=${there} unit=${wanted === undefined ? "" : `of ${wanted} desired`} note=${(wanted !== undefined && plain(state.scale.why)) || `${atWork} working`} />
       <${Tile} label="Weights held" value=${held || "none"} note=${`${version(state.published_version)} published`} />
       <${Tile} label="Generating now" value=${count(fleet.tokens_per_s)} unit="tok/s" note="sum over pods" />
       <${Tile} label="Max generators" value=${state.scale.most === null ? "any number" : state.scale.most} note=${state.scale.most === null ? "no limit known" : "what the machine allows"} />

@@ -6,7 +6,7 @@ import { Passes } from "../charts/passes.js";
 import { Smoothing } from "../charts/smoothing.js";
 import { count, duration, fixed, percent, plain, short } from "../format.js";
 import { Ago, Answer, Badge, Facts, Meter, Page, Panel, Tile } from "../parts.js";
-import { generators, pausedRoles, told, version } from "../run.js";
+import { desired, generators, pausedRoles, told, version } from "../run.js";
 import { choose, link, route, useStore } from "../state.js";
 import { html, useMemo } from "../vendor/htm-preact.js";
 import { StepsTable } from "./steps_table.js";
@@ -21,7 +21,7 @@ function Tiles({ frame, about, metrics }) {
   const { state } = frame;
   const bound = about?.facts["admission.max_staleness"];
   const fleet = generators(frame);
-  const wanted = state.scale.wanted ?? about?.facts["generator.count"];
+  const wanted = desired(frame, about);
   const lag = metrics["staleness/trained/max"];
   const share = (part) => percent(metrics[`time/${part}_s`] / metrics["time/elapsed_s"]);
   return html`<dl class="tiles">
@@ -42,7 +42,7 @@ function Notice({ frame }) {
   return text && html`<p class="banner" role="status">${plain(text)}</p>`;
 }
 
-function StatePanel({ frame }) {
+function StatePanel({ frame, about }) {
   const { state } = frame;
   const paused = pausedRoles(state);
   return html`<${Panel} title="State">
@@ -62,7 +62,7 @@ function StatePanel({ frame }) {
         ["Policy version", version(state.published_version)],
         ["Checkpoint", html`<a href=${link("checkpoints")}>${state.checkpointed_step < 0 ? "none yet" : `step ${state.checkpointed_step}`}</a>${state.checkpoint && ` – another is requested: ${plain(state.checkpoint)}`}`],
         state.checkpoint_failed && ["Checkpoint failed", html`<span class="bad-text">${plain(state.checkpoint_failed)}</span>`],
-        state.scale.wanted !== null && ["Desired generators", `${state.scale.wanted}${state.scale.why && ` – ${plain(state.scale.why)}`}`],
+        desired(frame, about) !== undefined && state.scale.wanted !== null && ["Desired generators", `${state.scale.wanted}${state.scale.why && ` – ${plain(state.scale.why)}`}`],
         frame.dead_letters > 0 && ["Dead letters", html`<a href=${link("deadletters")}>${count(frame.dead_letters)}</a>`],
         ["Dataprep leader", state.leader ? plain(state.leader) : "none"],
         state.resumed && ["Trainer resumed", plain(state.resumed)],
@@ -142,7 +142,7 @@ export function OverviewPage({ frame, about }) {
     ${other.error && html`<p class="fault" role="status">${other.error.message}</p>`}
     <${Answer} of=${series}>${(data) => html`<${Charts} data=${data} other=${other.data} bound=${bound} rounds=${rounds.data?.rounds ?? NONE} />`}<//>
     <div class="columns">
-      <${StatePanel} frame=${frame} />
+      <${StatePanel} frame=${frame} about=${about} />
       <${Panel} title="Last steps" tools=${html`<a href=${link("steps")}>All steps</a>`}>
         <${Answer} of=${steps}>
           ${(data) => html`<${StepsTable} label="Last steps" steps=${data.steps} bound=${bound} empty=${`No step has been trained yet.${frame.awaited && ` The run is waiting for ${frame.awaited}.`}`} />`}
