@@ -88,6 +88,7 @@ class Follower:
             written = await self._write(position, [record for _, record in steps], [record for _, record in rounds])
             loop.progress()
             if not written:  # read again what the tracker received but does not have durably
+                self._reached = None  # also if the file cannot be read now, which restarts the loop
                 position = self._reached = self._position()
                 steps_after, rounds_after = "-", "-"
             else:

@@ -215,6 +215,43 @@ async def test_an_outage_of_redis_repeats_nothing(
     assert recorder.steps == [0, 1, 2, 3, 4]
 
 
+async def test_an_outage_of_the_volume_loses_nothing(
+    store: Store, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tracker loses what it does not have durably, and its position cannot be read when the loop restarts."""
+    recorder.durable, stopping, read, unread = False, asyncio.Event(), Path.read_bytes, list[Path]()
+    made = Follower(
+        "wandb", small_config(tmp_path, None, "tracking.wandb=project"), store, tmp_path / "tracking", stopping,
+        TrackerMetrics(CollectorRegistry()),
+    )  # fmt: skip
+
+    def unreadable(path: Path) -> bytes:
+        if path.parent == tmp_path / "tracking" and len(unread) < 2:
+            unread.append(path)
+            raise OSError(5, "Input/output error")
+        return read(path)
+
+    def gone() -> None:
+        recorder.steps = []
+        raise OSError(5, "Input/output error")
+
+    for step in range(3):
+        await store.monitor.record(record(step))
+    task = asyncio.create_task(Loop("wandb", made.follow, 60).supervise())
+    await wait_until(lambda: recorder.steps == [0, 1, 2])
+    with monkeypatch.context() as outage:
+        outage.setattr(Path, "read_bytes", unreadable)
+        outage.setattr(recorder, "close", gone)
+        recorder.failures = 1
+        await store.monitor.record(record(3))
+        await wait_until(lambda: len(unread) == 2)
+        outage.setattr(recorder, "close", lambda: None)
+    await wait_until(lambda: 3 in recorder.steps)
+    stopping.set()
+    await task
+    assert recorder.steps == [0, 1, 2, 3]
+
+
 async def test_a_failing_tracker_is_logged_once_and_retried(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     recorder.failures = 5
     await store.monitor.record(record(0))
