@@ -153,7 +153,7 @@ async def test_a_scaler_that_dies_while_it_empties_continues(
             await store.run.request_restore(2)
             await follower.once(await store.run.state())
             assert (api.replicas, api.trainer.replicas) == (3, 2)
-            await store.run.request_restore(None)
+            await store.client.hdel(store.keys.run, "restore")  # type: ignore[misc]
 
 
 async def test_keep_and_autoscaling_leave_replicas_alone(
