@@ -50,6 +50,7 @@ COMMON: dict[str, Schema] = {
     "podLabels": TEXTS, "podAnnotations": TEXTS, "nodeSelector": TEXTS,
     "tolerations": ANY_LIST, "affinity": {"type": "object"}, "metrics": ANY_LIST, "pullSecrets": ANY_LIST, "labels": TEXTS,
     "apiFrom": ANY_LIST, "redisFrom": ANY_LIST, "externalRedis": ANY_LIST, "externalRedisPorts": ANY_LIST,
+    "apiServerPorts": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 1, "maximum": 65535}},
     "nodeCIDRs": {"type": "array", "items": {"type": "string", "pattern": r"^[0-9a-fA-F.:]+/[0-9]+$"}},
     "size": QUANTITY, "sharedMemory": QUANTITY, "maxUnavailable": SHARE, "maxSurge": SHARE,
     "accessMode": {"enum": ["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]},

@@ -2,6 +2,9 @@
 
 {{- define "grpo.checks" -}}
 {{- $v := .Values }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) }}
+{{- fail (printf "the release name %q is not a DNS label, which the names of its Services must be: use small letters, digits and -, from a letter on" .Release.Name) }}
+{{- end }}
 {{- if gt (len .Release.Name) 40 }}
 {{- fail (printf "the release name %q has %d characters: use at most 40, since pod names are derived from it" .Release.Name (len .Release.Name)) }}
 {{- end }}
@@ -35,6 +38,9 @@
 {{- if and (gt (int $v.trainer.nodes) 1) (ne $v.storage.runs.accessMode "ReadWriteMany") (not $v.storage.runs.existingClaim) }}
 {{- fail (printf "trainer.nodes = %d write checkpoints to one volume: set storage.runs.accessMode = ReadWriteMany, or set storage.runs.existingClaim to one that several nodes can mount" (int $v.trainer.nodes)) }}
 {{- end }}
+{{- if and (eq $v.storage.runs.accessMode "ReadWriteOncePod") (not $v.storage.runs.existingClaim) (or (include "grpo.tracked" .) $v.web.runs) }}
+{{- fail "storage.runs.accessMode = ReadWriteOncePod lets one pod mount the volume of the runs, but the trainer shares it with the tracker or the web console: use ReadWriteOnce or ReadWriteMany" }}
+{{- end }}
 {{- if and $v.interconnect.hostNetwork $v.networkPolicy.enabled (not $v.networkPolicy.nodeCIDRs) }}
 {{- fail "interconnect.hostNetwork = true makes pods use the addresses of their nodes: list these in networkPolicy.nodeCIDRs, or set networkPolicy.enabled = false" }}
 {{- end }}
@@ -46,7 +52,7 @@
 {{- end }}
 {{- $parallel := int (dig "trainer" "sequence_parallel" 1 $v.config) }}
 {{- $ranks := mul $v.trainer.nodes $v.trainer.ranksPerNode }}
-{{- if mod $ranks $parallel }}
+{{- if and (include "grpo.whole" .) (mod $ranks $parallel) }}
 {{- fail (printf "trainer.nodes x trainer.ranksPerNode = %d ranks cannot be divided into teams of config.trainer.sequence_parallel = %d ranks: set a multiple of it" $ranks $parallel) }}
 {{- end }}
 {{- if and (include "grpo.tracked" .) (eq (dig "env" "WANDB_MODE" "offline" $v.tracker) "online") (not $v.tracker.wandbSecret) }}

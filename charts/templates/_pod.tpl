@@ -147,7 +147,7 @@ spec:
     {{- end }}
     {{- if .runs }}
     - name: runs
-      persistentVolumeClaim: {claimName: {{ $values.storage.runs.existingClaim | default (printf "%s-runs" .root.Release.Name) }}}
+      persistentVolumeClaim: {claimName: {{ $values.storage.runs.existingClaim | default (printf "%s-runs" .root.Release.Name) | quote }}}
     {{- end }}
     {{- include "grpo.inputVolumes" . | nindent 4 }}
     {{- with $settings.extraVolumes }}
@@ -167,8 +167,12 @@ envFrom:
 {{- end }}
 
 {{- define "grpo.environment" -}}
-{{- $values := .root.Values }}
 {{- include "grpo.settle" . -}}
+{{- include "grpo.merged" (dict "own" (include "grpo.ownEnvironment" .) "settings" .settings) }}
+{{- end }}
+
+{{- define "grpo.ownEnvironment" -}}
+{{- $values := .root.Values -}}
 - {name: GRPO_CONFIG, value: /run/grpo/config/config.toml}
 - name: GRPO_POD
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -207,23 +211,38 @@ envFrom:
 {{- with .env }}
 {{ . }}
 {{- end }}
-{{- include "grpo.variables" .settings }}
 {{- end }}
 
-{{/* Variables of the values: env and extraEnv. */}}
-{{- define "grpo.variables" -}}
-{{- range $name, $value := .env }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+{{/*
+Variables: the chart's `own`, YAML, then env and extraEnv of the settings. The last of a name counts; Kubernetes refuses two when it
+applies on the server, as Helm 4 and GitOps tools do.
+*/}}
+{{- define "grpo.merged" -}}
+{{- $all := include "grpo.list" .own | fromYamlArray }}
+{{- range $name, $value := .settings.env }}
+{{- $all = append $all (dict "name" $name "value" (toString $value)) }}
 {{- end }}
-{{- with .extraEnv }}
-{{ toYaml . }}
+{{- $named := dict }}
+{{- $names := list }}
+{{- range concat $all (.settings.extraEnv | default list) }}
+{{- if not (hasKey $named .name) }}
+{{- $names = append $names .name }}
 {{- end }}
+{{- $_ := set $named .name . }}
+{{- end }}
+{{- range $names }}
+- {{ toRawJson (index $named .) }}
+{{- end }}
+{{- end }}
+
+{{- define "grpo.list" -}}
+{{ . | trim | default "[]" }}
 {{- end }}
 
 {{- define "grpo.hubToken" -}}
 {{- with .Values.hub.tokenSecret }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.hub.tokenKey }}}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.hub.tokenKey | quote }}}}
 {{- end }}
 {{- end }}
 

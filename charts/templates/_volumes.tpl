@@ -24,19 +24,19 @@
 {{- define "grpo.inputVolumes" -}}
 {{- if and .models .root.Values.storage.models.enabled }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ include "grpo.modelsClaim" .root }}}
+  persistentVolumeClaim: {claimName: {{ include "grpo.modelsClaim" .root | trim | quote }}}
 {{- end }}
 {{- if and .data .root.Values.storage.data.existingClaim }}
 - name: data
-  persistentVolumeClaim: {claimName: {{ .root.Values.storage.data.existingClaim }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ .root.Values.storage.data.existingClaim | quote }}, readOnly: true}
 {{- end }}
 {{- if and .rewards (include "grpo.rewardsMap" .root) }}
 - name: rewards
-  configMap: {name: {{ include "grpo.rewardsMap" .root }}}
+  configMap: {name: {{ include "grpo.rewardsMap" .root | trim | quote }}}
 {{- end }}
 {{- if and .environments (include "grpo.environmentsMap" .root) }}
 - name: environments
-  configMap: {name: {{ include "grpo.environmentsMap" .root }}}
+  configMap: {name: {{ include "grpo.environmentsMap" .root | trim | quote }}}
 {{- end }}
 {{- end }}
 
@@ -51,7 +51,7 @@ projected:
   defaultMode: 0440
   sources:
     - secret:
-        name: {{ include "grpo.secret" .root }}
+        name: {{ include "grpo.secret" .root | trim | quote }}
         {{- if $.optional }}
         optional: true
         {{- end }}
@@ -60,7 +60,7 @@ projected:
           - {key: api-read-token, path: api-read-token}
     {{- with include "grpo.users" .root }}
     - secret:
-        name: {{ . }}
+        name: {{ . | trim | quote }}
         {{- if $.optional }}
         optional: true
         {{- end }}
@@ -71,17 +71,17 @@ projected:
     {{- else }}
     {{- with $values.redis.external.existingSecret }}
     - secret:
-        name: {{ . }}
+        name: {{ . | trim | quote }}
         {{- if $.optional }}
         optional: true
         {{- end }}
         items:
-          - {key: {{ $values.redis.external.passwordKey }}, path: redis-password}
+          - {key: {{ $values.redis.external.passwordKey | quote }}, path: redis-password}
     {{- end }}
     {{- end }}
     {{- with include "grpo.redisAuthority" .root }}
     - secret:
-        name: {{ . }}
+        name: {{ . | trim | quote }}
         {{- if $.optional }}
         optional: true
         {{- end }}
@@ -90,7 +90,7 @@ projected:
     {{- end }}
     {{- with include "grpo.apiTls" .root }}
     - secret:
-        name: {{ . }}
+        name: {{ . | trim | quote }}
         {{- if $.optional }}
         optional: true
         {{- end }}
