@@ -22,7 +22,7 @@ from tests.support.verifiers import verifier
 KNOWN = platform.machine() in ("x86_64", "aarch64")
 
 INSIDE = """
-import json, os, resource, socket, subprocess, sys, threading
+import fcntl, json, os, resource, socket, subprocess, sys, threading
 from pathlib import Path
 from services.verifiers.sandbox.confine import confine, limit_resources
 
@@ -51,6 +51,11 @@ print(json.dumps({
     "network": refused(socket.socket), "in a thread that was there before": refused_in_thread == [True],
     "unix sockets": refused(socket.socket, socket.AF_UNIX),
     "programs": refused(subprocess.run, ["true"]), "signals": refused(os.kill, os.getppid(), 0),
+    "signals of files": refused(fcntl.fcntl, mine, fcntl.F_SETOWN, os.getppid()) and refused(fcntl.fcntl, mine, 10, 12),
+    "limits of others": refused(resource.prlimit, os.getppid(), resource.RLIMIT_NOFILE, (64, 64)),
+    "own limits": resource.prlimit(0, resource.RLIMIT_NOFILE, (64, 64)) is not None,
+    "priorities": refused(os.setpriority, os.PRIO_PROCESS, os.getppid(), 5),
+    "processors of others": refused(os.sched_setaffinity, os.getppid(), {0}),
     "files elsewhere": refused((outside / "note").write_text, "not mine"), "deleting": refused((outside / "there").unlink),
     "reading": (outside / "there").read_text() == "there", "own file": (scratch / "note").read_text() == "mine",
     "large files": refused((scratch / "large").write_bytes, bytes(2 ** 25)),

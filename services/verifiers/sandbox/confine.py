@@ -22,25 +22,25 @@ OPEN_FILES_ALONE = 32
 """Open files of code that a model wrote. Those that it has deleted take space that its folder does not show."""
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-_FORBIDDEN = {  # asm/unistd_64.h, asm-generic/unistd.h: new programs, other processes, namespaces, kernel interfaces
+_FORBIDDEN = {  # asm/unistd_64.h, asm-generic/unistd.h: new programs, other processes, what they run with, namespaces, the kernel
     "x86_64": (
         *(57, 58, 59, 322), *(62, 101, 129, 200, 234, 297, 310, 311, 424, 434, 438), *(76, 165, 272, 308),
-        *(250, 321, 323, 425, 426, 427),
+        *(141, 142, 144, 203, 251, 256, 279, 314, 440, 448), *(250, 321, 323, 425, 426, 427),
     ),
     "aarch64": (
         *(221, 281), *(117, 129, 130, 131, 138, 240, 270, 271, 424, 434, 438), *(40, 45, 97, 268),
-        *(219, 280, 282, 425, 426, 427),
+        *(30, 118, 119, 122, 140, 238, 239, 274, 440, 448), *(219, 280, 282, 425, 426, 427),
     ),
 }  # fmt: skip
-_ALONE = {  # besides: prctl; modes, owners, times and attributes of files; memory that no limit counts; what others run with
+_ALONE = {  # besides: prctl; modes, owners, times and attributes of files; memory that no limit counts; sessions
     "x86_64": (
         157, *(90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466),
-        *(29, 64, 68, 240, 319, 447), *(109, 112, 141, 142, 144, 203, 251, 256, 279, 298, 314, 440, 448), *(155, 161, 304),
+        *(29, 64, 68, 240, 319, 447), *(109, 112, 298), *(155, 161, 304),
         *(248, 249, 428, 429, 430, 431, 432, 433, 437, 442),
     ),
     "aarch64": (
         167, *(5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466),
-        *(180, 186, 190, 194, 279, 447), *(30, 118, 119, 122, 140, 154, 157, 238, 239, 241, 274, 440, 448), *(41, 51, 265),
+        *(180, 186, 190, 194, 279, 447), *(154, 157, 241), *(41, 51, 265),
         *(217, 218, 428, 429, 430, 431, 432, 433, 437, 442),
     ),
 }  # fmt: skip
@@ -120,8 +120,9 @@ def _filter_calls(machine: str, network: bool, alone: bool = False) -> bool:
         (_LOAD, 0, 0, _ARCHITECTURE), (_EQUALS, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER), (_EQUALS, 0, 1, _CLONE3), (_RETURN, 0, 0, _ABSENT),  # glibc then uses clone
     ]  # fmt: skip
+    program += _of_this_process(machine)
     if alone:
-        program += _alone(machine)
+        program += _not_truncating(machine)
     else:
         program += [
             (_EQUALS, 0, 4, _CLONE[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_HAS, 1, 0, _CLONE_THREAD),
@@ -140,15 +141,20 @@ def _filter_calls(machine: str, network: bool, alone: bool = False) -> bool:
     return done == 0
 
 
-def _alone(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return checks of arguments: limits of this process only, no signals by descriptors, no truncation by reading."""
-    program = [
+def _of_this_process(machine: str) -> list[tuple[int, int, int, int]]:
+    """Return checks of arguments: limits of this process only, no signals by descriptors."""
+    return [
         (_EQUALS, 0, 4, _PRLIMIT[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUALS, 1, 0, 0),
         (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW),
         (_EQUALS, 0, 6, _FCNTL[machine]), (_LOAD, 0, 0, _SECOND_ARGUMENT),
         *((_EQUALS, 3 - i, 0, command) for i, command in enumerate(_OWNER_COMMANDS)),
         (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE),
     ]  # fmt: skip
+
+
+def _not_truncating(machine: str) -> list[tuple[int, int, int, int]]:
+    """Return checks of arguments: no file is truncated by opening it to read."""
+    program = list[tuple[int, int, int, int]]()
     for number, flags in _OPEN[machine]:
         program += [
             (_EQUALS, 0, 6, number), (_LOAD, 0, 0, flags), (_HAS, 0, 3, _O_TRUNC), (_HAS, 1, 0, _O_ACCMODE),
