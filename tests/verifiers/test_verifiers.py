@@ -70,6 +70,11 @@ def math() -> Any:
         (r"\text{blue}", r"\boxed{Blue}"),
         (r"2\pi", r"\boxed{2\pi}"),
         ("72", "#### Step 1\nThere are 48.\n#### Step 2\nTogether 72"),
+        ("0.5", "The answer is 1 / 2."),
+        ("3", "The answer is the 3rd."),
+        ("5", "The answer is 5cm, not 5 m."),
+        ("5", "The answer is $5 \\quad \\blacksquare$"),
+        ("5", "The answer is $5/hour."),
     ],
 )
 def test_math_accepts_equivalent_answers(math: Any, gold: str, completion: str):
@@ -92,6 +97,19 @@ def test_math_accepts_equivalent_answers(math: Any, gold: str, completion: str):
         ("5", r"\boxed{5!}"),
         ("5", r"\boxed{5 million}"),
         ("5", r"\boxed{5 or 6}"),
+        ("5", r"\boxed{5 sin x}"),
+        ("5", r"\boxed{5 log n}"),
+        ("5", r"\boxed{5 plus six}"),
+        ("2", r"The answer is $2\sqrt{3}$."),
+        ("3", r"The answer is $2\sqrt{3}$."),
+        ("2", "The answer is 2^10."),
+        ("2", "So it is 2x"),
+        ("2", "The answer is 2π"),
+        ("2", r"The answer is $\frac{2}{\sqrt{3}}$"),
+        ("1", "The answer is 1e-7"),
+        ("1", "The answer is 1 / 2"),
+        ("10", r"The answer is $10^{-3}$"),
+        ("5", "The answer is 5x^2 + 1"),
         ("5", r"\boxed{5, 6}"),
         ("1234", r"\boxed{1.234}"),
         ("0.5", r"\boxed{0.51}"),
@@ -182,6 +200,24 @@ def test_reasoning_gym_uses_the_tasks_own_scorer():
     tagged = _verifier("reasoning_gym", source, extract=r"<answer>(.*?)</answer>")
     assert tagged.score(f"so <answer>{entry['answer']}</answer>", answer) == 1.0
     assert tagged.score(entry["answer"], answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("task", "completion"), [("prime_factorization", "I do not know."), ("game_of_life", "{}"), ("boxnet", "5")]
+)
+def test_an_answer_on_which_a_tasks_scorer_fails_scores_zero(task: str, completion: str, monkeypatch: pytest.MonkeyPatch):
+    from reasoning_gym.factory import create_dataset
+
+    tasks = create_dataset(task, size=2, seed=7)
+    verifier = _verifier("reasoning_gym", ReasoningGymSource(kind="reasoning_gym", task=task, size=2, seed=7))
+    assert verifier.score(completion, encode_entry(tasks[0])) == 0.0
+
+    def broken(*_: object) -> float:
+        raise RuntimeError("the task itself")
+
+    monkeypatch.setattr(type(verifier._task), "score_answer", broken)
+    with pytest.raises(RuntimeError, match="the task itself"):
+        verifier.score(completion, encode_entry(tasks[0]))
 
 
 @pytest.mark.parametrize("task", ["rearc", "countdown", "sudoku", "word_ladder", "knights_knaves", "game_of_life"])

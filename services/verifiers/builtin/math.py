@@ -76,10 +76,11 @@ def _boxed_content(text: str, at: int) -> str:
 
 
 def _stated(tail: str) -> quantity.Quantity | None:
-    """Return the number after the last "answer is", else the last number."""
+    """Return the number after the last "answer is", else the last number; None if it is part of an expression."""
     stated = [match.end() for match in _STATED.finditer(tail)]
-    found = quantity.first_in(tail[stated[-1] :]) if stated else None
-    return found or quantity.last_in(tail)
+    if stated and quantity.states_number(answer := tail[stated[-1] :]):
+        return quantity.first_in(answer)
+    return quantity.last_in(tail)
 
 
 def _read_gold(answer: str) -> tuple[quantity.Quantity | None, list[Any]]:

@@ -19,14 +19,20 @@ _UNIT = rf"(?:(?:{_ATTACHED}\b|\s+(?!pi\b)(?:[a-zA-Zµ]{{2,}}|[mgshlLAVNJWKCFkt]
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)(?P<number>{_DIGITS})(?:\s?/\s?(?P<over>\d+))?(?:\s*(?P<percent>%|percent\b))?(?P<unit>{_UNIT}?)"
 )
-_IN_TEXT = re.compile(rf"(?<![\w.^])(?<!\^\{{){_DIGITS}(?:/\d+)?(?:\s?%)?")
+_IN_TEXT = re.compile(rf"(?<![\w.^])(?<!\^\{{){_DIGITS}(?:\s?/\s?\d+)?(?:\s?%)?")
+# What makes a number in running text part of an expression: "2x", "2\sqrt{3}", "2^10", "1e-7", "\frac{2}{x}"; not "5cm" or "3rd".
+_FUNCTIONS = r"(?:sqrt|pi|[dt]?frac|cdot|times|div|log|ln|exp|sin|cos|tan|theta|alpha|beta|infty|pm|mp|binom|sum|prod|int)"
+_GOES_ON = re.compile(
+    rf"\^(?!\{{?(?:st|nd|rd|th)\b)|\s?\\{_FUNCTIONS}\b|\s?π|\}}\s*\{{|(?!(?:{_ATTACHED}|st|nd|rd|th|µ\w+)\b)[^\W\d_]"
+)
 # "10-4" and "10 - 4" are differences, "- 4" at the start of a line is a list item; "is -4" and "= -4" are negative numbers.
 _NEGATIVE = re.compile(r"(?:(?:^|[^\w)\s])\s*|[a-zA-Z]\s+)-$|=\s*-\s*$")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)(\d))")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _ASSIGNMENT = re.compile(r"[^=<>,;]*[^=<>,;!:\\]=([^=<>,;]+)")
 _SCALES = {"hundred": 100, "thousand": 1_000, "million": 1_000_000, "billion": 1_000_000_000, "trillion": 1_000_000_000_000}
-_ALTERNATIVES = {"or", "and", "to"}  # "5 or" is not one quantity with a unit
+# "5 or" and "5 log" are not one quantity with a unit.
+_NO_UNITS = {"or", "and", "to", "plus", "minus", "times", "over", "mod", "sin", "cos", "tan", "log", "ln", "exp", "sqrt"}
 _REPLACED = {
     "−": "-", "–": "-", "{,}": ",", "\\%": "%", "٪": "%",
     "\\left": "", "\\right": "", "\\!": "", "\\displaystyle": "", "^\\circ": " ", "^{\\circ}": " ", "\\degree": " ", "°": " ",
@@ -56,21 +62,28 @@ def read(text: str) -> Quantity | None:
     if match is None:
         return None
     words = match["unit"].lower().split()
-    if _ALTERNATIVES.intersection(words):
+    if _NO_UNITS.intersection(words):
         return None
     scale = _SCALES.get(words[0], 1) if words else 1
     return _quantity(match["sign"], match["number"], match["over"], match["percent"] is not None, scale)
 
 
+def states_number(text: str) -> bool:
+    """Return whether running text has a number, alone or in an expression."""
+    return _IN_TEXT.search(_plain(text)) is not None
+
+
 def last_in(text: str) -> Quantity | None:
-    """Return the last number in running text, including its sign, percent sign and denominator."""
+    """Return the last number in running text, including its sign, percent sign and denominator, or None if it is part of an
+    expression.
+    """
     text = _plain(text)
     found = list(_IN_TEXT.finditer(text))
     return _in_text(text, found[-1]) if found else None
 
 
 def first_in(text: str) -> Quantity | None:
-    """Return the first number in running text."""
+    """Return the first number in running text, as `last_in` does."""
     text = _plain(text)
     found = _IN_TEXT.search(text)
     return None if found is None else _in_text(text, found)
@@ -98,9 +111,11 @@ def _plain(text: str) -> str:
 
 
 def _in_text(text: str, match: re.Match[str]) -> Quantity | None:
+    if _GOES_ON.match(text, match.end()):
+        return None
     negative = _NEGATIVE.search(text[max(0, match.start() - 16) : match.start()]) is not None
     number, _, over = match.group().rstrip("% ").partition("/")
-    return _quantity("-" if negative else "", number, over or None, match.group().endswith("%"), 1)
+    return _quantity("-" if negative else "", number.strip(), over.strip() or None, match.group().endswith("%"), 1)
 
 
 def _quantity(sign: str, number: str, over: str | None, percent: bool, scale: int) -> Quantity | None:
