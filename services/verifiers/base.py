@@ -42,7 +42,10 @@ class Job(msgspec.Struct, array_like=True):
         """Return the fields that a custom verifier may request. Raises `msgspec.DecodeError` or ValueError for a damaged
         ticket."""
         row = msgspec.json.decode(self.row, type=Row) if self.row else Row([], {})
-        answer = decode_entry(self.answer).get("answer") if isinstance(source, ReasoningGymSource) else self.answer
+        answer = self.answer
+        if isinstance(source, ReasoningGymSource):
+            given = decode_entry(self.answer).get("answer")
+            answer = "" if given is None else given  # some tasks have none
         return {
             "prompt": row.messages, "answer": answer, "row": row.columns, "source": self.source,
             "completions": self.completions, "finish": self.finish, "tokens": self.tokens,

@@ -37,6 +37,8 @@ def read_results(results: Any, count: int) -> Verdict:
     """Read `count` numbers, or mappings with the key `score`; numbers that all mappings have are parts. Raises `BadResult`."""
     if isinstance(results, str | bytes | Mapping) or not hasattr(results, "__iter__"):
         raise BadResult(f"returned {shown(cast('object', results))}: return a list of {count} scores")
+    if isinstance(results, set | frozenset):
+        raise BadResult(f"returned a set, whose order is not that of the completions: return a list of {count} scores")
     listed = list(results)
     if len(listed) != count:
         raise BadResult(f"returned {len(listed)} results for {count} completions: return one for each")

@@ -117,6 +117,15 @@ def call(completion):
 def secret(completion):
     return float(os.environ.get("SOME_API_KEY", -1))
 
+def drips(completions):
+    for completion in completions:
+        if completion == "hang":
+            while True: pass
+        yield 1.0
+
+def unordered(completions):
+    return {1.0, 2.0}
+
 def short(completions):
     return [1.0]
 
@@ -303,6 +312,17 @@ async def test_a_group_needs_one_score_per_completion(own: Path) -> None:
             await made.score(job("a", "b"))
 
 
+async def test_results_have_an_order_and_are_drawn_within_the_time_limit(own: Path) -> None:
+    async with scoring(own, "unordered", 'scope="group"') as made:
+        with pytest.raises(VerifierFailure, match="returned a set, whose order is not that of the completions"):
+            await made.score(job("a", "b"))
+    async with scoring(own, "drips", 'scope="group"', "timeout_s=1") as made:
+        assert (await made.score(job("a", "b"))).scores == {"python": [1.0, 1.0]}
+        with pytest.raises(VerifierFailure, match=r"exceeded its time limit") as caught:
+            await made.score(job("a", "hang"))
+        assert "did not answer" not in str(caught.value), "it is stopped from within"
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -377,6 +397,8 @@ async def test_the_answer_of_a_generated_task_is_its_entrys(own: Path) -> None:
     config = load(own / "gym.toml", ['verifiers.0.function="my_rewards.py:ranked"', 'verifiers.0.scope="group"'], environ={})
     fields = Job("main", ["x"], encode_entry({"question": "?", "answer": "4"}), ROW).fields(config.data.sources[0])
     assert (fields["answer"], fields["row"]["level"]) == ("4", 3)
+    fields = Job("main", ["x"], encode_entry({"question": "?", "answer": None}), ROW).fields(config.data.sources[0])
+    assert fields["answer"] == "", "some tasks have none"
 
 
 @pytest.mark.parametrize(
