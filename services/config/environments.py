@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.config.base import Section
 from services.config.data import FileSource, Source
-from services.config.verifiers import FUNCTION, VerifierConfig, verifier_names
+from services.config.verifiers import FUNCTION, VerifierConfig, check_name, verifier_names
 
 
 class CommonEnvironment(Section):
@@ -189,6 +189,7 @@ def check_environments(
     """Raise ValueError unless environments have unique names, and sources name environments that exist."""
     names: list[str] = []
     for index, environment in enumerate(environments):
+        check_name(f"environments.{index}.name", environment.name)
         if environment.name in (*names, *verifier_names(verifiers)):
             raise ValueError(
                 f'environments.{index}.name = "{environment.name}" is the name of another environment or verifier: '

@@ -15,6 +15,8 @@ from services.config.data import Capture, FileSource, Source, pattern_of
 
 FUNCTION = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 """`module:name` or `path.py:name`."""
+OF_REWARDS = ("mean", "std", "zero_std_share")
+"""Metrics of the reward itself, beside which the scores of verifiers and environments are reported."""
 
 
 class CommonVerifier(Section):
@@ -243,9 +245,13 @@ class JudgeConfig(RemoteVerifier):
 
     @field_validator("request")
     @classmethod
-    def _leaves_the_question(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    def _leaves_the_question(cls, fields: dict[str, Any], given: ValidationInfo) -> dict[str, Any]:
         if taken := sorted({"model", "messages", "stream", "n"} & fields.keys()):
             raise ValueError(f"{', '.join(taken)} cannot be set here: use the keys model, prompt, system and votes")
+        if type(fields.get("seed", 0)) is not int:
+            raise ValueError(f"seed = {fields['seed']!r} is not an integer; the votes of a completion count up from it")
+        if "response_format" in fields and given.data.get("json_schema"):
+            raise ValueError("response_format would replace json_schema: remove one of them")
         return fields
 
 
@@ -301,6 +307,7 @@ def check_verifiers(verifiers: Sequence[VerifierConfig], sources: Sequence[Sourc
         kinds[source.name] = source.kind
     names = verifier_names(verifiers)
     for index, (name, verifier) in enumerate(zip(names, verifiers, strict=True)):
+        check_name(f"verifiers.{index}.name", name)
         if name in names[:index]:
             raise ValueError(f'verifiers.{index}.name = "{name}" is the name of another verifier: give each its own name')
         if isinstance(verifier, RemoteVerifier):
@@ -326,8 +333,19 @@ def check_verifiers(verifiers: Sequence[VerifierConfig], sources: Sequence[Sourc
         _check_columns(verifiers, source)
 
 
+def check_name(key: str, name: str) -> None:
+    """Raise ValueError if the scores of a verifier or environment of this name would have the name of another metric."""
+    if name in OF_REWARDS:
+        raise ValueError(f'{key} = "{name}" is taken by the metric reward/train/{name}: choose another name')
+
+
 def _check_address(key: str, verifier: RemoteVerifier) -> None:
-    address = urlsplit(verifier.url)
+    try:
+        address = urlsplit(verifier.url)
+    except ValueError as error:
+        raise ValueError(f'{key} = "{verifier.url}" is not an address ({error}): correct it') from None
+    if not address.hostname:
+        raise ValueError(f'{key} = "{verifier.url}" names no host: add it after {address.scheme}://')
     if "@" in address.netloc:  # the message does not repeat it
         raise ValueError(f"{key} contains a user name or password: remove them; token_env or token_file names a secret")
     if isinstance(verifier, JudgeConfig) and (address.query or address.fragment):

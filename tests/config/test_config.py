@@ -527,6 +527,8 @@ def test_row_tokens_default_to_the_longest_segment(file: Path) -> None:
     ("override", "named"),
     [("environments=[{kind='agent', name='e', command=['true'], timeout=5}]",
       "environments.0.timeout = 5 is not a known key; did you mean 'timeout_s'?"),
+     ("environments=[{kind='python', name='std', tools=['python']}]",
+      'environments.0.name = "std" is taken by the metric reward/train/std: choose another name'),
      ("environments=[{kind='mcp', name='e', url='ftp://tools'}]",
       "environments.0.url = 'ftp://tools': must begin with http:// or https://"),
      ("environments=[{kind='verifiers', name='e', environment='a b'}]", "environments.0.environment = 'a b': "),

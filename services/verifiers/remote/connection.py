@@ -86,7 +86,8 @@ class ServiceConnection:
         """Post a request until it is answered, and return the answer. Raises `VerifierFailure`."""
         pause_s = FIRST_PAUSE_S
         while True:
-            if (rest_s := self._not_before - time.monotonic()) > 0:
+            left_s = self._config.give_up_s - silence.length_s
+            if (rest_s := min(self._not_before - time.monotonic(), left_s)) > 0:
                 await asyncio.sleep(rest_s + random.uniform(0.0, FIRST_PAUSE_S))
             async with self._under_way:
                 started = time.monotonic()

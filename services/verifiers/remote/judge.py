@@ -85,7 +85,7 @@ class JudgeVerifier:
             fault = next(vote.fault for vote in votes if vote.fault)
             raise BadResult(f"{len(good)} of {wanted} votes can be read, fewer than half: {fault}")
         share = NOTE_CHARACTERS // wanted
-        return [sum(column) / len(good) for column in zip(*good, strict=True)], {"votes": [vote.text[-share:] for vote in votes]}
+        return [_mean(column) for column in zip(*good, strict=True)], {"votes": [vote.text[-share:] for vote in votes]}
 
     def _body(self, prompt: str, vote: int) -> bytes:
         """Return the request for one vote. Votes differ in their seed."""
@@ -141,3 +141,8 @@ class JudgeVerifier:
         if not found:
             raise ValueError("no match of `verdict`")
         return [float(score or "nan") for score in found[-count:]]
+
+
+def _mean(votes: Sequence[float]) -> float:
+    """Return the mean of votes, which rounding does not carry beyond them: a bound of the range is a valid vote."""
+    return min(max(sum(votes) / len(votes), min(votes)), max(votes))

@@ -7,7 +7,7 @@ never an empty text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import StrictUndefined, TemplateSyntaxError, meta
 from jinja2.sandbox import SandboxedEnvironment
@@ -19,12 +19,22 @@ VARIABLES = {
 """Scope of a judge -> the variables of its template."""
 
 
+class _Templates(SandboxedEnvironment):
+    """Reads `row.values` and `row.items` as columns, not as the methods of a mapping."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return the entry of a mapping, otherwise what jinja2 returns."""
+        if isinstance(obj, Mapping) and attribute in obj:
+            return cast("Mapping[str, Any]", obj)[attribute]
+        return super().getattr(obj, attribute)
+
+
 class PromptTemplate:
     """A template that compiles and uses only known variables."""
 
     def __init__(self, text: str, scope: str) -> None:
         """Compile `text`. Raises ValueError for a syntax error or an unknown variable."""
-        environment = SandboxedEnvironment(undefined=StrictUndefined)
+        environment = _Templates(undefined=StrictUndefined)
         try:
             self._template = environment.from_string(text)
             used = meta.find_undeclared_variables(environment.parse(text))

@@ -133,6 +133,19 @@ async def test_a_group_fails_after_give_up_s_without_an_answer(service: FlakySer
         assert pool.waiting == "", "no request is waiting"
 
 
+async def test_a_group_does_not_wait_longer_than_give_up_s_for_the_pause_of_another(service: FlakyServer) -> None:
+    service.behave(*["retry:3600"] * 100)
+    async with asking("http", service.url, give_up_s=3.0) as pool:
+        first = asyncio.create_task(pool.score(group(*TEXTS)))
+        await wait_until(lambda: pool._connections["http"]._silence.failures)
+        connection = pool._connections["http"]
+        connection._not_before = time.monotonic() + 3600  # as another group with more time left sets it
+        started = time.monotonic()
+        with pytest.raises(VerifierFailure, match="no answer for give_up_s = 3"):
+            await first
+        assert time.monotonic() - started < 30
+
+
 async def test_a_group_survives_a_restart_of_the_service(service: FlakyServer) -> None:
     service.behave("die")
     async with asking("http", f"{service.url}/score?key={SECRET}") as pool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.config import ConfigError
+from services.protocol.messages import Row
 from services.verifiers.base import Job, VerifierFailure
 from services.verifiers.results import Verdict
 from tests.support.harness import small_config
@@ -61,6 +64,20 @@ async def test_votes_have_separate_seeds_and_are_averaged(service: FlakyServer) 
 
 async def test_a_vote_outside_the_range_does_not_count(service: FlakyServer) -> None:
     assert (await judged(service, group("four"), "score 1", "score 11", votes=2, range=[0, 10])).scores == [1.0]
+
+
+@pytest.mark.parametrize(("bound", "votes"), [(0.1, 3), (0.7, 6), (-0.2, 3)])
+async def test_votes_at_a_bound_are_within_the_range(service: FlakyServer, bound: float, votes: int) -> None:
+    settings = {"votes": votes, "range": sorted([0, bound])}
+    assert (await judged(service, group("four"), *[f"score {bound}"] * votes, **settings)).scores == [bound]
+
+
+async def test_a_column_may_have_the_name_of_a_method(service: FlakyServer) -> None:
+    row = msgspec.json.encode(Row([{"role": "user", "content": "?"}], {"values": "v", "items": [1]})).decode()
+    job = Job("main", ["four"], "4", row)
+    await judged(service, job, "score 1", prompt="{{ row.values }} {{ row.items[0] }} {{ row.get('values') }} {{ completion }}")
+    (asked,) = service.requests
+    assert asked["body"]["messages"][-1]["content"] == "v 1 v four"
 
 
 @pytest.mark.parametrize(
@@ -149,11 +166,23 @@ async def test_an_invalid_template_is_detected_at_start(settings: dict[str, str]
         ('json_schema={type="object"}', "has no property 'score'"),
         ('scope="group", json_schema={properties={score={}}}', "has no property 'scores'"),
         ('verdict="score"', "has no group"),
+        ('votes=3, request={seed="a"}', "request: seed = 'a' is not an integer"),
+        ("votes=3, request={seed=[1]}", r"request: seed = \[1\] is not an integer"),
+        ("json_schema={properties={score={}}}, request={response_format={}}", "response_format would replace json_schema"),
+        ('name="mean"', r'verifiers.0.name = "mean" is taken by the metric reward/train/mean: choose another name'),
     ],
 )
 def test_invalid_settings_are_rejected(tmp_path: Path, settings: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         small_config(tmp_path, None, f'verifiers=[{{kind="judge", url="http://j/v1", model="m", prompt="p", {settings}}}]')
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"), [("http://[::1/v1", "is not an address"), ("http:///v1", "names no host: add it after http://")]
+)
+def test_the_url_must_be_one(tmp_path: Path, url: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf'verifiers.0.url = "{re.escape(url)}" {reason}'):
+        small_config(tmp_path, None, f'verifiers=[{{kind="judge", url="{url}", model="m", prompt="p"}}]')
 
 
 def test_the_url_must_end_with_the_path(tmp_path: Path) -> None:
