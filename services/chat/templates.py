@@ -131,9 +131,9 @@ class GenerationBlock(jinja2.ext.Extension):
     tags = {"generation"}
 
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
-        """Return the nodes between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        """Return the nodes between the tags, whose variables end there."""
+        line = next(parser.stream).lineno
+        return [jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)]
 
 
 def _raise(message: str) -> None:

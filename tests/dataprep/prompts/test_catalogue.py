@@ -27,7 +27,9 @@ from services.protocol.entries import decode_entry
 TEMPLATE = """{%- if messages[0].role == 'assistant' %}{{ raise_exception('an assistant cannot begin') }}{% endif %}
 {{- bos_token }}
 {%- for message in messages %}
-{% if message.role == 'assistant' %}<|{{ message.role }}|>{% generation %}{{ message.content | trim }}{% endgeneration %}
+{% if message.role == 'assistant' %}<|{{ message.role }}|>{% generation %}
+{% set said = message.content | trim %}
+{{ said }}{% endgeneration %}{% if said is defined %}outside{% endif %}
 {% else %}<|{{ message.role }}|>{{ message.content | trim }}{% endif %}
 {%- if think is defined %}{{ {"think": think} | tojson }}{% endif %}
 {%- endfor %}
