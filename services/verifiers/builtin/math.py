@@ -7,6 +7,7 @@ completion whose answer cannot be parsed scores 0. A gold answer that cannot be 
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,11 @@ TAIL_CHARACTERS = 2_000
 ANSWER_CHARACTERS = 1_000
 """A marked answer longer than this does not count."""
 
+POWER = 512
+"""An answer with a larger power or factorial than this and than the gold answer's does not count: it could take minutes."""
+
+_POWER = re.compile(r"(?:\^|\*\*)\s*[{(]?\s*[-+]?\s*(\d+)|(\d+)\s*!")
+_TOWER = re.compile(r"(?:\^|\*\*)\s*(?:\{[^{}]*|\([^()]*|\w+\s*)(?:\^|\*\*)")
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|\S)")
 _STATED = re.compile(r"(?i)\banswer\s*(?:is|:|=)")
@@ -42,7 +48,9 @@ class MathVerifier:
             if found is not None:
                 return float(quantity.equal(gold, found))
         if marked is not None:
-            return float(_text(marked) == _text(answer) or _equal(expression, _boxed(marked)))
+            if _text(marked) == _text(answer):
+                return 1.0
+            return float(_largest_power(marked) <= max(POWER, _largest_power(answer)) and _equal(expression, _boxed(marked)))
         return float(gold is None and _equal(expression, completion[-TAIL_CHARACTERS:]))
 
 
@@ -93,6 +101,13 @@ def _read_gold(answer: str) -> tuple[quantity.Quantity | None, list[Any]]:
 
 def _boxed(answer: str) -> str:
     return f"\\boxed{{{answer}}}"
+
+
+def _largest_power(text: str) -> float:
+    """Return the largest exponent or factorial that the text states; infinity if an exponent has one of its own."""
+    if _TOWER.search(text):
+        return math.inf
+    return max((float(power or factorial) for power, factorial in _POWER.findall(text)), default=0.0)
 
 
 def _text(answer: str) -> str:
