@@ -17,6 +17,7 @@ from services.verifiers.base import Job, Scores, VerifierFailure
 from services.verifiers.remote import RemotePool
 from services.verifiers.results import Verdict, gathered
 from services.verifiers.sandbox.pool import MEMORY_BYTES, Freedoms, PoolCounts, VerifierPool
+from services.verifiers.together import together
 
 
 class Scoring:
@@ -48,14 +49,9 @@ class Scoring:
             raise VerifierFailure(
                 f"the run has no prompt source {job.source!r}: its sources are {', '.join(sorted(self._sources))}"
             )
-        tasks = [asyncio.ensure_future(one.score(job)) for one in (*self.pools, self._remote)]
-        try:
-            found: dict[str, Verdict] = {}
-            for verdicts in await asyncio.gather(*tasks):
-                found |= verdicts
-        finally:
-            for task in tasks:  # if one has failed, the others are still running
-                task.cancel()
+        found: dict[str, Verdict] = {}
+        for verdicts in await together([one.score(job) for one in (*self.pools, self._remote)]):
+            found |= verdicts
         return gathered(found, len(job.completions))
 
     async def close(self) -> None:

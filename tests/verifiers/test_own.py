@@ -117,6 +117,11 @@ def call(completion):
 def secret(completion):
     return float(os.environ.get("SOME_API_KEY", -1))
 
+async def lingering(completion):
+    if completion == "raise": return {}["x"]
+    if completion == "wait": await asyncio.sleep(60)
+    return sum("_bounded" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
 def drips(completions):
     for completion in completions:
         if completion == "hang":
@@ -310,6 +315,13 @@ async def test_a_group_needs_one_score_per_completion(own: Path) -> None:
     async with scoring(own, "short", 'scope="group"') as made:
         with pytest.raises(VerifierFailure, match="returned 1 results for 2 completions"):
             await made.score(job("a", "b"))
+
+
+async def test_no_call_of_a_failed_group_runs_beside_the_next(own: Path) -> None:
+    async with scoring(own, "lingering", "timeout_s=30") as made:
+        with pytest.raises(VerifierFailure, match="KeyError"):
+            await made.score(job("raise", "wait", "wait"))
+        assert (await made.score(job("look"))).scores == {"python": [1.0]}
 
 
 async def test_results_have_an_order_and_are_drawn_within_the_time_limit(own: Path) -> None:

@@ -211,6 +211,24 @@ async def test_a_worker_killed_while_idle_fails_no_group():
         assert pool.counts.restarts == 1
 
 
+async def test_pending_calls_fail_when_the_pool_closes():
+    pool = VerifierPool(named([verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)]), 1, [SOURCE])
+    await pool.start()
+    under_way = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))
+    await until(pool._idle.empty)
+    waiting = [asyncio.create_task(scored(pool, ["aa"], "", "main")) for _ in range(3)]
+    await asyncio.sleep(0)
+    await pool.close()
+    for call in (under_way, *waiting):
+        with pytest.raises(VerifierFailure, match=r"killed|the verifiers have been closed"):
+            await asyncio.wait_for(call, 60)
+    await asyncio.gather(*pool._replacing)
+    assert pool.pids == []
+    await pool.start()
+    assert await scored(pool, ["aa"], "", "main") == {"regex": [1.0]}
+    await pool.close()
+
+
 async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("services.verifiers.sandbox.process.GRACE_S", 1.0)
     async with running(verifier("exact", timeout_s=1.0)) as pool:

@@ -17,8 +17,8 @@ from services.config.verifiers import JudgeConfig
 from services.verifiers.numeric import MOST_SCORE
 from services.verifiers.remote.connection import ServiceConnection, Silence
 from services.verifiers.remote.template import PromptTemplate, question_of
-from services.verifiers.remote.together import together
 from services.verifiers.results import NOTE_BYTES, BadResult, Verdict, read_results, shown
+from services.verifiers.together import together
 
 READ_CHARACTERS = 32 * 1024
 """Length of the end of a reply that the pattern searches: far longer than verdicts, and short enough for slow patterns."""

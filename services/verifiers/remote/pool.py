@@ -18,8 +18,8 @@ from services.config.verifiers import HttpConfig, JudgeConfig, VerifierConfig
 from services.verifiers.base import Job, VerifierFailure
 from services.verifiers.remote.connection import ServiceConnection, Silence
 from services.verifiers.remote.http import HttpVerifier
-from services.verifiers.remote.together import together
 from services.verifiers.results import Verdict, fault_of
+from services.verifiers.together import together
 
 
 class RemoteScorer(Protocol):

@@ -19,6 +19,7 @@ from services.config.verifiers import PythonConfig, VerifierConfig
 from services.runtime.own_code import Unusable, imported
 from services.verifiers.base import Job
 from services.verifiers.results import Verdict, read_results
+from services.verifiers.together import together
 
 BUILTIN: dict[str, str] = {
     "math": "services.verifiers.builtin.math:MathVerifier",
@@ -75,7 +76,7 @@ class LoadedVerifier:
         return {name: fields[OF_ONE[name]][i] if name in OF_ONE else fields[name] for name in self.needs}
 
     async def _together(self, calls: list[Callable[[], Any]]) -> list[Any]:
-        return await asyncio.gather(*(self._bounded(call()) for call in calls))
+        return await together([self._bounded(call()) for call in calls])
 
     async def _bounded(self, call: Any) -> Any:
         try:

@@ -72,6 +72,7 @@ class VerifierPool:
         self._workers = [WorkerProcess(setup, self._verifiers, freedoms.inherited, freedoms.withheld) for _ in range(workers)]
         self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
         self._replacing: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @property
     def pids(self) -> list[int]:
@@ -89,6 +90,7 @@ class VerifierPool:
             if isinstance(outcome, BaseException):
                 await self.close()
                 raise outcome
+        self._closed = False
         self._idle = asyncio.LifoQueue()  # each worker is in it once, even if the pool is started again
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -98,6 +100,9 @@ class VerifierPool:
         if not self._verifiers.get(job.source):
             return {}
         worker = await self._idle.get()
+        if self._closed:
+            self._idle.put_nowait(worker)  # for the next call that waits
+            raise VerifierFailure("the verifiers have been closed")
         started = time.monotonic()
         try:
             if not worker.alive:
@@ -121,13 +126,15 @@ class VerifierPool:
 
     async def close(self) -> None:
         """End all workers. Pending calls of `score` fail."""
+        self._closed = True
         for task in self._replacing:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
+        self._idle.put_nowait(self._workers[0])  # wakes a call that waits for one
 
     def _hand_back(self, worker: WorkerProcess) -> None:
-        if worker.alive:
+        if worker.alive or self._closed:
             self._idle.put_nowait(worker)
             return
         task = asyncio.create_task(self._replace(worker))
