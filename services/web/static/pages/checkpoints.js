@@ -29,7 +29,7 @@ export function CheckpointsPage({ frame }) {
   const answer = useAnswer("v1/checkpoints", EVERY_S, `${state?.checkpointed_step} ${state?.checkpoint} ${state?.restore}`);
   return html`<${Page} title="Checkpoints" tools=${html`<${Operator}><${Action} disabled=${!state || Boolean(state.finished)} onClick=${checkpoint}>Write now<//><//>`}>
     ${state?.checkpoint && html`<p class="lead">A checkpoint is requested (${plain(state.checkpoint)}). It will be written when no step is in training.</p>`}
-    ${state?.restore_failed && html`<p class="fault">The run could not be restored to a checkpoint, step ${plain(state.restore_failed.replace(" ", ": "))}</p>`}
+    ${state?.restore_failed && html`<p class="fault">The run could not be restored to the checkpoint of step ${plain(state.restore_failed.replace(" ", ": "))}</p>`}
     ${state?.checkpoint_failed && html`<p class="fault">The last checkpoint could not be written: ${plain(state.checkpoint_failed)}</p>`}
     <${Answer} of=${answer}>
       ${(found) =>
