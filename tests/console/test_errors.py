@@ -14,7 +14,7 @@ from services.console.__main__ import main
 from services.console.commands.inspecting import run_and_ids
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED, ConsoleError
 from services.runtime.atomic_folders import FolderError
-from tests.support.console import LIMIT_S, ROOT, environment
+from tests.support.console import LIMIT_S, ROOT, environment, state_of, wait_until
 
 
 def test_what_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +46,8 @@ def test_a_question_can_be_left(key: bytes, tmp_path: Path) -> None:
     shown = b""
     while b"Model: " not in shown:
         shown += os.read(console, 4096)
+    # Python loses a signal that arrives after the question is shown and before it waits for the answer.
+    wait_until(lambda: state_of(process.pid) == "S", "waiting for the answer")
     os.write(console, key)
     assert process.wait(LIMIT_S) == EXIT_STOPPED
     os.close(console)

@@ -94,10 +94,15 @@ def _servers(run: Path) -> list[int]:
 
 def lives(pid: int) -> bool:
     """Return whether a process is running; a zombie does not count."""
+    return state_of(pid) not in ("", "Z")
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process: R, S (waits), T (stopped), Z …; empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def steps(run: Path) -> list[int]:
