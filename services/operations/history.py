@@ -42,7 +42,7 @@ class History(Generic[T]):
         """Add a record. Return whether it is new, and whether it removed others from its number on. One without a number, which
         another program wrote or which is damaged, is left out.
         """
-        if not _is_number(record.get(self.key)) or not _is_number(record.get(INCARNATION, 0.0)):
+        if not is_number(record.get(self.key)) or not is_number(record.get(INCARNATION, 0.0)):
             return False, False
         number, incarnation, forgot = int(record[self.key]), record.get(INCARNATION, 0.0), False
         if incarnation < self.incarnation:
@@ -76,7 +76,8 @@ class History(Generic[T]):
         return bool(numbers)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Return whether a value can number a record."""
     return isinstance(value, int | float) and abs(value) < MAX_NUMBER
 
 

@@ -30,7 +30,7 @@ from services.console.local.changes import record
 from services.console.local.folder import RunFolder
 from services.console.paths import existing
 from services.console.printable import print_json
-from services.operations.history import EVALUATED, STEP, recorded
+from services.operations.history import EVALUATED, STEP, is_number, recorded
 from services.operations.inspection.checkpoints import restorable
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FileRecord, FolderError, FolderManifest
@@ -213,5 +213,5 @@ def _copy(saved: Saved, new: RunFolder, config: RunConfig) -> Path:
 def _history(old: Path, new: Path, key: str, last: int) -> None:
     """Copy the records up to that of the checkpoint, so that the new run's curve begins where the old one's did."""
     if old.exists():
-        kept = [record for record in recorded(old) if record[key] <= last]
+        kept = [record for record in recorded(old) if is_number(record.get(key)) and record[key] <= last]
         new.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in kept))

@@ -53,7 +53,9 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     config = folder.write(config)
     for step in (1, 3):
         checkpoint(config, step)
-    folder.metrics.write_text("".join(json.dumps({"step": step, "kl": 0.5}) + "\n" for step in range(5)) + '{"st')
+    folder.metrics.write_text(
+        "".join(json.dumps({"step": step, "kl": 0.5}) + "\n" for step in range(5)) + '{"epoch": 1}\n{"step": null}\n{"st'
+    )
     return folder
 
 
