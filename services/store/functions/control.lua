@@ -51,7 +51,9 @@ register('set_steps', {'token', TEXT, 'steps', POSITIVE}, function(prefix, args)
   record_answer(prefix, args[1], changed)
   if changed == 1 then
     redis.call('HSET', key, 'steps', steps)
-    if tonumber(steps) > have[2] + 1 and redis.call('HDEL', key, 'finished') == 1 then redis.call('HDEL', key, 'stopping') end
+    for _, kept in ipairs(tonumber(steps) > have[2] + 1 and {'', 'revived:'} or {}) do
+      if redis.call('HDEL', key, kept .. 'finished') == 1 then redis.call('HDEL', key, kept .. 'stopping') end
+    end
     notify(prefix, 'control')
   end
   return changed

@@ -217,6 +217,10 @@ async def test_a_restore_revives_an_ended_run_unless_it_fails(any_store: Store, 
     await any_store.run.request_restore(2)
     await any_store.run.restore_failed(2, "damaged", team.trainer)
     assert await now() == before
+    await any_store.run.request_restore(2)
+    await any_store.run.set_steps(1000)
+    await any_store.run.restore_failed(2, "damaged", team.trainer)
+    assert await now() == ("", before[1] if not before[0] else ""), "a run that has steps left has not finished"
     await any_store.run.request_restore(1)
     trainer = await any_store.run.attach_trainer()
     await any_store.connection.call("restore_begin", trainer, 1)
