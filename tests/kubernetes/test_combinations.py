@@ -73,6 +73,7 @@ def test_a_variable_of_the_values_replaces_the_charts_own() -> None:
         ("redis://h:7000", False, "h:7000", None),
         ("rediss://h:7000/12", False, "h:7000", "12"),
         ("redis://h", True, "h:6379", None),
+        ("redis://h/0", True, "h:6379", None),
     ],
 )
 def test_keda_watches_the_database_of_the_run(url: str, cluster: bool, address: str, index: str | None) -> None:
