@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_valid
 
 from services.config.base import Section
 from services.config.data import Capture, FileSource, Source, pattern_of
+from services.config.reading.secrets import without_secrets
 
 FUNCTION = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 """`module:name` or `path.py:name`."""
@@ -343,11 +344,12 @@ def _check_address(key: str, verifier: RemoteVerifier) -> None:
     try:
         address = urlsplit(verifier.url)
     except ValueError as error:
-        raise ValueError(f'{key} = "{verifier.url}" is not an address ({error}): correct it') from None
-    if not address.hostname:
-        raise ValueError(f'{key} = "{verifier.url}" names no host: add it after {address.scheme}://')
+        url = without_secrets("url", verifier.url)
+        raise ValueError(f'{key} = "{url}" is not an address ({error}): correct it') from None
     if "@" in address.netloc:  # the message does not repeat it
         raise ValueError(f"{key} contains a user name or password: remove them; token_env or token_file names a secret")
+    if not address.hostname:
+        raise ValueError(f'{key} = "{verifier.url}" names no host: add it after {address.scheme}://')
     if isinstance(verifier, JudgeConfig) and (address.query or address.fragment):
         raise ValueError(f'{key} = "{verifier.url}" has a part after the path: end it with the path, such as …/v1')
 

@@ -185,6 +185,13 @@ def test_the_url_must_be_one(tmp_path: Path, url: str, reason: str) -> None:
         small_config(tmp_path, None, f'verifiers=[{{kind="judge", url="{url}", model="m", prompt="p"}}]')
 
 
+@pytest.mark.parametrize("url", ["http://me:hunter2@/v1", "http://me:hunter2@[::1/v1"])
+def test_no_message_repeats_a_password(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"verifiers.0.url") as refused:
+        small_config(tmp_path, None, f'verifiers=[{{kind="judge", url="{url}", model="m", prompt="p"}}]')
+    assert "hunter2" not in str(refused.value)
+
+
 def test_the_url_must_end_with_the_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has a part after the path: end it with the path, such as …/v1"):
         small_config(tmp_path, None, 'verifiers=[{kind="judge", url="http://j/v1?a=b", model="m", prompt="p"}]')
