@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,17 @@ TICKET_TYPES = {"Ticket", "Tickets", "Claim"}
 STORES = {"store", "_store"}
 ODD_WORDS = ("anew", "amid", "amidst", "for want of", "to be had", "relieve", "relieves", "relieved", "heed", "heeds", "heeded")
 """English words that make readers of code and pages stumble. Parts of names count, too."""
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)
+"""Tokens that make no line a line of code."""
+_PRIVATE = re.compile(r"_[^_]\w*")
 _ODD = re.compile("|".join(rf"(?<![a-z]){words}(?![a-z])".replace(" ", r"\s+") for words in ODD_WORDS), re.IGNORECASE)
 
 
@@ -52,17 +64,119 @@ class Measure:
 
 def measure(types: bool = False) -> list[Measure]:
     """Measure everything; include type errors only with `types`."""
-    structure = [files_a_folder(), duplicate_classes(), keys(), function_max(), services_lines(), ticket_files()]
-    quick = [*structure, odd_words(), suite_s()]
-    return [*quick, strict_errors() if types else Measure("strict_errors", None, 0, "measured with --types")]
+    quick = [each() for each in QUICK]
+    suite = [of_suite("suite_s", 300), of_suite("suite_cpu_s", 480)]
+    return [*quick, *suite, strict_errors() if types else Measure("strict_errors", None, 0, "measured with --types")]
 
 
-def files_a_folder() -> Measure:
-    """Return the largest number of files of any kind that stand directly in one folder of services."""
-    folders = [SERVICES, *(path for path in SERVICES.rglob("*") if path.is_dir() and path.name != "__pycache__")]
-    counts = {folder: sum(path.is_file() for path in folder.iterdir()) for folder in folders}
-    fullest = max(counts, key=lambda folder: (counts[folder], str(folder)))
-    return Measure("files_a_folder", counts[fullest], 15, _shown(fullest))
+def services_code() -> Measure:
+    """Count the lines of code of services."""
+    return Measure("services_code", sum(map(code_lines, _modules())), 41_083)
+
+
+def console_code() -> Measure:
+    """Count the lines of code of the command line."""
+    return Measure("console_code", sum(code_lines(path) for path in _modules() if "console" in path.parts), 7_838)
+
+
+def files() -> Measure:
+    """Count the Python files of services."""
+    return Measure("files", len(_modules()), 576)
+
+
+@cache
+def code_lines(path: Path) -> int:
+    """Count the lines of a file that hold a token which is neither a comment nor part of a docstring (also of an attribute)."""
+    lines = set[int]()
+    docstrings = {
+        line
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in NO_CODE:
+                lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def two_way_folders() -> Measure:
+    """Count the pairs of folders of services that import each other, wherever in a file an import stands."""
+    arrows = {(here.parent, there.parent) for here, there in _imports() if here.parent != there.parent}
+    pairs = sorted(f"{_shown(a)} and {_shown(b)}" for a, b in arrows if a < b and (b, a) in arrows)
+    return Measure("two_way_folders", len(pairs), 31, "; ".join(pairs))
+
+
+def lone_small_files() -> Measure:
+    """Count the files of services with fewer than 30 lines of code that at most one other file imports.
+
+    A package's `__init__.py` and a program's `__main__.py` do not count.
+    """
+    importers: dict[Path, set[Path]] = {path: set() for path in _modules()}
+    for here, there in _imports():
+        importers[there].add(here)
+    small = [
+        _shown(path)
+        for path, users in importers.items()
+        if len(users) < 2 and code_lines(path) < 30 and path.name not in ("__init__.py", "__main__.py")
+    ]
+    return Measure("lone_small_files", len(small), 24, ", ".join(small))
+
+
+def fmt_skips() -> Measure:
+    """Count the statements of services that the formatter is told to skip."""
+    found = [_shown(path) for path in _modules() for line in path.read_text().splitlines() if "# fmt: skip" in line]
+    return Measure("fmt_skips", len(found), 213, ", ".join(sorted(set(found))))
+
+
+def changelog_bytes() -> Measure:
+    """Return the size of CHANGELOG.md."""
+    return Measure("changelog_bytes", (ROOT / "CHANGELOG.md").stat().st_size, 94_655)
+
+
+def private_accesses() -> Measure:
+    """Count the places in tests that reach for a private name of something else than `self`, patches by name included."""
+    counts = Counter(
+        _shown(path) for path in (ROOT / "tests").rglob("*.py") for node in ast.walk(_tree(path)) if _is_private_access(node)
+    )
+    return Measure("private_accesses", counts.total(), 384, ", ".join(f"{path} {n}" for path, n in counts.most_common()))
+
+
+def _is_private_access(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            return False
+        case ast.Attribute(attr=name):
+            return bool(_PRIVATE.fullmatch(name))
+        case ast.Call(func=ast.Name(id="setattr" | "getattr") | ast.Attribute(attr="setattr" | "delattr"), args=args):
+            texts = [each.value for each in args[:2] if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            return any(_PRIVATE.fullmatch(text.rpartition(".")[2]) for text in texts)
+    return False
+
+
+def _imports() -> Iterator[tuple[Path, Path]]:
+    """Yield each file of services with each other file of services that it imports."""
+    for here, tree in _trees():
+        for node in ast.walk(tree):
+            names = list[str]()
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for there in map(_module_of, names):
+                if there is not None and there != here:
+                    yield here, there
+
+
+def _module_of(name: str) -> Path | None:
+    """Return the file of services that an imported name is or belongs to."""
+    for known in (name, name.rpartition(".")[0]):
+        path = ROOT.joinpath(*known.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if known.startswith("services.") and file.is_file():
+                return file
+    return None
 
 
 def duplicate_classes() -> Measure:
@@ -97,24 +211,6 @@ def keys() -> Measure:
     return Measure("keys", len(names), 200)
 
 
-def function_max() -> Measure:
-    """Return the length of the longest function body in lines, without its docstring."""
-    lengths: dict[str, int] = {}
-    for path, tree in _trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-                end = max((statement.end_lineno or 0 for statement in body), default=0)
-                lengths[f"{_shown(path)}:{node.name}"] = end - body[0].lineno + 1 if body else 0
-    longest = max(lengths, key=lambda name: (lengths[name], name))
-    return Measure("function_max", lengths[longest], 51, longest)
-
-
-def services_lines() -> Measure:
-    """Count the lines of Python under services, blank ones included."""
-    return Measure("services_lines", sum(len(path.read_text().splitlines()) for path in _modules()), None)
-
-
 def ticket_files() -> Measure:
     """Count the modules that know of tickets.
 
@@ -145,12 +241,12 @@ def odd_words_of(text: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, found.start()) + 1, " ".join(found[0].split())) for found in _ODD.finditer(text)]
 
 
-def suite_s() -> Measure:
-    """Return the duration of the whole suite in seconds, if recorded."""
+def of_suite(name: str, bound: float) -> Measure:
+    """Return a figure of the last whole `make test`, if recorded: its duration, or its processor time, in seconds."""
     for path in SUITE_SECONDS:
-        if path.exists():
-            return Measure("suite_s", json.loads(path.read_text())["suite_s"], 480, _shown(path))
-    return Measure("suite_s", None, 480, "make test has not run")
+        if path.exists() and (value := json.loads(path.read_text()).get(name)) is not None:
+            return Measure(name, value, bound, _shown(path))
+    return Measure(name, None, bound, "make test has not run")
 
 
 def _knows_tickets(node: ast.AST) -> bool:
@@ -180,6 +276,13 @@ def _tree(path: Path) -> ast.Module:
 
 def _shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+QUICK = (
+    services_code, console_code, files, two_way_folders, keys, lone_small_files, fmt_skips, changelog_bytes, private_accesses,
+    duplicate_classes, ticket_files, odd_words,
+)  # fmt: skip
+"""What `tests/test_house.py` holds to its bounds."""
 
 
 def as_json(measures: list[Measure]) -> str:
