@@ -28,8 +28,8 @@ if __name__ == "__main__":  # `python benchmarks/cli.py` from the repository's r
 
 from benchmarks.common import arguments, report
 from services.config import digest
-from services.console.local.folder import RunFolder, resolve
-from services.console.local.redis_server import RedisServer
+from services.console.run.folder import RunFolder, resolve
+from services.console.run.redis_server import RedisServer
 from services.operations import account
 from services.operations.account import Account, PodAccount
 from services.protocol.messages import PodStatus

@@ -29,7 +29,7 @@ if __name__ == "__main__":  # `python benchmarks/cold_start.py` from the reposit
 
 from benchmarks.common import arguments, report, run
 from services.config import load_resolved
-from services.console.local.folder import RunFolder
+from services.console.run.folder import RunFolder
 from services.protocol import codec
 from services.protocol.messages import Header, PodStatus
 from services.runtime.process_tools import die_with_parent

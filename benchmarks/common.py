@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.config import RunConfig, load
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 
 
 def machine() -> dict[str, Any]:

@@ -34,7 +34,7 @@ if __name__ == "__main__":  # `python benchmarks/datapath.py` from the repositor
 from benchmarks.common import group_arguments, report, run, whole_steps
 from services.algorithm import advantages, group_statistics
 from services.console.commands.audit import audit
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.dataprep.replay import admission
 from services.protocol import codec

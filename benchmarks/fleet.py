@@ -34,7 +34,7 @@ if __name__ == "__main__":  # `python benchmarks/fleet.py` from the repository's
 from benchmarks.common import arguments, bare_run, report, run
 from benchmarks.datapath import make_header, make_tickets
 from services.config import RunConfig, load, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
 from services.http.credentials import redis_password

@@ -35,7 +35,7 @@ if __name__ == "__main__":  # `python benchmarks/growth.py` from the repository'
 from benchmarks.common import arguments, report, run
 from benchmarks.fleet import measure_one
 from benchmarks.suite.fitting import growth, power_law, relative
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, StepPlan

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.common import arguments, configured, report, run
 from services.config import RunConfig, digest, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.metrics import DataprepMetrics
 from services.generator.metrics import GeneratorMetrics
 from services.protocol.messages import Header

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # `python benchmarks/overhead.py` from the repositor
 
 from benchmarks.common import arguments, configured, report, run
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.seeds import ticket_seed
 from services.generator.engines.tokenizer import load_tokenizer

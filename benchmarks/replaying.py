@@ -31,7 +31,7 @@ if __name__ == "__main__":  # `python benchmarks/replaying.py` from the reposito
 from benchmarks.common import arguments, report, run
 from services.config import load_resolved
 from services.console.bundles.record import POLL_S
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.operations import account
 from services.operations.bundles.gathering import Judged, StepReader
 from services.store import Store

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # `python benchmarks/rewards.py` from the repository
 
 from benchmarks.common import arguments, report, run
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.http.entry import open_service

@@ -34,7 +34,7 @@ from tokenizers import Tokenizer
 from benchmarks.common import arguments, bare_run, report, run
 from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
 from services.config import RunConfig, digest
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.operations.inspection.text import TextReader
 from services.operations.samples.folder import SAMPLES, LogPosition
 from services.operations.samples.search import Search

@@ -25,7 +25,7 @@ from benchmarks.common import arguments, report, run
 from benchmarks.datapath import make_header, make_tickets
 from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
 from services.config import RunConfig, load, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol import codec
 from services.store import Store
 from services.store.records import Claim

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # `python benchmarks/snapshot.py` from the repositor
 
 from benchmarks.common import arguments, report, run
 from benchmarks.replay import Ours, make_payload
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.store import Store
 from services.store.calls.payloads import FETCHED_TOGETHER
 from services.store.snapshot_format import Snapshot

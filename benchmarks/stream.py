@@ -31,7 +31,7 @@ if __name__ == "__main__":  # `python benchmarks/stream.py` from the repository'
 
 from benchmarks.common import group_arguments, report, run, whole_steps
 from benchmarks.datapath import GROUP_SIZE, RANKS, Ours, Times, make_payload, used_bytes, work
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol import codec
 from services.protocol.payloads import Payload
 from services.store import Store

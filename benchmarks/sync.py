@@ -39,7 +39,7 @@ import torch.distributed as dist
 from benchmarks import link
 from benchmarks.common import arguments, bare_run, report, run
 from services.config import RunConfig, load, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.metrics import GeneratorMetrics
 from services.http.entry import open_service
 from services.runtime import logs

@@ -12,7 +12,7 @@ from statistics import quantiles
 import numpy as np
 
 from benchmarks.fleet import served_s
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.environment.records import pack_record
 from services.protocol.payloads import Turn
 from services.store import Claim, Store

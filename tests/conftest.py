@@ -16,7 +16,7 @@ import pytest_asyncio
 import pytest_randomly
 from xdist.scheduler import LoadScopeScheduling
 
-from services.console.local.redis_server import RedisServer, find_server
+from services.console.run.redis_server import RedisServer, find_server
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store
@@ -87,7 +87,7 @@ FIRST = (
     "weights/sparse/test_sparse_engines", "monitoring/test_observed", "weights/test_weight_transfer",
     "trainer/step/test_policy", "trainer/checkpoints/test_layouts", "generator/test_engine", "web/test_page",
     "weights/nccl/test_nccl", "trainer/model/test_reference", "runs/faults/test_sync_faults", "runs/", "trainer/",
-    "generator/", "kubernetes/test_releases", "kubernetes/test_chart", "console/local/test_launcher",
+    "generator/", "kubernetes/test_releases", "kubernetes/test_chart", "console/run/test_launcher",
     "environment/programs/test_verifiers_library", "verifiers/test_pool", "sandbox/", "store/test_shards", "test_imports",
     "gpu/", "web/", "dataprep/", "operations/test_text", "environment/",
 )  # fmt: skip

@@ -24,7 +24,7 @@ import redis
 from benchmarks.against_trl.curves import Curve
 from benchmarks.against_trl.environment import trl_python
 from services.config import load_resolved
-from services.console.local.folder import RunFolder
+from services.console.run.folder import RunFolder
 from services.protocol.keys import Keys
 from services.runtime.process_tools import die_with_parent
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.slow_link import SlowLink
 from benchmarks.weights.engine import distinct
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.weights.delivery import Delivery
 from services.weights.outcomes import SyncReport
 from tests.support.rounds_world import World, open_world

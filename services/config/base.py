@@ -23,6 +23,6 @@ class Section(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the section's JSON schema with the docstrings of its keys as descriptions."""
-        from services.config.reading.docstrings import described
+        from services.config.docstrings import described
 
         return described(cls, core_schema, handler)

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from services.config import RunConfig
-from services.config.reading.docstrings import docstrings
+from services.config.docstrings import docstrings
 
 
 @dataclass(frozen=True)

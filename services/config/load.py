@@ -21,16 +21,16 @@ import msgspec
 from pydantic import ValidationError
 
 from services.config.consistency import broken
+from services.config.derived import derived
 from services.config.environments import code_of, environment_file
+from services.config.faults import explained, keys_of, models_of, without
 from services.config.generation import Generator, owned_options
 from services.config.loss import settle
-from services.config.reading.derived import derived
-from services.config.reading.faults import explained, keys_of, models_of, without
-from services.config.reading.places import COMMAND_LINE, KeyPlaces
-from services.config.reading.secrets import shown
-from services.config.reading.unused_keys import unused_keys
+from services.config.places import COMMAND_LINE, KeyPlaces
 from services.config.root import Redis, RunConfig
+from services.config.secrets import shown
 from services.config.training import Trainer
+from services.config.unused_keys import unused_keys
 
 ENV_PREFIX = "GRPO__"
 _ENTRY = re.compile(r"\[(\d+)\]")

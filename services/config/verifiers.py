@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_valid
 
 from services.config.base import Section
 from services.config.data import Capture, FileSource, Source, pattern_of
-from services.config.reading.secrets import without_secrets
+from services.config.secrets import without_secrets
 
 FUNCTION = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 """`module:name` or `path.py:name`."""

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from services.config import ConfigError, RunConfig, digest, load, load_resolved
+from services.config.differences import differing
 from services.config.load import NOT_DEFINING
-from services.config.reading.differences import differing
 from services.console.errors import EXIT_CONFIG, EXIT_OK
 from services.http.credentials import redis_login
 from services.protocol.errors import StoreError

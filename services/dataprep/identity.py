@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from services.config import RunConfig, defining, digest
-from services.config.reading.differences import differing
+from services.config.differences import differing
 from services.dataprep.replay.weights import table_rules
 from services.protocol.errors import DifferentRun
 from services.store import Store

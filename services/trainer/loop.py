@@ -18,7 +18,7 @@ from typing import cast
 import structlog
 
 from services.config.evaluation import FINAL_S
-from services.config.reading.loss_in_words import loss_in_words
+from services.config.loss_in_words import loss_in_words
 from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
 from services.runtime.loops import Loop

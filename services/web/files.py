@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.config import RunConfig
 from services.config.explain import keys
-from services.config.reading.secrets import without_secrets
+from services.config.secrets import without_secrets
 from services.operations.cost import Cost, cost_of
 from services.operations.history import STEP, history_of
 from services.runtime.atomic_folders import FolderError

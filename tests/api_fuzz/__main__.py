@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.portal import Portal
 from tests.api_fuzz.fuzz import fuzz
 from tests.api_fuzz.world import endpoints

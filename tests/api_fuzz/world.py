@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.api import add_routes as add_generator
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 
 from services.config import ConfigError, RunConfig, digest, load, load_resolved, to_toml
 from services.config.base import Section
+from services.config.docstrings import docstrings
+from services.config.faults import IN_WORDS, REPLACED, models_of
 from services.config.load import NOT_DEFINING
-from services.config.reading.docstrings import docstrings
-from services.config.reading.faults import IN_WORDS, REPLACED, models_of
 
 SMALLEST = """
 [model]

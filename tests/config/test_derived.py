@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.config import ConfigError, RunConfig, load
-from services.config.reading.derived import context_of
+from services.config.derived import context_of
 
 
 def _lengths(config: RunConfig) -> tuple[int, int, int, int]:

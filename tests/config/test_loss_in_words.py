@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.config.reading.loss_in_words import clips, loss_in_words
+from services.config.loss_in_words import clips, loss_in_words
 from services.trainer import losses
 from tests.support.models.tiny_model import make_config
 from tests.trainer.losses.tokens import make_tokens

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from services.config.reading.places import KeyPlaces
+from services.config.places import KeyPlaces
 
 TEXT = '''\
 # [commented]

@@ -19,8 +19,8 @@ from typer.main import get_command
 
 from services.config import digest, load_resolved, to_toml
 from services.console.__main__ import app, main, with_waits
-from services.console.local.folder import RunFolder
-from services.console.local.redis_server import RedisServer, start_server
+from services.console.run.folder import RunFolder
+from services.console.run.redis_server import RedisServer, start_server
 from services.protocol.messages import PodStatus
 from services.store import Store
 from tests.newcomer.world import make_model

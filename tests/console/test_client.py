@@ -12,7 +12,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from services.console.__main__ import main
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.client import ApiError, Client
 from services.runtime.portal import Portal
 from tests.api_fuzz.world import endpoints

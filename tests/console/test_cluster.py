@@ -30,7 +30,7 @@ from services.config import to_toml
 from services.console.__main__ import main
 from services.console.cluster.command import exit_code
 from services.console.errors import ConsoleError
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.process_tools import CONFIG_ENV, free_port
 from services.store import Store
 from tests.support.harness import small_config

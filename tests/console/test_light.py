@@ -18,8 +18,8 @@ from typer.core import TyperArgument, TyperOption
 from services.config import digest
 from services.console.__main__ import app, with_waits
 from services.console.arguments import USAGE_ERROR, _process_value, only, quicken
-from services.console.local.folder import RunFolder, resolve
-from services.console.local.redis_server import RedisServer
+from services.console.run.folder import RunFolder, resolve
+from services.console.run.redis_server import RedisServer
 from services.operations import account
 from services.operations.account import Account, PodAccount
 from services.protocol.messages import PodStatus

@@ -11,7 +11,7 @@ import pytest
 
 from services.console.__main__ import main
 from services.console.commands.smoke import POLL_S
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.messages import PodStatus
 from services.runtime.portal import Portal
 from services.store import Store

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.api import serve
 from services.http.credentials import ApiTokens
 from services.http.endpoints.run import add_routes

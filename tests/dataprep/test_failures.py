@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
-from services.console.start.resumption import requeue_failed
+from services.console.run.redis_server import RedisServer
+from services.console.run.resumption import requeue_failed
 from services.dataprep.failures import Failures
 from services.operations.inspection.deadletters import requeue
 from services.store import Store

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from services.console.commands.audit import assess
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.messages import StepPlan, Ticket
 from services.store import Store
 from tests.dataprep.test_loop import answer, configured, dataprep

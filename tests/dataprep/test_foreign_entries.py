@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol import codec
 from tests.dataprep.test_loop import _has, answer, claim_all, configured, dataprep, finish
 from tests.support.harness import buried, wait_until

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from services.config import RunConfig, digest, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.identity import create_or_attach, differences
 from services.protocol.errors import DifferentRun
 from services.runtime.processes.causes import one_line

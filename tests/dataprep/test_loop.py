@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.evaluation.rounds import EvaluationRounds
 from services.dataprep.loop import IDLE_S, OUT_OF_STEP, DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from tests.dataprep.test_loop import _has, claim_all, configured, dataprep, finish, generate
 from tests.support.harness import wait_until
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from services.config import RunConfig, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.process_tools import CONFIG_ENV, free_port
 from services.store import Store
 from tests.support.harness import save_tokenizer_folder, small_config, wait_until

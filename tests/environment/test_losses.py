@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.environment import loop
 from services.environment.agent import Door, run_agent
 from services.environment.door.turns import ContextFull, Overrides

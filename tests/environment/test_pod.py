@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.evaluation.report import read_results
 from services.environment.loop import EnvironmentLoop
 from services.environment.pod import EnvironmentPod

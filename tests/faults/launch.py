@@ -15,8 +15,8 @@ from pathlib import Path
 
 from services.config import RunConfig, to_toml
 from services.console.__main__ import main
-from services.console.local import run
-from services.console.local.plan import plan_units
+from services.console.run import command
+from services.console.run.plan import plan_units
 from services.runtime.processes.child_processes import ProcessPlan, ServicePlan
 
 _places: dict[str, Path] = {}  # pod -> its own configuration
@@ -48,6 +48,6 @@ def _own_places(config: RunConfig, folder: Path) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
-    real = run.run
-    run.run = lambda options: real(options, proxied)
+    real = command.run
+    command.run = lambda options: real(options, proxied)
     sys.exit(main())

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from services.config import RunConfig, load, to_toml
 from services.config.load import load_resolved
-from services.console.local.folder import RunFolder
+from services.console.run.folder import RunFolder
 from services.http.credentials import redis_password
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import die_with_parent, free_port

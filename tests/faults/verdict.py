@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.console.commands.audit import audit
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.order import PromptOrder
 from services.store import Store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator import pod as pods
 from services.generator.metrics import ACTIVITIES
 from services.generator.pod import GeneratorPod

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from services.config import RunConfig, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.drain import BEYOND_S, drain
 from services.http.entry import open_service
 from services.runtime.process_tools import free_port

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.api import add_routes
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics

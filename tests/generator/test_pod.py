@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.pod import GeneratorPod
 from services.http.entry import open_service

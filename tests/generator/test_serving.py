@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator import loop as loops
 from services.generator.api import GENERATE, add_routes
 from services.generator.rollouts import evaluation

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.protocol.errors import RedisFull, StoreError
 from services.store import Store

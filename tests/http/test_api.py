@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from services.config import ConfigError
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.api import serve
 from services.http.authorization import BODY_LIMIT_BYTES
 from services.http.credentials import ApiTokens, api_tokens

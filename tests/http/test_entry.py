@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from services.config import ConfigError, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.environment.pod import EnvironmentPod
 from services.generator.pod import GeneratorPod
 from services.http.entry import connect, leaving_at_once, open_service

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.entry import Arguments, open_service, rest
 from services.runtime.process_tools import free_port
 from services.store import Store

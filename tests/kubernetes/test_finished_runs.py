@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.cluster.account import ClusterError
 from services.scaler.workload import KubernetesApi
 from services.store import Store

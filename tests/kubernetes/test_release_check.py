@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.config import RunConfig, digest, load, to_toml
-from services.console.local.redis_server import RedisServer
 from services.console.release_check import main, refusal
+from services.console.run.redis_server import RedisServer
 from services.store import Store
 from tests.kubernetes.support import chart
 from tests.support.harness import small_config

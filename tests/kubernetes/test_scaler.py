@@ -12,7 +12,7 @@ import pytest
 
 from services.config import ConfigError, to_toml
 from services.console.__main__ import main
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.api import serve
 from services.http.credentials import ApiTokens
 from services.http.entry import open_service

@@ -18,7 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from services.console.local.redis_server import find_server
+from services.console.run.redis_server import find_server
 from services.protocol.keys import Keys
 from services.runtime.process_tools import free_port
 from services.store import acl

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.entry import open_service
 from services.protocol.errors import Damaged, StoreError
 from services.runtime.loops import Loop, end_tasks

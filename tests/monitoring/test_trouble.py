@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep import run_gauges
 from services.dataprep.metrics import RunMetrics
 from services.dataprep.run_gauges import RunGauges

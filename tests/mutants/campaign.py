@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from tests.mutants.explained import EXPLAINED
 from tests.mutants.guards import Guard
 from tests.mutants.killers import Killer, killers, survives

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.store import Store
 from tests.repeats.campaign import one_run
 from tests.repeats.repeater import Journal

@@ -13,7 +13,7 @@ import pytest
 
 from services.console.__main__ import main
 from services.console.doctor import functions
-from services.console.local import run
+from services.console.run import command
 from tests.newcomer.mistakes import MISTAKES, refused
 from tests.newcomer.world import Mistake, make, make_model, unnamed
 
@@ -44,7 +44,7 @@ def test_a_mistake_is_found_and_named(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name, value in mistake.environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(run, "start_server", started)
+    monkeypatch.setattr(command, "start_server", started)
     if not mistake.calls:
         monkeypatch.setattr(functions, "verifiers", lambda config, work, remote: ())
     code = main(["run", *(mistake.arguments or ["my.toml"])])
@@ -63,7 +63,7 @@ def test_a_folder_without_a_mistake_is_not_rejected(
     make(tmp_path, model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(run, "start_server", started)
+    monkeypatch.setattr(command, "start_server", started)
     with pytest.raises(AssertionError, match="it was started"):
         main(["run", "my.toml"])
     assert capsys.readouterr().err == ""

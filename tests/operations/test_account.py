@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from services.config import to_toml
 from services.console.__main__ import main
 from services.console.errors import ConsoleError
-from services.console.local.folder import RunFolder
+from services.console.run.folder import RunFolder
 from services.operations import account
 from services.operations.account import Account, by_outcome
 from services.operations.cost import cost_of

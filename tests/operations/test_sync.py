@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.console.inspect.sync_table import sync_table
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.metrics import GeneratorMetrics
 from services.operations.inspection.sync import inspect_sync
 from services.protocol.messages import PodStatus

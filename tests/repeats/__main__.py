@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from tests.repeats.campaign import campaign
 from tests.repeats.repeater import MAY_CHANGE
 

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.store import Store
 from services.store.functions.footprint import footprints
 from tests.repeats.repeater import Journal, Repeater

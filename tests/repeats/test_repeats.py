@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.store import Store
 from services.store.functions.footprint import footprints
 from tests.repeats import contents

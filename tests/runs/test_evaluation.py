@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.evaluation.rounds import EvaluationRounds, hopeless
 from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.catalogue import Prompt

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.config import ConfigError
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.api import serve
 from services.http.client import ApiError, Client
 from services.http.credentials import ApiTokens

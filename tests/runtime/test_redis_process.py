@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from services.console.local.redis_server import RedisServer, start_server
+from services.console.run.redis_server import RedisServer, start_server
 from services.protocol.errors import StoreError
 from services.runtime.processes import redis_process
 from tests.conftest import Path, skip_without

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store, acl

@@ -17,7 +17,7 @@ import pytest
 from redis.crc import key_slot
 
 from services.console.commands.audit import assess, audit
-from services.console.local.redis_server import RedisServer, find_server
+from services.console.run.redis_server import RedisServer, find_server
 from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.payloads import Payload

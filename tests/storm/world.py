@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.config import RunConfig, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.sandboxes import URL_ENV
 from services.runtime.loops import end_tasks
 from services.runtime.process_tools import die_with_parent, free_port

@@ -37,7 +37,7 @@ def wait_until(condition: Callable[[], Any], what: str = "", limit_s: float = LI
 
 def command(*arguments: str | Path) -> list[str]:
     """Return the command of a launch with fake services."""
-    return [sys.executable, "-m", "tests.console.local.launch", *map(str, arguments)]
+    return [sys.executable, "-m", "tests.console.run.launch", *map(str, arguments)]
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.config import RunConfig, load
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.messages import Ticket
 from services.store import Store
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import services.weights.transports.gloo as sending
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.messages import Round
 from services.weights.host_memory import lay_end_to_end
 from services.weights.outcomes import SyncReport

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.console.local.plan import plan_units
+from services.console.run.plan import plan_units
 from tests.support.console import config_file, grpo, log, steps
 from tests.support.harness import small_config
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.config import ConfigError, RunConfig, digest, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.runtime import tracking
 from services.runtime.loops import Loop, end_tasks

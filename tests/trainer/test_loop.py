@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.checkpoints.saving import Saving
 from services.trainer.loop import TrainLoop

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.config import ConfigError, RunConfig, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.entry import Arguments
 from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 from services.runtime.processes.exit_codes import EXIT_UNLOADED

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.config import RunConfig, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.messages import PodStatus
 from services.runtime.processes.child_processes import ChildService, ServicePlan
 from services.store import Store

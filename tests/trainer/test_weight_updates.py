@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.store import Store
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.weight_updates import WeightUpdates

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop

@@ -17,9 +17,9 @@ import pytest
 from services.config import load_resolved
 from services.console.commands.web import web
 from services.console.errors import ConsoleError
-from services.console.local.lock import FolderLock
-from services.console.local.plan import plan_units
-from services.console.local.redis_server import RedisServer
+from services.console.run.lock import FolderLock
+from services.console.run.plan import plan_units
+from services.console.run.redis_server import RedisServer
 from services.http.credentials import api_tokens
 from services.store import Store
 from tests.support.console import LIMIT_S, config_file, environment, grpo, launched, log, processes_of, steps, wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.process_tools import free_port
 from services.store import Store
 from tests.operations.samples.made import made_row, write_log

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.operations.samples.folder import LogPosition, LogStatus
 from services.operations.samples.search import SamplePage, Search
 from services.runtime.loops import end_tasks

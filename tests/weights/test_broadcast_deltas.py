@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.weights import transports
 from services.weights.collective import Deadline
 from services.weights.encoding_choice import TRY_AGAIN, EncodingChoice

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import OutOfOrder
 from services.runtime.notifications import Notifications
 from services.weights.delivery import DELIVERED, Delivery

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.messages import Header
 from tests.support.harness import ticket, wait_until
 from tests.support.rounds_world import World, open_world

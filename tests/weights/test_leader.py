@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from services.config import RunConfig
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import Broken, Fatal
 from services.trainer.weight_sender import make_weight_sender

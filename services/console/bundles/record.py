@@ -23,8 +23,8 @@ import numpy as np
 from services.config import RunConfig, to_toml
 from services.console.attach import Attached, attach, existing
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.local.changes import earlier
 from services.console.printable import print_json, printable
+from services.console.run.changes import earlier
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
 from services.operations.bundles import format as bundles

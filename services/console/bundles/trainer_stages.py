@@ -19,8 +19,8 @@ import numpy as np
 from services.config import RunConfig, to_toml
 from services.console.bundles.stages import Compared
 from services.console.errors import ConsoleError
-from services.console.local.plan import common_environment
 from services.console.printable import printable
+from services.console.run.plan import common_environment
 from services.operations.bundles import format as bundles
 from services.operations.bundles.format import Bundle, BundleFile
 from services.protocol import codec

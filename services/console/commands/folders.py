@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.local import conditions
 from services.console.paths import RunPaths, existing
 from services.console.printable import columns, print_json, printable, safe_json
+from services.console.run import conditions
 from services.operations import figures
 
 POLL_S = 0.2  # between polls of followed logs

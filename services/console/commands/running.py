@@ -70,8 +70,8 @@ def run(
     Ctrl-C stops the run cleanly; press it again to kill the services. With --json, the summary is printed at the end and
     everything else on standard error.
     """
-    from services.console.local.run import run as run_here
-    from services.console.start.checked import Options
+    from services.console.run.checked import Options
+    from services.console.run.command import run as run_here
 
     return run_here(Options(file, overrides or [], redis_url, screen, fresh, resume, web, yes, as_json))
 
@@ -98,7 +98,7 @@ def fork(
     The new run has settings of its own and a folder next to the old one. It continues with the policy, the optimizer state
     and the prompts of that step. The command writes the new run's configuration file and prints how to start it.
     """
-    from services.console.start import fork as forking
+    from services.console.run import fork as forking
 
     return forking.fork(run, at, overrides or [], as_json)
 
@@ -142,8 +142,8 @@ def acl(
     There is one user per kind of service, with a password digest.
     `grpo run` adds them to its own server. For any other server, add the lines there and give each pod the password of its kind.
     """
-    from services.console.local.secrets import user_passwords
     from services.console.printable import print_json
+    from services.console.run.secrets import user_passwords
     from services.store.acl import users as lines
 
     given = list(lines(run, user_passwords(users)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.config import ConfigError
-from services.config.reading.places import KeyPlaces
+from services.config.places import KeyPlaces
 
 State = Literal["ok", "note", "fault"]
 

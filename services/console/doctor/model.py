@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from services.config import ConfigError, RunConfig
+from services.config.derived import context_of
 from services.config.model_files import check_model, check_path, largest_token_id
-from services.config.reading.derived import context_of
 from services.console.doctor import Finding, fault, note, ok, told
 
 HEADER_LIMIT_BYTES = 100 * 2**20  # that of the safetensors library

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from services.config import ConfigError, RunConfig
 from services.config.load import Before
+from services.config.loss_in_words import loss_in_words
 from services.config.model_files import check_model
-from services.config.reading.loss_in_words import loss_in_words
-from services.config.reading.places import KeyPlaces
+from services.config.places import KeyPlaces
 from services.console.doctor import Finding, functions, gathered, note, of_configuration, placed, resources, secrets, told
 from services.console.doctor.environments import environments
 from services.console.doctor.model import model
 from services.console.doctor.packages import packages, there
 from services.console.doctor.rows import data, evaluation_data
-from services.console.local.lock import holder
-from services.console.start.interrupts import Work
+from services.console.run.interrupts import Work
+from services.console.run.lock import holder
 from services.runtime.process_tools import CONFIG_ENV
 
 POLL_S = 0.1

@@ -18,7 +18,7 @@ from services.config.training import Lora
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.doctor.model import Weights, folder_of, weights_of
 from services.console.errors import ConsoleError
-from services.console.local.plan import sharing, trainer_share
+from services.console.run.plan import sharing, trainer_share
 
 GIBIBYTE = 2**30
 STATE_BYTES = 12  # a parameter's float32 master copy and two moments, which checkpoints hold and the optimizer keeps

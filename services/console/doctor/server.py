@@ -10,7 +10,7 @@ from typing import Any
 
 from services.config import ConfigError, RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
-from services.console.local.redis_server import find_server
+from services.console.run.redis_server import find_server
 from services.http.credentials import redis_login, redis_password
 from services.protocol.errors import StoreError
 from services.protocol.shards import shards

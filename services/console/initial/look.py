@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.config import ConfigError
+from services.config.derived import context_of
 from services.config.model_files import HUB_NAME
-from services.config.reading.derived import context_of
 from services.console.errors import EXIT_CONFIG, ConsoleError
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from services.console import paths
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
-from services.console.local import conditions
 from services.console.paths import RunPaths
 from services.console.printable import print_json, printable
+from services.console.run import conditions
 from services.operations import figures
 from services.operations.condition import Condition
 from services.operations.history import recorded

@@ -19,9 +19,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.console.errors import EXIT_REDIS, ConsoleError
-from services.console.local.lock import LockHolder, holder, users
 from services.console.paths import RunPaths
 from services.console.reading.presence import Presence
+from services.console.run.lock import LockHolder, holder, users
 from services.runtime.processes.redis_process import START_LIMIT_S
 
 POLL_S = 0.02
@@ -103,7 +103,7 @@ def _keep(folder: RunPaths, keepers: list[subprocess.Popen[str]]) -> None:
     if keepers and keepers[-1].returncode:
         assert keepers[-1].stderr is not None
         raise ConsoleError(keepers[-1].stderr.read().strip() or f"{folder.redis} could not be served", EXIT_REDIS)
-    from services.console.local.redis_server import RedisServer
+    from services.console.run.redis_server import RedisServer
 
     server = RedisServer(folder.redis, appendfsync=folder.keys("redis.appendfsync")[0], run=folder.path.name)
     keeper = subprocess.Popen(

@@ -25,6 +25,6 @@ class Answer:
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        from services.config.reading.docstrings import described
+        from services.config.docstrings import described
 
         return described(cls, core_schema, handler)

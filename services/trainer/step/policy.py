@@ -20,8 +20,8 @@ from pathlib import Path
 from torch import Tensor
 
 from services.config import ConfigError, RunConfig
+from services.config.loss_in_words import clips
 from services.config.model_files import check_model
-from services.config.reading.loss_in_words import clips
 from services.protocol.messages import StepPlan
 from services.trainer import losses, ranks
 from services.trainer.model import export, flops

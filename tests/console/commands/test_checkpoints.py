@@ -13,7 +13,7 @@ import pytest
 
 from services.config import digest, to_toml
 from services.console.__main__ import main
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.operations.inspection.checkpoints import kept_until
 from services.runtime import atomic_folders
 from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder

@@ -12,7 +12,7 @@ import pytest
 
 from services.config import RunConfig, digest, load, load_resolved
 from services.console.__main__ import main
-from services.console.local.folder import RunFolder
+from services.console.run.folder import RunFolder
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FolderManifest
 from services.runtime.checkpoints import LAYOUT, SNAPSHOT, CheckpointFolder

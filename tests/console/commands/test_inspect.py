@@ -18,9 +18,9 @@ from services.console.__main__ import main
 from services.console.commands.control import Target
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.inspect import verbs
-from services.console.local.folder import RunFolder
-from services.console.local.redis_server import RedisServer
 from services.console.printable import printable, safe_json
+from services.console.run.folder import RunFolder
+from services.console.run.redis_server import RedisServer
 from services.operations.inspection.buffer import deviation, inspect_buffer, mean
 from services.operations.inspection.group import inspect_group
 from services.operations.inspection.text import TextReader

@@ -10,7 +10,7 @@ import pytest
 
 from services.config import RunConfig
 from services.console.bundles import stages
-from services.console.local import changes
+from services.console.run import changes
 from services.dataprep.planning.step import make_step
 from services.dataprep.replay.generated_statistics import GeneratedStats
 from services.operations.bundles.format import Bundle, BundleError, Origin, RecordedGroup, RecordedStep

@@ -18,17 +18,17 @@ import pytest
 from services.config import digest
 from services.console.__main__ import main
 from services.console.errors import EXIT_REDIS, ConsoleError
-from services.console.local.folder import RunFolder
-from services.console.local.lock import FolderLock, holder
-from services.console.local.redis_server import start_server
 from services.console.reading.shared_server import reading
+from services.console.run.folder import RunFolder
+from services.console.run.lock import FolderLock, holder
+from services.console.run.redis_server import start_server
 from services.store import Store
 from tests.support.console import ROOT, wait_until
 from tests.support.harness import small_config
 
 READER = """
 import asyncio, sys; from pathlib import Path
-from services.console.local.folder import RunFolder
+from services.console.run.folder import RunFolder
 from services.console.reading.shared_server import reading
 async def read():
     async with reading(RunFolder(Path(sys.argv[1])), lambda _: None) as found:

@@ -12,7 +12,7 @@ import pytest
 from services.config import RunConfig
 from services.config.load import validate
 from services.console.doctor.rows import data
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
 from services.environment.chat.format import ChatFormat

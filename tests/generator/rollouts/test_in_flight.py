@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.config import ConfigError
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.in_flight import InFlight
 from services.protocol.messages import Span

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.entry import open_service
 from services.scaler.__main__ import ReleaseFollower, ScalerSettings
 from services.scaler.workload import KubernetesApi

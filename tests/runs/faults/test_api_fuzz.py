@@ -8,7 +8,7 @@ import httpx
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.portal import Portal
 from tests.api_fuzz.world import ENDLESS, endpoints
 

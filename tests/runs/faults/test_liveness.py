@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.entry import open_service
 from services.protocol.errors import StoreError
 from services.runtime.loops import Loop, end_tasks

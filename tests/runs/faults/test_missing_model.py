@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.config import to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.process_tools import free_port
 from services.store import Store
 from tests.support.harness import small_config

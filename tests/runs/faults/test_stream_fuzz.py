@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.replay.settling import settle
 from services.protocol import codec
 from services.protocol.errors import Damaged

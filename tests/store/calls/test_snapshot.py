@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.console.commands.audit import assess
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
 from services.store import Store
 from services.store.calls import snapshot as snapshots

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.store.connection.base import Connection
 from services.store.connection.client import Login, closed, make_client
 from tests.support.harness import wait_until

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from services.console.commands.audit import audit
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.keys import TOPICS
 from services.runtime.loops import end_tasks

@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from services.console.commands.audit import audit
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store

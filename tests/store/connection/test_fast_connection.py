@@ -22,7 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 from redis.exceptions import AuthenticationError, ConnectionError, OutOfMemoryError, TimeoutError
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.store import Store
 from services.store.connection.base import Connection, _replies
 from services.store.connection.client import Login, make_client

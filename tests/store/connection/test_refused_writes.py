@@ -10,7 +10,7 @@ import pytest
 import redis
 from redis.exceptions import OutOfMemoryError
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import RedisFull, StoreError
 from services.store import Store
 from services.store.snapshot_format import Snapshot

@@ -34,7 +34,7 @@ STARTERS = (
     "services.environment",
     "services.generator",
     "services.trainer.node",
-    "tests.console.local.launch",
+    "tests.console.run.launch",
     "tests.faults",
     "tests.gpu",
     "tests.sync_faults",

@@ -11,8 +11,8 @@ from typing import Any
 import redis
 from redis.crc import key_slot
 
-from services.console.local.redis_server import RedisServer
-from services.console.local.secrets import kept_secret, user_passwords, write_secret
+from services.console.run.redis_server import RedisServer
+from services.console.run.secrets import kept_secret, user_passwords, write_secret
 from services.protocol.keys import Keys, user_name
 from services.runtime.process_tools import free_port
 from services.store.connection.client import Login

@@ -16,7 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from services.config import RunConfig, to_toml
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.operations.samples.folder import SAMPLES, SampleFolder
 from services.operations.samples.outcomes import sampled_tokens
 from services.operations.samples.search import Search

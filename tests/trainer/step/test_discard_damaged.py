@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from services.algorithm.group_statistics import DAMAGED
 from services.config.loss import Loss
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.dataprep.planning.step import make_step
 from services.dataprep.replay.generated_statistics import GeneratedStats

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.messages import RankPlan, Sample, StepPlan

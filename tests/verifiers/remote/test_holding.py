@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing

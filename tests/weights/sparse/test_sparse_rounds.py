@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.messages import Round
 from services.weights.receiver import TransferFailed, WeightsChanged
 from services.weights.sparse.sender import SparseWeightSender

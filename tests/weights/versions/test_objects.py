@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.process_tools import free_port
 from services.weights.versions.objects import BucketObjects, FolderObjects, Objects, open_objects
 from tests.support.harness import wait_until

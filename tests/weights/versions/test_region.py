@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.slow_link import SlowLink
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.runtime.loops import end_tasks
 from services.runtime.process_tools import free_port
 from services.store import Store

@@ -21,7 +21,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus, Round
 from services.weights import catch_up, member

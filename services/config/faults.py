@@ -1,0 +1,171 @@
+"""What is wrong with a configuration: pydantic's errors as lines that name the key, the value and what is valid. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from services.config.root import RunConfig
+from services.config.secrets import shown
+
+REPLACED = {
+    "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
+    "{ ... }, data.sources.0.KEY for data.source.KEY",
+    "model.chat_template": "is a key of another section: set data.chat_template",
+    "generator.max_expiries": "was removed, and 16 leases of a ticket may expire: remove the key",
+    "generator.gpu_memory_utilization": "is an engine option of vLLM now: set generator.engine_options.gpu_memory_utilization",
+    "generator.partial_every_s": "was removed, and unfinished completions are saved every 5 s: remove the key",
+    "replay.error_buffer": "was removed, and the smallest buffer that never blocks a run is used: remove the key",
+    "replay.payload_ttl_s": "was removed, and payloads without a header expire after an hour: remove the key",
+    "filters.active_sampling": "was removed: remove the key, or set filters.active_sampling_bound = 0 for false",
+    "optimizer.beta1": "was replaced: set optimizer.betas = [BETA1, BETA2]",
+    "optimizer.beta2": "was replaced: set optimizer.betas = [BETA1, BETA2]",
+    "trainer.logprob_chunk_tokens": "was removed, and logits are computed for 1024 tokens at a time: remove the key",
+    "fleet.heartbeat_s": "was removed, and a tenth of fleet.ttl_s is used: remove the key",
+    "tracking.wandb_mode": "was removed: remove the key, and to upload set the environment variable WANDB_MODE = online",
+    "sync.bucket_mib": "was removed, and buckets have 32 MiB: remove the key",
+    "evaluation.final_s": "was removed, and the last round may take 10 minutes: remove the key",
+    "admission.overtake": "was removed: remove the key, or set admission.overtake_deadline_s = 0 for drop",
+    "sync.drain_deadline_s": "was removed, and half of sync.join_deadline_s or sync.transfer_deadline_s, whichever is less, is "
+    "used: remove the key",
+    **{
+        f"sampling.{name}": "was removed, since only the whole distribution can be trained on: with a truncated one the engine's "
+        "logprobs would be relative to the tokens that it kept and the trainer's to all, which biases their ratios "
+        f"(docs/semantics.md, Sampling): remove the key, and lower sampling.temperature or set evaluation.{name} instead"
+        for name in ("top_p", "top_k")
+    },
+}
+"""Keys of older versions, or that belong to another section, and what to do instead."""
+ELSEWHERE = {
+    "lr": "optimizer.learning_rate",
+    "num_generations": "sampling.group_size",
+    "n": "sampling.group_size",
+    "rollout_n": "sampling.group_size",
+    "max_completion_length": "sampling.max_tokens",
+    "max_response_length": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_model_len": "model.max_tokens",
+    "model_name_or_path": "model.path",
+    "max_steps": "run.steps",
+    "total_training_steps": "run.steps",
+    "output_dir": "run.dir",
+    "run_name": "run.name",
+    "save_steps": "checkpoint.every_steps",
+    "save_freq": "checkpoint.every_steps",
+    "eval_steps": "evaluation.every_steps",
+    "beta": "loss.kl_beta",
+    "kl_coef": "loss.kl_beta",
+    "kl_loss_coef": "loss.kl_beta",
+    "loss_type": "loss.policy",
+    "num_iterations": "trainer.mini_batches",
+    "train_batch_size": "admission.prompts_per_step",
+    "lora_r": "lora.rank",
+    "lr_scheduler_type": "optimizer.schedule",
+}
+"""Names that TRL, verl and others give to a key -> our key."""
+
+IN_WORDS = {
+    r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$": 'must begin with a letter or digit and have up to 63 letters, digits, "_", "." and "-"',
+    r"^[A-Za-z0-9_.-]+$": 'may have only letters, digits, "_", "." and "-"',
+    r"^[A-Za-z0-9_.-]{0,128}$": 'may have up to 128 letters, digits, "_", "." and "-"',
+    r"^[A-Za-z0-9_-]{1,40}$": 'must have 1 to 40 letters, digits, "_" and "-"',
+    r"^[A-Za-z0-9_-]{0,40}$": 'may have up to 40 letters, digits, "_" and "-"',
+    r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$": "must be module:function, such as my_module:my_function",
+    r"^([A-Za-z0-9_.-]+/)?[A-Za-z0-9_.-]*(@[A-Za-z0-9_.-]+)?$": "must be NAME, OWNER/NAME or OWNER/NAME@VERSION",
+    r"^(https?://.+)?$": "must begin with http:// or https://",
+    r"^https?://[^\s]+$": "must begin with http:// or https://, and have no spaces",
+    r"^[A-Za-z_]*\w*$": "must be the name of an environment variable",
+}
+"""The pattern of a text -> what it demands."""
+
+
+def explained(fault: Any) -> str:
+    """Return one of pydantic's errors as a line."""
+    location, sections = _located(fault)
+    key = ".".join(map(str, location)) or "configuration"
+    if fault["type"] == "extra_forbidden" and key in REPLACED:
+        value = fault["input"]
+        return f"{key}{f' = {shown(key, value)}' * isinstance(value, str | int | float)} {REPLACED[key]}"
+    if fault["type"] == "extra_forbidden":
+        if known := ELSEWHERE.get(str(location[-1])):
+            return f"{key} = {shown(key, fault['input'])} is not a known key: use {known}"
+        names = sorted({name for section in sections for name in section.model_fields})
+        near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
+        held = [
+            f"{name}.{key}" for section in sections for name, field in section.model_fields.items()
+            for model in models_of(field.annotation) if len(location) == 1 and key in model.model_fields
+        ]  # fmt: skip
+        meant = held[0] if len(held) == 1 else repr(near[0]) if near else ""
+        hint = f"did you mean {meant}?" if meant else f"valid: {', '.join(names)}"
+        return f"{key} = {shown(key, fault['input'])} is not a known key; {hint}"
+    if fault["type"] == "missing":
+        return _missing(key)
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "string_pattern_mismatch":
+        message = IN_WORDS[fault["ctx"]["pattern"]]
+    if not location or message.startswith(f"{key}."):
+        return message
+    if isinstance(fault["input"], dict) and fault["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key} = {shown(key, fault['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def keys_of(fault: Any) -> tuple[str | int, ...]:
+    """Return the keys that lead to the subject of one of pydantic's errors."""
+    return tuple(_located(fault)[0])
+
+
+def without(tree: dict[str, Any], location: Sequence[str | int]) -> None:
+    """Remove from a tree the value at a location, if there is one and it is not an entry of a list."""
+    node: Any = tree
+    for part in location[:-1]:
+        if isinstance(node, list):
+            node = cast("list[Any]", node)[int(part)]
+        elif isinstance(node, dict):
+            node = cast("dict[Any, Any]", node).get(part)
+    if isinstance(node, dict) and location:
+        cast("dict[Any, Any]", node).pop(location[-1], None)
+
+
+def _located(fault: Any) -> tuple[list[str | int], list[type[BaseModel]]]:
+    """Return the keys that lead to the subject of an error, and the sections that may have the last one.
+
+    Pydantic also names the branch of a union that it took: the kind of an entry, or a type.
+    """
+    keys, sections, holders = list[str | int](), list[type[BaseModel]]([RunConfig]), list[type[BaseModel]]()
+    for part in fault["loc"]:
+        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        if isinstance(part, int):
+            keys.append(part)
+        elif fields or (fault["type"] == "extra_forbidden" and part == fault["loc"][-1] and not _of_kind(sections, part)):
+            keys.append(part)
+            holders, sections = sections, [model for field in fields for model in models_of(field.annotation)]
+        else:
+            sections = _of_kind(sections, part) or sections
+    return keys, holders
+
+
+def _of_kind(sections: Sequence[type[BaseModel]], kind: str) -> list[type[BaseModel]]:
+    """Return the sections of a kind."""
+    kinds = [(each, each.model_fields["kind"].annotation) for each in sections if "kind" in each.model_fields]
+    return [section for section, annotation in kinds if kind in typing.get_args(annotation)]
+
+
+def _missing(key: str) -> str:
+    if "." in key:
+        return f"missing required key {key}: add it"
+    listed = typing.get_origin(RunConfig.model_fields[key].annotation) is list
+    return f"missing required section {f'[[{key}]]' if listed else f'[{key}]'}: add it"
+
+
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section classes that an annotation names, through unions, lists and Annotated."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in typing.get_args(annotation) for model in models_of(part)]

@@ -1,0 +1,346 @@
+"""Implements `grpo run`: one run on this machine, from its folder and server to its summary.
+
+Guarantees: no process that it started outlives it. All state is in the run folder, so the same command resumes a run that was
+stopped or killed. Two runs with different names share only the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from services.config import RunConfig
+from services.config.loss_in_words import loss_in_words
+from services.console.commands.control import who
+from services.console.display.plain import PlainDisplay
+from services.console.display.warnings_tail import WarningsTail
+from services.console.doctor.preflight import Check, check_again, preflight
+from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
+from services.console.printable import print_json, printable
+from services.console.run import conditions, summary
+from services.console.run.changes import changes, in_words, record, take_back
+from services.console.run.checked import (
+    Options,
+    checked,
+    fresh_or_asked,
+    judged_as_before,
+    placed_error,
+    redis_of,
+    resumed_step,
+)
+from services.console.run.folder import RunFolder, resolve
+from services.console.run.interrupts import Interrupts
+from services.console.run.launcher import Launcher, LaunchOutcome
+from services.console.run.lock import FolderLock, InUse
+from services.console.run.mirror import EVALUATED, Mirror
+from services.console.run.names import claim_name
+from services.console.run.output import lasting_output
+from services.console.run.place import as_started
+from services.console.run.plan import common_environment, max_generators, plan_units, visible_gpus
+from services.console.run.redis_server import RedisServer, start_server
+from services.console.run.resumption import again, next_step, requeue_failed
+from services.console.run.secrets import write_secret
+from services.http.credentials import api_tokens, redis_password
+from services.operations.control import reason
+from services.operations.observe import Observer
+from services.protocol.errors import StoreError
+from services.runtime.process_tools import free_port
+from services.runtime.processes.child_processes import ServicePlan
+from services.store import Store
+from services.store.connection.client import Login
+
+ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit, longer on a busy machine; then they are killed
+
+Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
+
+
+def run(options: Options, planner: Planner = plan_units, check: Check | None = None) -> int:
+    """Run until finished or stopped, and return the exit code. `check`: the checks of a new run before it is started."""
+    ended = list[Mapping[str, Any]]()
+    try:
+        with lasting_output():
+            if not options.as_json:
+                return _run(options, planner, check, ended)
+            with contextlib.redirect_stdout(sys.stderr):
+                return _run(replace(options, screen=False), planner, check, ended)
+    finally:
+        for result in ended if options.as_json else ():
+            print_json(result)
+
+
+def _run(options: Options, planner: Planner, check: Check | None, ended: list[Mapping[str, Any]]) -> int:
+    """Add the summary to `ended`, unless the run could not be started."""
+    try:
+        with Interrupts() as interrupts:
+            return _start(options, planner, check, interrupts, ended)
+    except InUse as error:
+        raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+
+
+def _start(
+    options: Options, planner: Planner, check: Check | None, interrupts: Interrupts, ended: list[Mapping[str, Any]]
+) -> int:
+    gpus = visible_gpus(os.environ)
+    config, places = checked(
+        options,
+        check or (lambda config: preflight(config, gpus, os.environ, own=True)),
+        lambda config, held: check_again(config, held, gpus, os.environ),
+    )
+    url, password = redis_of(options, config)
+    folder = RunFolder.of(config)
+    with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
+        web_port = config.web.port or (free_port() if options.web else 0)
+        config = as_started(config, gpus, web_port)
+        options = fresh_or_asked(options, config, folder, lambda: asyncio.run(_trained(folder, config, url, password)))
+        if not options.fresh:
+            config = judged_as_before(config, folder)
+        held = not options.fresh and folder.check(config)
+        before = folder.held() if held else None
+        step = resumed_step(options, folder, held)
+        if options.fresh:
+            folder.check_clearable()  # before anything of the run is deleted
+        if url:
+            try:
+                asyncio.run(claim_name(config, url, _administrator(config, password), options.fresh))
+            except StoreError as error:
+                raise placed_error(error, options, url, places) from None
+        if options.fresh:
+            folder.clear()
+        with _redis(config, folder, url, password) as (config, server):
+            config = _written(config, folder, before, step)
+            for sentence in loss_in_words(config):
+                print(f"loss: {sentence}", flush=True)
+            environ = common_environment(os.environ, config, gpus)
+            interrupts.check()
+            return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step, ended).run())
+
+
+def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None) -> RunConfig:
+    """Write the configuration into the run's folder, and record how it differs from that `before`, if the run is resumed.
+
+    Raise `ConsoleError`, and write nothing, if the run is beyond its last step.
+    """
+    if before is None:
+        return folder.write(config)
+    begins = asyncio.run(next_step(config, _administrator(config), folder, restore))
+    take_back(folder.changes, before)
+    if changed := changes(before, config):
+        record(folder.changes, begins, changed)
+        print(f"changed from step {begins} on: {in_words(changed)}", flush=True)
+    return folder.write(config)
+
+
+def _administrator(config: RunConfig, password: str = "") -> Login:
+    """Return the login that loads the functions and deletes old data, which none of the run's own users may do."""
+    return Login(password or redis_password(config) or "", ca_file=config.redis.ca_file)
+
+
+async def _trained(folder: RunFolder, config: RunConfig, url: str, password: str) -> int:
+    """Return how many steps the run of this name has trained, by its Redis."""
+    own = not url and (folder.redis / "password").exists()
+    server = start_server(folder.redis, config.redis.appendfsync, folder.path.name) if own else None
+    try:
+        if server is None and not url:
+            return 0
+        login = Login(server.password) if server else _administrator(config, password)
+        store = await Store.connect(server.url if server else url, config.run.name, login)
+        try:
+            state = await store.run.state()
+        finally:
+            await store.close()
+    finally:
+        if server is not None:
+            server.stop()
+    return state.committed_step + 1 if state else 0
+
+
+@contextlib.contextmanager
+def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Iterator[tuple[RunConfig, RedisServer | None]]:
+    """Yield the configuration with Redis filled in, and the run's own server, or None if it uses the one at `url`."""
+    if url:
+        if password:
+            write_secret(folder.redis_password, password)
+        yield resolve(config, folder, url, str(folder.redis_password.resolve()) if password else ""), None
+        return
+    server = start_server(folder.redis, config.redis.appendfsync, folder.path.name)
+    try:
+        password_file = str((folder.redis / "password").resolve())
+        yield resolve(config, folder, server.url, password_file, str(server.users.resolve())), server
+    finally:
+        server.stop()
+
+
+@dataclass
+class _Job:
+    options: Options
+    config: RunConfig
+    folder: RunFolder
+    planner: Planner
+    gpus: Sequence[str]
+    server: RedisServer | None
+    lock_fd: int
+    environ: dict[str, str]
+    restore: int | None  # step of the checkpoint to return to
+    ended: list[Mapping[str, Any]]  # receives the summary
+    signals: int = 0  # to stop, received so far
+    launcher: Launcher | None = None
+
+    async def run(self) -> int:
+        # First of all: asyncio's own handler cancels running tasks, and a client may swallow that.
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(sig, self._interrupt)
+        config = self.config
+        store = await Store.connect(config.redis.url, config.run.name, _administrator(config))
+        mirror, evaluations = Mirror(self.folder.metrics), Mirror(self.folder.evaluations, EVALUATED)
+        try:
+            return await self._see_through(store, mirror, evaluations)
+        finally:
+            await store.close()
+
+    async def _see_through(self, store: Store, mirror: Mirror, evaluations: Mirror) -> int:
+        began = time.monotonic()
+        await store.run.resumed("")
+        if failed := await requeue_failed(store, self.restore):
+            print(f"{failed} prompts that failed are generated again", flush=True)
+        if self.restore is not None:
+            await store.run.request_restore(self.restore, reason("grpo run --resume", who()))
+        observer = Observer(store, self.config.fleet.ttl_s)
+        before = summary.read(self.folder.summary)
+        async for poll in observer.poll_to_end():
+            mirror.add(poll.records)
+            evaluations.add(poll.evaluations)
+        evaluations.outlive(mirror)
+        if await store.run.set_steps(self.config.run.steps):
+            async for _ in observer.poll_to_end():
+                pass
+        if how := observer.last.finished:
+            what = f"run {self.config.run.name} has already finished ({how})"
+            print(f"{what}; raise run.steps to continue it, or give --fresh", flush=True)
+            if before.get("status") == "finished":
+                self.ended.append(before)
+                return EXIT_OK
+            outcome, restarts = LaunchOutcome("finished", how, EXIT_OK), {}
+        else:
+            outcome, restarts = await self._launch(observer, mirror, evaluations)
+        totals = {**before.get("restarts", {})}
+        for child, count in restarts.items():
+            totals[child] = totals.get(child, 0) + count
+        wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
+        conditions.note(self.folder, conditions.after(outcome.status, outcome.message))
+        await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
+        if outcome.status == "failed":
+            raise ConsoleError(outcome.message, outcome.code)
+        return outcome.code
+
+    async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[LaunchOutcome, dict[str, int]]:
+        config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
+        with contextlib.ExitStack() as stack:
+            tail = WarningsTail(self.folder.logs)
+            if self.options.screen and sys.stdout.isatty():
+                from services.console.display.screen import ScreenDisplay
+
+                display = stack.enter_context(ScreenDisplay(config.run.name, config.run.steps, rows, tail))
+            else:
+                display = stack.enter_context(PlainDisplay(config.run.steps, tail))
+            where = f"resuming after {observer.last.committed_step + 1} of {config.run.steps} steps"
+            if observer.last.state is None:
+                where = "from its checkpoint" if any(self.folder.checkpoints.glob("step-*")) else "new"
+            display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
+            if observer.last.state is not None and observer.last.state.paused:
+                display.event(
+                    f"it is paused and does not train until it is resumed: grpo resume {shlex.quote(str(self.folder.path))}"
+                )
+            if config.web.port:
+                host = config.web.host
+                page = f"http://{f'[{host}]' if ':' in host else host}:{config.web.port}"
+                link = f"{page}/#token={api_tokens(config).operate}" if sys.stdout.isatty() else ""
+                display.event(f"web console: {link or f'{page}, with the token in {config.api.token_file}'}")
+            limit = max_generators(config, self.gpus, len(os.sched_getaffinity(0)))
+            await observer.store.run.bound_generators(limit)
+            self.launcher = Launcher(
+                self._plan, config.generator.count, limit, observer, mirror, evaluations, display, logs=self.folder.logs,
+                environ=self.environ, lock_fd=self.lock_fd, server=self.server, note=partial(conditions.note, self.folder),
+            )  # fmt: skip
+            for _ in range(self.signals):
+                self.launcher.interrupt()
+            try:
+                return await self.launcher.run(), self.launcher.restarts
+            finally:
+                for sig in (signal.SIGINT, signal.SIGTERM):
+                    asyncio.get_running_loop().remove_signal_handler(sig)
+
+    def _interrupt(self) -> None:
+        """Stop once there is something to stop, and on the second signal immediately."""
+        self.signals += 1
+        if self.launcher is not None:
+            self.launcher.interrupt()
+        elif self.signals > 1:
+            raise KeyboardInterrupt
+
+    def _plan(self, generators: int) -> Sequence[ServicePlan]:
+        counted = self.config.generator.model_copy(update={"count": generators})
+        config = self.config.model_copy(update={"generator": counted})
+        return self.planner(config, self.folder.config.resolve(), self.gpus)
+
+    async def _conclude(
+        self, store: Store, observer: Observer, mirror: Mirror, evaluations: Mirror, outcome: LaunchOutcome, wall_s: float,
+        restarts: dict[str, int],
+    ) -> None:  # fmt: skip
+        rows = [mirror.rows[step] for step in sorted(mirror.rows)]
+        state = observer.last.state
+        audited = None
+        if state is not None:
+            with contextlib.suppress(StoreError, RedisError):
+                audited = await audit_run(store)
+        evaluated = [evaluations.rows[version] for version in sorted(evaluations.rows)]
+        result = summary.summarise(
+            self.config, rows, state, audited, status=outcome.status, wall_s=wall_s, restarts=restarts, evaluated=evaluated
+        )
+        self.ended.append(result)
+        self._write_results(result, bool(rows))
+        for fault in filter(None, (mirror.fault, evaluations.fault)):
+            print(f"{printable(fault)}; rerun the same command to add what it lacks", file=sys.stderr, flush=True)
+        print(f"{outcome.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
+        if outcome.status == "stopped":
+            print(f"  resume it with: {shlex.join(['grpo', *again(sys.argv[1:])])}", flush=True)
+        else:
+            print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
+        if outcome.status == "finished" and (model := self.folder.path / "model").is_dir():
+            print(f"  {model}: the trained model, in Hugging Face format", flush=True)
+
+    def _write_results(self, result: Mapping[str, Any], plot: bool) -> None:
+        """Write the summary and, with `plot`, the report. On a full disk, say so: the run itself has ended."""
+        try:
+            summary.write(self.folder.summary, result)
+            if plot:
+                from services.console.run.report import write_report
+
+                write_report(self.folder.metrics, result, self.folder.report)
+        except OSError as error:
+            print(f"the summary in {self.folder.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def audit_run(store: Store) -> summary.Audited:
+    """Account for every ticket of a run."""
+    from services.console.commands.audit import audit
+
+    found = await audit(store)
+    return summary.Audited(found.lost, found.doubled, found.outcomes["stale"], found.as_dict())

@@ -1,0 +1,60 @@
+"""Checks what a run would find under its name: in its folder, and in a Redis that several runs share.
+
+`grpo doctor` and `grpo run` use the same checks, which only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from services.config import ConfigError, RunConfig
+from services.console.doctor import Finding, note, ok, told
+from services.console.errors import ConsoleError
+from services.console.run.code import with_kept_code
+from services.console.run.folder import RunFolder, resolve
+from services.console.run.lock import holder
+from services.console.run.names import claim_name
+from services.console.run.plan import forced_backend, memory_share
+from services.console.run.resumption import check_steps, trained_by_files
+from services.protocol.errors import StoreError
+from services.store.connection.client import Login
+
+FOLDER = "run folder"
+
+
+def as_started(config: RunConfig, gpus: Sequence[str], web_port: int = 0) -> RunConfig:
+    """Return the configuration with what this machine determines. Raise `ConsoleError` if the run does not fit on it."""
+    backend, share = forced_backend(config, gpus), memory_share(config, gpus)
+    return resolve(config, RunFolder.of(config), backend=backend, web_port=web_port, memory_share=share)
+
+
+def folder(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
+    """Check that the run's folder is free, or holds this run with no more steps than it should have."""
+    place = RunFolder.of(config)
+    try:
+        held = place.held()
+        if held is None:
+            return
+        wanted = as_started(config, gpus)
+        if place.untrained and not place.holds(wanted):
+            yield note(FOLDER, f"{place.path} holds another configuration that has trained no step: grpo run replaces it")
+            return
+        place.check(with_kept_code(wanted, held)[0])
+        check_steps(config, trained_by_files(place))
+    except (ConsoleError, ConfigError) as error:
+        yield told(FOLDER, error)
+        return
+    user = holder(place.path)
+    if user is not None and not user.readers:
+        yield note(FOLDER, f"the run in {place.path} runs now, and uses memory and ports: grpo run does not start it twice")
+    else:
+        yield ok(FOLDER, f"{place.path} holds this run, which grpo run resumes")
+
+
+async def shared_name(config: RunConfig, url: str, login: Login) -> AsyncIterator[Finding]:
+    """Check that the run's name in the Redis at `url` is free, or this run's."""
+    try:
+        held = RunFolder.of(config).held()
+        await claim_name(config if held is None else with_kept_code(config, held)[0], url, login, fresh=False)
+    except (ConsoleError, ConfigError, StoreError) as error:
+        yield told("Redis: run.name", error)
