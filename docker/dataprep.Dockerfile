@@ -32,7 +32,7 @@ RUN /opt/grpo/bin/python /tmp/bytecode.py services.console.__main__ services.con
     && rm /tmp/bytecode.py
 
 FROM scratch
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 LABEL org.opencontainers.image.title="grpo-dataprep" \
       org.opencontainers.image.description="Data service of asynchronous GRPO" \
       org.opencontainers.image.version="${VERSION}"

@@ -1,6 +1,6 @@
 # Generator: vLLM and the verifiers, for CUDA or for CPUs.
-#   docker build -f docker/generator.Dockerfile --build-arg VARIANT=cuda -t grpo-generator:0.1.0-cuda .
-#   docker build -f docker/generator.Dockerfile --build-arg VARIANT=cpu  -t grpo-generator:0.1.0-cpu .
+#   docker build -f docker/generator.Dockerfile --build-arg VARIANT=cuda -t grpo-generator:0.2.0-cuda .
+#   docker build -f docker/generator.Dockerfile --build-arg VARIANT=cpu  -t grpo-generator:0.2.0-cpu .
 ARG PYTHON=3.11.14-slim-bookworm
 ARG VARIANT=cuda
 
@@ -38,7 +38,7 @@ RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinst
 RUN /opt/grpo/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib || true
 
 FROM base
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG VARIANT
 LABEL org.opencontainers.image.title="grpo-generator" \
       org.opencontainers.image.description="vLLM generators of asynchronous GRPO (${VARIANT})" \

@@ -19,7 +19,7 @@ RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinst
 RUN /opt/grpo/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib || true
 
 FROM docker.io/library/python:${PYTHON}
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 LABEL org.opencontainers.image.title="grpo-tracker" \
       org.opencontainers.image.description="Experiment trackers of asynchronous GRPO" \
       org.opencontainers.image.version="${VERSION}"

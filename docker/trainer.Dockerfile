@@ -1,6 +1,6 @@
 # Trainer: DeepSpeed, for CUDA or for CPUs.
-#   docker build -f docker/trainer.Dockerfile --build-arg VARIANT=cuda -t grpo-trainer:0.1.0-cuda .
-#   docker build -f docker/trainer.Dockerfile --build-arg VARIANT=cpu  -t grpo-trainer:0.1.0-cpu .
+#   docker build -f docker/trainer.Dockerfile --build-arg VARIANT=cuda -t grpo-trainer:0.2.0-cuda .
+#   docker build -f docker/trainer.Dockerfile --build-arg VARIANT=cpu  -t grpo-trainer:0.2.0-cpu .
 ARG PYTHON=3.11.14-slim-bookworm
 ARG VARIANT=cuda
 
@@ -36,7 +36,7 @@ RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinst
 RUN /opt/grpo/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib || true
 
 FROM base
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG VARIANT
 LABEL org.opencontainers.image.title="grpo-trainer" \
       org.opencontainers.image.description="DeepSpeed trainer of asynchronous GRPO (${VARIANT})" \

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from services.config.explain import Key, keys
+from services.config.reading.faults import REPLACED
 
 INTRODUCTION = """# Configuration
 
@@ -18,12 +19,22 @@ default is required, except in a section that may be left out.
 """
 
 
+REPLACED_KEYS = """## Replaced keys
+
+Keys that older versions had. A configuration that sets one is refused in the same words.
+
+| key | what replaces it |
+|---|---|
+"""
+
+
 def page() -> str:
     """Return the page."""
     parts = [INTRODUCTION]
     for section, found in groupby(keys(), key=_section):
         parts.append(f"## {section}\n\n{table(found)}")
-    return "\n".join(parts)
+    replaced = "".join(f"| `{key}` | {cell(text)} |\n" for key, text in sorted(REPLACED.items()))
+    return "\n".join(parts) + "\n" + REPLACED_KEYS + replaced
 
 
 def table(found: Iterable[Key]) -> str:

@@ -280,7 +280,7 @@ def test_the_rehearsal_builds_all_images_and_runs_compose(rehearse: ModuleType, 
     assert {path.stem for path in FILES} == set(rehearse.VARIANTS)
     assert set(rehearse.IN_ORDER) == set(services) - {"volumes"}
     for service in set(rehearse.IN_ORDER) - {"redis"}:
-        image = services[service]["image"].replace("${TAG:-0.1.0}", rehearse.TAG).replace("${VARIANT:-cpu}", "cpu")
+        image = services[service]["image"].replace("${TAG:-0.2.0}", rehearse.TAG).replace("${VARIANT:-cpu}", "cpu")
         assert rehearse.name(service) == image
     (tmp_path / "config.toml").write_text(rehearse.configuration())
     config, composed = load_resolved(tmp_path / "config.toml"), load_resolved(DOCKER / "compose.toml")

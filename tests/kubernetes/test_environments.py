@@ -127,6 +127,6 @@ def matches(selector: chart.Object, labels: dict[str, str]) -> bool:
 
 def test_dataprep_uses_the_image_of_environments() -> None:
     objects = chart.render(chart.changed(VALUES, "environment.image", "mine:2"))
-    for name, image in (("environment", "mine:2"), ("dataprep", "mine:2"), ("scaler", "grpo-dataprep:0.1.0")):
+    for name, image in (("environment", "mine:2"), ("dataprep", "mine:2"), ("scaler", "grpo-dataprep:0.2.0")):
         (container,) = template(objects, name)["spec"]["containers"]
         assert container["image"].endswith(image)

@@ -69,7 +69,7 @@ def test_the_wheel_has_every_file_and_its_metadata(wheel: Path) -> None:
 def test_the_command_works_without_a_checkout(installed: Path, tmp_path: Path) -> None:
     where = run(installed / "python", "-c", "import services; print(services.__path__[0])", cwd=tmp_path)
     assert where.startswith(str(installed.parent))
-    assert run(installed / "grpo", "--version", cwd=tmp_path).startswith("grpo 0.1.0")
+    assert run(installed / "grpo", "--version", cwd=tmp_path).startswith("grpo 0.2.0")
     assert "run" in run(installed / "grpo", "--help", cwd=tmp_path)
     make_model(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
