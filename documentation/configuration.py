@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from services.config.explain import Key, keys
-from services.config.reading.faults import REPLACED
+from services.config.faults import REPLACED
 
 INTRODUCTION = """# Configuration
 

@@ -224,7 +224,7 @@ ALERTS = (
         "histogram_quantile(0.9, sum by (run, le) (rate(grpo_redis_answer_seconds_bucket[5m]))) > 0.5", "5m", "warning",
         "Redis of run {{ $labels.run }} answers slowly",
         "Check `SLOWLOG GET` and `LATENCY DOCTOR` on the server, its disk (append-only file), its core and its network. Our own "
-        "commands take a few milliseconds each, except replay's recency at 100,000 groups (docs/log.md).",
+        "commands take a few milliseconds each, except replay's recency at 100,000 groups.",
     ),
     Alert(
         "GrpoRedisNotPersisting", "min by (run) (grpo_redis_persists) == 0", "1m", "critical",

@@ -9,7 +9,7 @@ BUDGET_S = 8100
 """Time limit for all of them together on two cores; `planned_s` of each is its time there, rounded up."""
 TOLERANCE = 0.25
 """Share by which a ratio may be worse than the recorded one. Pairs measured in one run on a shared machine lie within a fifth of
-their median (docs/log.md: 0.80 to 1.01, 0.46 to 0.67, 3.7 to 4.7), so a quarter is beyond chance."""
+their median (measured: 0.80 to 1.01, 0.46 to 0.67, 3.7 to 4.7), so a quarter is beyond chance."""
 COUNTED = 0.05
 """The same for counts by the server: batching varies them by a few per cent, an additional command by more."""
 

@@ -2,7 +2,7 @@
 
 Guarantees: a reply is whole, or `NoReply` is raised; a call that is cancelled closes its connection, so that the generator
 stops sampling. A request may be sent twice, if a kept connection turns out to be closed.
-A general client would do; httpx took a third of the pod's CPU time (docs/log.md).
+A general client would do; httpx took a third of the pod's CPU time.
 """
 
 from __future__ import annotations

@@ -126,7 +126,14 @@ def test_every_page_is_in_the_navigation() -> None:
 
     given = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     docs = ROOT / "docs"
-    assert set(paths(given["nav"])) == {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md") if not page.match("decisions/0*.md")}
+    assert set(paths(given["nav"])) == pages
+
+
+def test_the_index_of_decisions_names_each() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in sorted(folder.glob("0*.md")) if f"]({page.name})" not in index] == []
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

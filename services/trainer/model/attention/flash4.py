@@ -1,6 +1,6 @@
 """FlashAttention 4 over sequences of any length, for Hopper GPUs, from the package `flash-attn-4`.
 
-It takes about 0.6 of the time of version 2 on an H200 (docs/log.md, 2026-11-27), and also computes capped scores, sinks, and
+It takes about 0.6 of the time of version 2 on an H200 (docs/decisions, 007), and also computes capped scores, sinks, and
 values of another size than keys. It compiles a kernel for some seconds when it first meets a size of heads or a kind of scores.
 """
 
