@@ -1,4 +1,4 @@
-# The commands of this repository: make demo, make demo-tools, make test, make test-fast, make check, make generate, make docs, make bench, make bench-check, make clean.
+# The commands of this repository: make demo, make demo-tools, make test, make test-slow, make check, make generate, make docs, make bench, make bench-check, make clean.
 # Everything is installed into .venv by the first of them that runs. On machines whose package index has no CPU build of
 # torch under its plain version, name one:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -15,7 +15,7 @@ DEBIAN := $(if $(shell command -v redis-server),,redis-server) $(if $(shell comm
 	$(if $(wildcard /usr/lib/*/faketime/libfaketime.so.1),,libfaketime)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo demo-tools test test-fast check generate docs bench bench-check clean install debian
+.PHONY: demo demo-tools test test-slow check generate docs bench bench-check clean install debian
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/demo/
@@ -28,16 +28,13 @@ demo-tools: $(INSTALLED)  ## warm-start a tiny model that can call tools, train 
 	$(BIN)/python -m examples.tools.curve runs/tools
 
 # Hundreds of tests kill, stop and time real processes; they wait more than they compute, so there are more workers than cores.
-# `make test-fast`, in half the time, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.
 WORKERS ?= 6
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
-test: $(INSTALLED) debian  ## all tests; their time goes to build/suite_seconds.json
-	@mkdir -p build; begun=$$(date +%s); $(PYTEST) \
-		&& printf '{"suite_s": %d}\n' $$(($$(date +%s) - begun)) > build/suite_seconds.json
+test: $(INSTALLED) debian  ## the tests to run before every push; their duration goes to build/suite_seconds.json
+	$(BIN)/python -m tests.suite -q -n $(WORKERS) -m "not slow"
 
-test-fast: $(INSTALLED)
-	$(PYTEST) -m "not slow"
+test-slow: $(INSTALLED) debian  ## the others: vLLM, ranks of DeepSpeed, proofs of all architectures, the browser, whole runs of minutes
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -138,6 +138,7 @@ async def test_the_pages_endpoints_read_from_files(served: str, folder: Path) ->
             assert (await http.get(f"/steps/{undone_or_torn}")).status_code == 404
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
 async def test_the_page_shows_charts_samples_and_ledger(visit: browser.Visit, served: str) -> None:
     def look(chromium: Any) -> None:
@@ -161,6 +162,7 @@ async def test_the_page_shows_charts_samples_and_ledger(visit: browser.Visit, se
     await visit(look)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
 async def test_a_page_recovers_from_an_error_that_passes(visit: browser.Visit, served: str) -> None:
     def look(chromium: Any) -> None:
@@ -217,6 +219,7 @@ def test_the_configuration_is_shown_without_secrets(tmp_path: Path) -> None:
     assert "s3cret" not in repr(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
 async def test_charts_can_be_enlarged_smoothed_and_overlaid(visit: browser.Visit, served: str, folder: Path) -> None:
     beside(folder)
@@ -244,6 +247,7 @@ async def test_charts_can_be_enlarged_smoothed_and_overlaid(visit: browser.Visit
     await visit(look)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
 async def test_account_configuration_and_comparison_are_pages(visit: browser.Visit, served: str, folder: Path) -> None:
     write_account(folder)

@@ -25,7 +25,7 @@ from tests.web import browser as browsers
 from tests.web.browser import PAGES, chromium, go, opened
 from tests.web.served import served
 
-pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")]
 MARKUP = '<img src=x onerror="window.hit=1"><script>window.hit=1</script></pre><h1>mine</h1>&lt;b&gt; javascript:alert(1)'
 CONTROLS = "\x1b[2J\x00\x07 \u202eright to left\u202c \u200bhidden\ufeff \u2028 end"
 HUGE = "<b>long</b> " * 20_000

@@ -19,7 +19,7 @@ from tests.web import browser as browsers
 from tests.web.browser import Visit, opened
 from tests.web.served import served
 
-pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")]
 HIDE = """hidden => {
     Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
     document.dispatchEvent(new Event('visibilitychange'));

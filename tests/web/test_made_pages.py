@@ -23,7 +23,7 @@ from tests.web import browser as browsers
 from tests.web.browser import NARROW, WIDE, Visit, opened, settle, violations
 from tests.web.served import served
 
-pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")]
 WORDS = [f"w{i}" for i in range(2_100)]
 ASKED = 60  # number of completions of the first prompt
 CHOSEN = "() => [...document.querySelectorAll('.token')].findIndex(one => one.ariaCurrent === 'true')"
