@@ -49,8 +49,7 @@ On the first step that trains no older groups, the trainer also compares its log
   and are constant in vLLM.
 - Logits are scaled and capped as in the model. Attention scores may be capped (Gemma 2) or have sinks (gpt-oss), and heads of
   keys and values may differ in size (DeepSeek). On Hopper GPUs, FlashAttention 4 computes nearly all of these ([GPU](gpu.md)).
-  Elsewhere, capped scores and sinks are computed in blocks, without a fused kernel, which is slower; on a GPU,
-  `trainer.attention = "flex"` computes capped scores with one.
+  Elsewhere, capped scores and sinks are computed in blocks, without a fused kernel, which is slower.
 - Layers of type `chunked_attention` are accepted up to `attention_chunk_size` tokens, where they equal full attention.
 - Adapters on all linear layers (`lora.targets = []`) are rejected for models whose experts are fused parameters, since the
   experts would get none. Name the layers in `lora.targets` to adapt only those.

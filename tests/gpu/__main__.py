@@ -35,7 +35,7 @@ def run_stage(stage: Stage, folder: Path, log: Path, dry: bool) -> dict[str, Any
     command = [sys.executable, "-m", "tests.gpu.stage", *given]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # packages may be installed in a folder
     environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environ.pop("TORCH_COMPILE_DISABLE", None)  # FlexAttention needs it
+    environ.pop("TORCH_COMPILE_DISABLE", None)  # `trainer.compile` needs it
     if dry:
         environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started, figures = time.monotonic(), folder / f"{stage.name}.json"

@@ -17,7 +17,6 @@ from services.trainer.losses.tokens import Tokens
 from services.trainer.model.attention import flash2, flash4, fused
 from services.trainer.model.attention import packed_attention as attend
 from services.trainer.model.attention.explicit import ScoreRule
-from services.trainer.model.attention.flexible import flexible as by_flex
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.logprobs import token_logprobs
 from tests.gpu.bench import Bench, Figures, difference
@@ -215,29 +214,6 @@ def _differentiated(states: list[torch.Tensor], factors: torch.Tensor, packing: 
     )[0][0]  # fmt: skip
     inputs += [] if sinks is None else [sinks]
     return [output.detach(), *torch.autograd.grad((output * factors.to(output.dtype)).sum(), inputs)]
-
-
-def flex_attention(bench: Bench) -> Figures:
-    """Compare FlexAttention as the trainer uses it (`trainer.attention`) with packed attention: error and speed."""
-    packing, _, tokens = _row(bench)
-    placed = packing.to(bench.device)
-    states = _states(bench, tokens, bench.dtype)
-
-    def flexible(given: list[torch.Tensor]) -> torch.Tensor:
-        q, k, v = (each[0].transpose(0, 1) for each in given)
-        return by_flex(q, k, v, placed, ScoreRule(q.shape[-1] ** -0.5))
-
-    def packed() -> None:
-        _attended(states, placed).float().sum().backward()
-
-    def flexed() -> None:
-        flexible(states).float().sum().backward()
-
-    error = difference(flexible([each.detach() for each in states]), _dense(states, packing))
-    figures: Figures = {"worst_error": error, "tokens": tokens}
-    if not bench.dry:  # without compilation there is only the forward pass, and its speed is meaningless
-        figures["speed_ratio"] = bench.timed(packed) / bench.timed(flexed)
-    return figures
 
 
 def chunked_logprobs(bench: Bench) -> Figures:

@@ -20,11 +20,10 @@ from tests.gpu.__main__ import ROOT, main, run_stage, summary
 from tests.gpu.bench import Bench
 from tests.gpu.stages import STAGES, Stage
 from tests.support.console import wait_until
-from tests.support.preloading.starter import PLAIN
 
 RANKS = "tests.gpu.training"
 """Prefix of stages that start DeepSpeed, which needs a separate process."""
-ALONE = ("whole_run", "flex_attention", "compiled_architectures")
+ALONE = ("whole_run", "compiled_architectures")
 """Stages that need processes, or a compiler that tests avoid."""
 
 
@@ -56,15 +55,6 @@ def test_training_stages_and_a_whole_run_succeed(tmp_path: Path) -> None:
     assert (found["stages"], found["failed"]) == (len(names), 0)
     assert found["figures"]["determinism"]["bit_equal"]
     assert found["figures"]["checkpoint"]["resumed_bit_equal"]
-
-
-@pytest.mark.slow
-def test_flex_attention_runs_with_its_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLAIN, "1")  # preloaded processes have no compiler
-    [stage] = [stage for stage in STAGES if stage.name == "flex_attention"]
-    figures = run_stage(stage, tmp_path, tmp_path / "log", True)
-    assert "failure" not in figures, figures["failure"]
-    assert figures["worst_error"] < 1e-5
 
 
 def needed(*roots: str) -> set[str]:
@@ -161,6 +151,6 @@ def test_a_failure_is_known_until_its_stage_is_run_again(tmp_path: Path, monkeyp
 
 
 def test_the_summary_has_the_best_of_all_steps() -> None:
-    found = {"step_16k": {"mfu": 0.2}, "step_16k_compiled": {"mfu": 0.4}, "step_16k_flex": {"failure": "none"}}
+    found = {"step_16k": {"mfu": 0.2}, "step_16k_compiled": {"mfu": 0.4}, "step_8k": {"failure": "none"}}
     assert summary(found, False, [])["mfu_16k"] == 0.4
     assert summary({"step_16k": {"mfu": None}}, True, [])["mfu_16k"] is None

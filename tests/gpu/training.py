@@ -40,11 +40,6 @@ def step_16k_compiled(bench: Bench) -> Figures:
     return _step(bench, QWEN3_06B, 16_384, compile=True)
 
 
-def step_16k_flex(bench: Bench) -> Figures:
-    """Train rows of 16k tokens at 0.6B with `trainer.compile` and FlexAttention, which needs a GPU."""
-    return _step(bench, QWEN3_06B, 16_384, compile=True, attention="auto" if bench.dry else "flex")
-
-
 def step_32k(bench: Bench) -> Figures:
     """Train rows of 32k tokens at 0.6B, whose activations need 70 GB unless some are recomputed."""
     return _step(bench, QWEN3_06B, 32_768, gradient_checkpointing="selective")

@@ -84,7 +84,7 @@ def _prepare(file: BundleFile, config: RunConfig, work: Path) -> None:
             file.unpack(bundles.STATE, work)
         else:
             _verify(Path(bundle.origin.folder), bundle, f"the checkpoint of step {bundle.origin.step}")
-    trainer = {"attention": "auto", "compile": False}
+    trainer = {"compile": False}
     changes = {"run": {"dir": str(work)}, "model": {"path": str(model)}, "trainer": trainer}
     placed = config.model_copy(update={name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()})
     (work / "config.toml").write_text(to_toml(placed), encoding="utf-8")

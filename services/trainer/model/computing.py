@@ -1,7 +1,6 @@
 """How the network's passes are computed: what backward recomputes, what is compiled, and which kernel computes attention.
 
-Guarantees: none of it changes results beyond rounding. Compilation and FlexAttention are off unless the configuration asks for
-them.
+Guarantees: none of it changes results beyond rounding. Compilation is off unless the configuration asks for it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.config.training import Trainer
 from services.trainer.model.attention import NAME, fused, packed_attention
-from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import ScoreRule
 
 KEPT = frozenset(
@@ -37,12 +35,11 @@ class Computing:
 
     checkpointing: bool | Literal["selective"] = False
     compiled: bool = False
-    flex: bool = False
 
     @classmethod
     def of(cls, trainer: Trainer) -> Computing:
         """Return what a configuration asks for."""
-        return cls(trainer.gradient_checkpointing, trainer.compile, trainer.attention == "flex")
+        return cls(trainer.gradient_checkpointing, trainer.compile)
 
     @property
     def keeps_logits(self) -> bool:
@@ -52,7 +49,7 @@ class Computing:
     @property
     def proven(self) -> tuple[str, ...]:
         """The part that a model's verification depends on; empty for the default, so that earlier results stay valid."""
-        return (*(["compiled"] if self.compiled else []), *(["flex"] if self.flex else []))
+        return ("compiled",) if self.compiled else ()
 
 
 PLAIN = Computing()
@@ -96,7 +93,7 @@ def _traced_attention(
     """Compute `packed_attention` within a compiled block: as one operator if one of the kernels computes it. Otherwise the block
     is split there, and every part costs the host as much time as launching its kernels.
     """
-    if attention_mask is None and not row.flex and not given.get("dropout"):
+    if attention_mask is None and not given.get("dropout"):
         q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         scaling = given.get("scaling")
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling

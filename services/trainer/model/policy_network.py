@@ -76,7 +76,6 @@ def load(
     support.check(model, config.path, config.max_tokens, team is not None)
     _silence(model)
     recompute(model, computing)
-    row.flex = computing.flex
     head = LogprobHead(model.get_output_embeddings(), config.fp32_head, logit_rule(model.config), computing.keeps_logits)
 
     def attach() -> Scorer:

@@ -1,4 +1,4 @@
-"""Recomputation, compilation and FlexAttention's masks do not change results."""
+"""Recomputation and compilation do not change results."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
 from services.console.doctor.resources import LOGITS_CHUNK
 from services.trainer.model import attention, logprobs, policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention, takes_groups
-from services.trainer.model.attention.explicit import ScoreRule
-from services.trainer.model.attention.flexible import RowMasks, block_mask, flexible
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import PLAIN as PLAIN_RULE
 from services.trainer.model.logprobs import LogitRule, _differentiated, compiled_chunks, token_logprobs
-from services.trainer.ranks import World
-from services.trainer.step.policy import LOGPROB_CHUNK_TOKENS, Policy
-from tests.gpu.numerics import row_mask
+from services.trainer.step.policy import LOGPROB_CHUNK_TOKENS
 from tests.support.models.tiny_model import make_config
-from tests.trainer.no_waiting import no_waiting
 
 ROW = Packing.of([6, 3, 4, 5, 2], [(0, 0), (0, 2), (0, 2), (0, 0), (13, 3)])
 """Three responses to one prompt of two tokens and two to one of three, 20 tokens."""
@@ -156,21 +150,6 @@ def test_the_compiled_gradient_of_logits_is_one_pass(compiler: None) -> None:
     assert "scatter" not in " ".join(seen)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("softcap", [None, 0.5])
-def test_flex_attention_matches_a_dense_mask(window: int | None, softcap: float | None, compiler: None) -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(20, 4, 16), torch.randn(20, 2, 16), torch.randn(20, 2, 16)
-    scores = ScoreRule(0.3, window, softcap)
-    found = flexible(q, k, v, ROW, scores)
-    keys, values = (each.repeat_interleave(2, 1) for each in (k, v))
-    products = torch.einsum("qhd,khd->hqk", q, keys) * 0.3
-    capped = products if softcap is None else softcap * torch.tanh(products / softcap)
-    weights = capped.masked_fill(~row_mask(ROW, window), -torch.inf).softmax(-1)
-    torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", weights, values), rtol=1e-5, atol=1e-5)
-
-
 def test_doctor_counts_logits_of_as_many_tokens_as_are_computed_at_a_time() -> None:
     assert LOGITS_CHUNK == LOGPROB_CHUNK_TOKENS
 
@@ -211,41 +190,7 @@ def test_heads_that_are_repeated_give_the_same_results_and_gradients(window: int
         torch.testing.assert_close(repeated, shared, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 300])
-@pytest.mark.parametrize("packing", [ROW, Packing.of([700, 300, 129, 1, 128], [(0, 0), (0, 256), (0, 256), (0, 256), (0, 0)])])
-def test_blocks_of_a_mask_are_those_that_pytorch_finds(packing: Packing, window: int | None) -> None:
-    tokens = len(packing.owned)
-    found = block_mask(packing, window, torch.device("cpu"))
-    expected = create_block_mask(found.mask_mod, None, None, tokens, tokens, device="cpu")
-    assert torch.equal(found.to_dense(), expected.to_dense())
-    assert found.full_kv_num_blocks is not None
-    assert expected.full_kv_num_blocks is not None
-    assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
-    mask = row_mask(packing, window)
-    places = torch.arange(tokens)
-    assert torch.equal(found.mask_mod(places, places, places[:, None], places), mask)
-
-
-def test_a_mask_is_shared_by_the_layers_of_one_row() -> None:
-    masks, cpu = RowMasks(), torch.device("cpu")
-    other = Packing.of([20])
-    assert masks.of(ROW, None, cpu) is masks.of(ROW, None, cpu)
-    assert masks.of(ROW, 3, cpu) is not masks.of(ROW, None, cpu)
-    first = masks.of(ROW, None, cpu)
-    masks.of(other, None, cpu)
-    assert masks.of(ROW, None, cpu) is not first
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_masks_are_made_without_waiting_for_the_device(window: int | None) -> None:
-    with no_waiting():
-        RowMasks().of(ROW, window, torch.device("cpu"))
-
-
-def test_unsupported_compile_and_flex_settings_are_rejected(tiny_model: Path) -> None:
+def test_what_compilation_is_incompatible_with_is_rejected(tiny_model: Path) -> None:
     for key, value in (("deterministic", True), ("zero_stage", 3), ("sequence_parallel", 2)):
         with pytest.raises(ConfigError, match=rf"trainer\.compile = true and trainer\.{key} = {str(value).lower()} are"):
             make_config(tiny_model, trainer={"compile": True, "ranks": 2, key: value})
-    config = make_config(tiny_model, trainer={"attention": "flex"})
-    with pytest.raises(ConfigError, match=r'trainer\.attention = "flex" needs a GPU'):
-        Policy(config, World())

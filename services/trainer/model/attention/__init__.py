@@ -68,10 +68,6 @@ def packed_attention(
         raise UnsupportedModel(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads")
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [T, heads, D]; a view in backward, too
     scores = ScoreRule(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    if row.flex and q.is_cuda and scores.sinks is None:
-        from services.trainer.model.attention.flexible import flexible  # imports a compiler, which takes seconds
-
-        return flexible(q, k, v, packing, scores)[None], None
     if fused.kernels_of(fused.available(), q, k, v, scores):
         row.packing = packing
         return fused.attend(q, k, v, scores)[None], None

@@ -14,7 +14,6 @@ class CurrentRow:
     """
 
     packing: Packing | None = None
-    flex: bool = False  # whether FlexAttention computes it on a GPU (`trainer.attention`)
 
 
 row = CurrentRow()
