@@ -5,16 +5,13 @@ Guarantees: the engine runs exactly the configured setup; a combination that Dee
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from services.config import RunConfig
 from services.config.training import Optimizer
@@ -28,42 +25,6 @@ each.
 
 MAX_BUCKET = 500_000_000
 """DeepSpeed's default bucket, in elements; smaller models get a smaller one."""
-
-
-HELD_BYTES = 128 * 2**20
-"""Gradients in bfloat16 that wait to be added to their sums."""
-
-
-class GradientSums:
-    """Adds gradients in bfloat16 to their float32 sums many at a time, where DeepSpeed's `BF16_Optimizer` adds each by itself.
-
-    The sums are the same. On a GPU each weight costs the host twice as long in DeepSpeed's way, which the device waits for in the
-    backward pass of small models, and its gradient is copied to float32 before it is added.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._gradients, self._sums, self._held = optimizer, list[Tensor](), list[Tensor](), 0
-        optimizer.accumulate_hp_grads_and_remove_lp = self.take
-        optimizer.update_hp_grads = self.add  # at the end of each backward pass, before gradients are reduced
-
-    def take(self, weight: Tensor, group: int, index: int) -> None:
-        """Take the gradient of a weight once backward has computed it."""
-        assert weight.grad is not None
-        total = self._optimizer.fp32_groups_gradients[group][index]
-        self._optimizer.fp32_groups_has_gradients[group][index] = True
-        self._gradients.append(weight.grad.view(total.shape))
-        self._sums.append(total)
-        self._held += weight.grad.nbytes
-        weight.grad = None
-        if self._held >= HELD_BYTES:
-            self.add()
-
-    @torch.no_grad()
-    def add(self, **_: Any) -> None:
-        """Add what was taken."""
-        if self._gradients:
-            torch._foreach_add_(self._sums, self._gradients)  # pyright: ignore[reportPrivateImportUsage]
-        self._gradients, self._sums, self._held = [], [], 0
 
 
 def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
@@ -127,8 +88,6 @@ def start(config: RunConfig, module: Scorer) -> Any:
         optimizer=adamw(config, module),  # pyright: ignore[reportArgumentType]
         config=settings(config, module),
     )
-    if getattr(engine.optimizer, "immediate_grad_update", False):
-        GradientSums(engine.optimizer)
     return engine
 
 
@@ -183,25 +142,6 @@ def learning_rate(options: Optimizer, step: int, steps: int) -> float:
         case "cosine":
             fraction = final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
     return options.learning_rate * fraction
-
-
-@contextlib.contextmanager
-def divided_gradient(engine: Any, divisor: float) -> Iterator[None]:
-    """Divide the gradient with which an engine of stage 1 to 3, or in bfloat16, steps inside the block.
-
-    This costs nothing where its optimizer multiplies the gradient anyway, by the inverse of its loss scale.
-    """
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        for gradient in optimizer.fp32_groups_gradients_flat:
-            gradient.div_(divisor)
-        yield
-    else:
-        optimizer.loss_scale = divisor  # losses were not multiplied by it
-        yield
-        optimizer.loss_scale = 1.0
 
 
 def seed(number: int, deterministic: bool) -> None:

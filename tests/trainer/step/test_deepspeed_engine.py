@@ -12,7 +12,6 @@ import torch
 from services.config.training import Optimizer
 from services.trainer.model import policy_network as model
 from services.trainer.step import deepspeed_engine as engine
-from tests.support.models.rank_worker import launch
 from tests.support.models.tiny_model import make_config, make_model
 
 
@@ -58,23 +57,6 @@ def test_the_learning_rate_decays_to_the_final_fraction(schedule: str, warmup: i
     rates = [engine.learning_rate(options, step, 4) for step in range(4)]
     assert rates == pytest.approx([2.0 * value for value in expected])
     assert engine.learning_rate(options, 9, 4) == rates[-1]  # steps past the last keep the final rate
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_gradients_in_bfloat16_are_summed_as_deepspeed_sums_them(tmp_path: Path) -> None:
-    given = {"model": make_model(tmp_path / "model", tied=True)}
-    ((found,),) = [launch(1, [("gradient sums", given)], tmp_path / "ranks")[0]]
-    everything = found["all at once"]["calls"]
-    assert len(everything) == 4, "one for each row of two steps"
-    assert found["each at once"]["calls"] == [1] * sum(everything)
-    assert 4 < len(found["some at once"]["calls"]) < sum(everything) == sum(found["some at once"]["calls"])
-    expected = found.pop("DeepSpeed")
-    assert not expected["calls"]
-    assert expected["weights"].keys() == expected["start"].keys()
-    assert any(not torch.equal(weight, expected["start"][name]) for name, weight in expected["weights"].items())
-    for each in found.values():
-        assert all(torch.equal(weight, expected["weights"][name]) for name, weight in each["weights"].items())
 
 
 def test_random_state_is_restored() -> None:
