@@ -220,7 +220,7 @@ class Ours:
             await self.store.replay.settle(fence, settlements)
             while step < steps:
                 sweep_and_peek = await self.store.replay.sweep_and_peek(fence, 0, self.prompts_per_step)
-                decision = admission.decide(sweep_and_peek, admission.Progress(step, self.published, steps, 0), rules, 0.0)
+                decision = admission.decide(sweep_and_peek, rules, 0.0)
                 if not isinstance(decision, admission.Prepare):
                     break
                 plan, ranks = self.plan(step, await self.store.replay.groups(decision.groups))

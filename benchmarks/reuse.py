@@ -29,7 +29,7 @@ from benchmarks.common import arguments, report
 CONFIG = "examples/arithmetic/config.toml"
 WINDOW = 2560  # completions: ten steps of the example
 BOUND = "admission.max_staleness=2"  # of both sides: a group can be trained three times
-REPLAY = ("replay.sampler=prioritized", "replay.max_uses=3", "replay.priority_exponent=0.6")
+REPLAY = ("replay.sampler=prioritized", "replay.max_uses=3")
 
 
 def run(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> Path:

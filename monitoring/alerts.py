@@ -128,9 +128,9 @@ ALERTS = (
         "GrpoNoStep", _while_active("sum by (run) (increase(grpo_trainer_steps_total[15m])) == 0"), "30m", "critical",
         f"{RUN} has trained no step in half an hour",
         "`grpo_trainer_phase_seconds_total` shows what the trainer does, `grpo_dataprep_wait_seconds_total` why no step is "
-        "prepared: `groups` - generators are too slow or missing; `older_ticket` - one long completion delays a step "
-        "(admission.overtake_deadline_s); `min_size`, `rate_limiter` - the replay table's own keys; `ahead` - the trainer is the "
-        "bottleneck. If steps take longer than half an hour, raise this rule's `for`.",
+        "prepared: `groups` - generators are too slow or missing; `older_ticket` - one long completion delays a step, for "
+        "up to ten minutes; `ahead` - the trainer is the bottleneck. If steps take longer than half an hour, raise this rule's "
+        "`for`.",
     ),
     Alert(
         "GrpoTrainerStarves",
@@ -176,9 +176,8 @@ ALERTS = (
         'sum by (run) (increase(grpo_dataprep_stale_groups_total[30m])) '
         '+ sum by (run) (increase(grpo_dataprep_settled_groups_total{action="stale"}[30m])) > 0', "0m", "warning",
         "Groups of run {{ $labels.run }} are dropped as stale",
-        "With a FIFO table and no overtaking this does not happen. Otherwise the causes are overtaken tickets "
-        "(admission.overtake_deadline_s), a table that holds more than steps use (replay.samples_per_insert, replay.min_size), "
-        "or a long standstill with full tables.",
+        "With a FIFO table and no overtaking this does not happen. Otherwise the causes are overtaken tickets, "
+        "samplers that pass groups over, or a long standstill with full tables.",
     ),
     Alert(
         "GrpoTicketStuck", _while_active("max by (run) (grpo_run_oldest_ticket_seconds) > 3600"), "5m", "warning",
@@ -252,7 +251,7 @@ ALERTS = (
     Alert(
         "GrpoLengthDrift", _while_active(f"{_step_metric('length/drift')} < 0.8"), "30m", "warning",
         "Run {{ $labels.run }} trains on shorter completions than it generates",
-        "Long groups are dropped by overtaking (admission.overtake_deadline_s), filters or staleness; see docs/metrics.md.",
+        "Long groups are dropped by overtaking, filters or staleness; see docs/metrics.md.",
     ),
     Alert(
         "GrpoTrackerBehind", "max by (run, tracker) (grpo_tracker_backlog_steps) > 20", "10m", "warning",

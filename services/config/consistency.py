@@ -66,31 +66,12 @@ def _room(config: RunConfig) -> Iterator[str]:
 
 def _replay(config: RunConfig) -> Iterator[str]:
     """Check that the replay table lets the run progress."""
-    replay, admission, slots = config.replay, config.admission, config.slots
+    replay, admission = config.replay, config.admission
     if replay.max_uses > admission.max_staleness + 1:
         yield (
             f"replay.max_uses = {replay.max_uses} cannot be reached: a group is at most admission.max_staleness = "
             f"{admission.max_staleness} steps old; lower replay.max_uses to {admission.max_staleness + 1} "
             "or raise admission.max_staleness"
-        )
-    if replay.max_uses == 0 and replay.sampler == "fifo":
-        yield ('replay.sampler = "fifo" needs replay.max_uses >= 1: with 0, every step would draw the same oldest groups')
-    if replay.max_uses == 0 and not replay.samples_per_insert:
-        yield ("replay.max_uses = 0 needs replay.samples_per_insert >= 1: otherwise nothing limits how many prompts are issued")
-    if replay.samples_per_insert and replay.samples_per_insert < 1:
-        yield (
-            f"replay.samples_per_insert = {replay.samples_per_insert} would generate groups that no step trains on: "
-            "set at least 1, or 0 to disable the rate limiter"
-        )
-    if replay.max_uses and replay.samples_per_insert > replay.max_uses:
-        yield (
-            f"replay.samples_per_insert = {replay.samples_per_insert} cannot be reached with replay.max_uses = "
-            f"{replay.max_uses}: lower it, or raise replay.max_uses"
-        )
-    if replay.min_size > min(replay.capacity, slots):
-        yield (
-            f"replay.min_size = {replay.min_size} cannot be reached: the table holds replay.capacity = {replay.capacity} "
-            f"groups and the run has {slots} slots, (admission.max_staleness + 1) x admission.prompts_per_step; lower it"
         )
 
 

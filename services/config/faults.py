@@ -22,7 +22,18 @@ REPLACED = {
     "generator.partial_every_s": "was removed, and unfinished completions are saved every 5 s: remove the key",
     "replay.error_buffer": "was removed, and the smallest buffer that never blocks a run is used: remove the key",
     "replay.payload_ttl_s": "was removed, and payloads without a header expire after an hour: remove the key",
-    "filters.active_sampling": "was removed: remove the key, or set filters.active_sampling_bound = 0 for false",
+    "replay.samples_per_insert": "was removed, and replay.max_uses limits how often groups are drawn: remove the key, and set "
+    "replay.max_uses",
+    "replay.remover": "was removed, and a full table drops the group that replay.sampler would draw last: remove the key",
+    "replay.priority_exponent": "was removed, and groups are drawn in proportion to their priority: remove the key",
+    "replay.recency_half_life": 'was removed, and with replay.priority = "recency" a weight halves with every policy version: '
+    "remove the key",
+    "replay.min_size": "was removed, and a step is drawn as soon as the table has its groups: remove the key",
+    "filters.active_sampling_bound": "was removed, and up to 10 x admission.prompts_per_step groups that a filter drops are "
+    "replaced in a step: remove the key",
+    "admission.overtake_deadline_s": "was removed, and a step waits 600 s for an older ticket: remove the key",
+    "trainer.attention": "was removed, and the fastest kernel that computes the model's attention is used: remove the key",
+    "filters.active_sampling": "was removed, and groups that a filter drops are replaced: remove the key",
     "optimizer.beta1": "was replaced: set optimizer.betas = [BETA1, BETA2]",
     "optimizer.beta2": "was replaced: set optimizer.betas = [BETA1, BETA2]",
     "trainer.logprob_chunk_tokens": "was removed, and logits are computed for 1024 tokens at a time: remove the key",
@@ -30,7 +41,7 @@ REPLACED = {
     "tracking.wandb_mode": "was removed: remove the key, and to upload set the environment variable WANDB_MODE = online",
     "sync.bucket_mib": "was removed, and buckets have 32 MiB: remove the key",
     "evaluation.final_s": "was removed, and the last round may take 10 minutes: remove the key",
-    "admission.overtake": "was removed: remove the key, or set admission.overtake_deadline_s = 0 for drop",
+    "admission.overtake": "was removed, and a step waits ten minutes for an older ticket: remove the key",
     "sync.drain_deadline_s": "was removed, and half of sync.join_deadline_s or sync.transfer_deadline_s, whichever is less, is "
     "used: remove the key",
     **{

@@ -191,18 +191,6 @@ class RunConfig(Section):
         return self.trainer.ranks // self.trainer.sequence_parallel
 
     @property
-    def trains_early(self) -> bool:
-        """Whether a step's first groups may be trained on before the others have arrived (docs/design.md, section 4).
-
-        This requires groups that are certain to be in it, with equal weights, and one gradient for all of them. Rows then depend
-        on when groups ended.
-        """
-        replay, trainer = self.replay, self.trainer
-        in_order = replay.sampler == "fifo" and replay.max_uses == 1 and not replay.samples_per_insert
-        certain = in_order and replay.capacity >= self.slots
-        return certain and replay.importance_beta == 0 and trainer.mini_batches == 1 and not trainer.deterministic
-
-    @property
     def trained_dtype(self) -> str:
         """Data type of the trained weights. Adapters are float32, since bfloat16 would round small steps away."""
         return "float32" if self.lora.rank else self.model.dtype

@@ -16,38 +16,31 @@ class Admission(Section):
     """Groups per training step."""
     max_staleness: int = Field(default=1, ge=0)
     """Maximum lag, in steps, between the weights being trained and the oldest that sampled a token. 0: synchronous."""
-    overtake_deadline_s: float = Field(default=600.0, ge=0)
-    """Seconds that a ready step waits for an older ticket that is still being generated. After that the step trains without the
-    ticket, which may then become stale. 0: the step does not wait."""
 
 
 class Replay(Section):
-    """The replay table: sampler, remover, capacity, uses and rate limiter (terms as in Reverb; docs/replay.md)."""
+    """The replay table: sampler, capacity and uses (terms as in Reverb; docs/replay.md)."""
 
     sampler: Literal["fifo", "lifo", "freshest", "uniform", "prioritized"] = "fifo"
     """Order in which groups are drawn: `fifo` oldest ticket first, `lifo` newest first, `freshest` newest policy version first,
-    `uniform` at random, `prioritized` at random in proportion to priority ** priority_exponent."""
-    remover: Literal["fifo", "lifo", "lowest_priority", "stalest", "uniform"] = "fifo"
-    """Which group leaves a full table: the oldest ticket, the newest, the lowest weight, the oldest policy version, or a random
-    one."""
+    `uniform` at random, `prioritized` at random in proportion to the priority."""
     capacity: int = Field(default=100_000, ge=1)
-    """Maximum number of groups in the table."""
-    max_uses: int = Field(default=1, ge=0)
-    """Steps that may train on a group before it leaves the table. 0: until it is stale; requires `samples_per_insert`."""
-    min_size: int = Field(default=1, ge=1)
-    """Minimum number of groups in the table for a step to be drawn."""
-    samples_per_insert: float = Field(default=0.0, ge=0)
-    """Target for the average number of draws per inserted group. 0: no target; only `max_uses` and staleness limit draws."""
+    """Maximum number of groups in the table. A full one drops the group that the sampler would draw last: the lowest priority for
+    `prioritized`, the oldest policy version for `freshest`; for the others the oldest ticket."""
+    max_uses: int = Field(default=1, ge=1)
+    """Steps that may train on a group before it leaves the table."""
     priority: Literal["advantage", "reward", "recency", "trainer"] = "advantage"
-    """Priority for `prioritized` and `lowest_priority`: sum of |A|, sum of rewards, age, or (`trainer`) sum of |A| until the
-    group is first trained on, then |A| times the share of its tokens that are not clipped, to estimate what is left to learn."""
-    priority_exponent: float = Field(default=1.0, ge=0, le=4)
-    """Weight = priority ** exponent. 0: all groups weigh the same."""
-    recency_half_life: float = Field(default=1.0, gt=0)
-    """`recency`: policy versions after which a group's weight halves."""
+    """Priority for `prioritized`: sum of |A|, sum of rewards, age (halved by every policy version), or (`trainer`) sum of |A|
+    until the group is first trained on, then |A| times the share of its tokens that are not clipped, to estimate what is left to
+    learn."""
     importance_beta: float = Field(default=0.0, ge=0, le=1)
     """`prioritized`: a group's loss is multiplied by (N P) ** -beta, divided by the largest such factor in its step. 0: no
     correction."""
+
+    @property
+    def remover(self) -> str:
+        """Which group leaves a full table (store/functions/replay_table.lua)."""
+        return {"prioritized": "lowest_priority", "freshest": "stalest"}.get(self.sampler, "fifo")
 
 
 class Filters(Section):
@@ -56,10 +49,8 @@ class Filters(Section):
     exclude_pass_rate: float = Field(default=0.0, ge=0, le=1)
     """Exclude a prompt from future epochs once at least this share of its group's completions is solved. 0: never."""
     zero_std: bool = False
-    """Drop groups whose completions all have the same reward, since they give no gradient."""
-    active_sampling_bound: int = Field(default=10, ge=0)
-    """Maximum number of dropped groups per step that are replaced by other prompts, as a multiple of prompts_per_step. Beyond
-    it, the step trains on what it has. 0: none are replaced."""
+    """Drop groups whose completions all have the same reward, since they give no gradient. Other prompts take their places, up to
+    ten steps' worth of groups in a step; beyond that, the step trains on what it has."""
 
 
 class Advantage(Section):
@@ -141,10 +132,6 @@ class Trainer(Section):
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass. `selective`: all but the results of matrix products and attention, which take
     most of the time to recompute. With adapters on all layers this saves little memory, since their products are kept, too."""
-    attention: Literal["auto", "flex"] = "auto"
-    """`auto`: on a Hopper GPU FlashAttention 4 if the package flash-attn-4 is installed, on others PyTorch's FlashAttention 2;
-    elsewhere, and with version 2 where scores are capped or have sinks, sequences padded to batches. `flex`: PyTorch's
-    FlexAttention, which pads nothing and computes capped scores, but is slower otherwise; needs a GPU."""
     compile: bool = False
     """Compile the model's blocks and the logprobs with torch.compile, which about halves the time of a step on a GPU. Needs a
     C compiler there. Loading a model for the first time takes some 10 s longer, and so does the first step. Without

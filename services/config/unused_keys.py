@@ -27,7 +27,7 @@ def unused_keys(config: RunConfig) -> Iterator[str]:
     remove a key of the file but can set it to its default, so the remedy names both."""
     found: dict[tuple[str, str], list[tuple[str, Any, Any]]] = {}
     for rules in (
-        _prompts, _scoring, _environments, _admission, _filters, _replay, _loss, _training, _sync, _evaluation, _surroundings
+        _prompts, _scoring, _environments, _replay, _loss, _training, _sync, _evaluation, _surroundings
     ):  # fmt: skip
         for key, why, cure in rules(config):
             value, default = _value_and_default(config, key)
@@ -102,35 +102,13 @@ def _environments(config: RunConfig) -> Rules:
             yield f"{key}.solved_at", "without function, which alone gives a score", "set solved_at of a verifier"
 
 
-def _admission(config: RunConfig) -> Rules:
-    if config.replay.sampler != "fifo":
-        why = f'with replay.sampler = "{config.replay.sampler}", which never waits for an older ticket'
-        yield "admission.overtake_deadline_s", why, 'set replay.sampler = "fifo"'
-
-
-def _filters(config: RunConfig) -> Rules:
-    if not config.filters.zero_std and not config.advantage.mask_truncated:
-        why = "without filters.zero_std or advantage.mask_truncated, since only these drop groups from a step"
-        yield "filters.active_sampling_bound", why, "set one of these"
-
-
 def _replay(config: RunConfig) -> Rules:
     replay = config.replay
-    by_weight = 'set replay.sampler = "prioritized" or replay.remover = "lowest_priority"'
-    weighted = replay.sampler == "prioritized" or replay.remover == "lowest_priority"
-    if not weighted:
-        for key in ("priority", "priority_exponent", "recency_half_life"):
-            why = f'with replay.sampler = "{replay.sampler}" and replay.remover = "{replay.remover}"'
-            yield f"replay.{key}", why, by_weight
-    elif replay.priority != "recency":
-        yield "replay.recency_half_life", f'with replay.priority = "{replay.priority}"', 'set replay.priority = "recency"'
-    if replay.priority == "trainer" and replay.max_uses == 1:
-        yield "replay.priority", "with replay.max_uses = 1, since a group leaves once trained on", "raise replay.max_uses"
     if replay.sampler != "prioritized":
-        yield "replay.importance_beta", f'with replay.sampler = "{replay.sampler}"', 'set replay.sampler = "prioritized"'
-    elif replay.priority_exponent == 0:
-        cure = "raise replay.priority_exponent"
-        yield "replay.importance_beta", "with replay.priority_exponent = 0, which weighs all groups alike", cure
+        for key in ("priority", "importance_beta"):
+            yield f"replay.{key}", f'with replay.sampler = "{replay.sampler}"', 'set replay.sampler = "prioritized"'
+    elif replay.priority == "trainer" and replay.max_uses == 1:
+        yield "replay.priority", "with replay.max_uses = 1, since a group leaves once trained on", "raise replay.max_uses"
 
 
 def _loss(config: RunConfig) -> Rules:

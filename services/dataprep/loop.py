@@ -23,7 +23,6 @@ from services.dataprep.evaluation.rounds import EvaluationRounds
 from services.dataprep.failures import Failures
 from services.dataprep.metrics import DataprepMetrics
 from services.dataprep.planning import step
-from services.dataprep.planning.early import EarlyParts
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.issuing import Issuer
@@ -58,7 +57,6 @@ class DataprepLoop:
         self.service, self.metrics, self.evaluation = service, metrics, evaluation
         self.store, self.notifications, self.config = service.store, service.notifications, service.config
         self.rules = admission.rules_of(self.config)
-        self.early = EarlyParts(self.store, self.config, self.rules)
         self.issuer = Issuer(self.store, source, self.config, service.tracing)
         self.memory = MemoryGuard(self.config, self.store)
         self.failures = Failures(self.store, self.config)
@@ -204,7 +202,7 @@ class DataprepLoop:
         again = await self.issuer.issue_again(fence) if swept.reissue else 0
         if 0 < again < swept.reissue:
             return True
-        prepared = await self._prepare(fence, state, swept, oldest_fresh) or await self._offer_early(fence, state, swept)
+        prepared = await self._prepare(fence, state, swept, oldest_fresh)
         if again < swept.reissue:  # the rest waits for slots, and comes before new prompts
             return bool(prepared or settled)
         return bool(prepared or await self._issue(fence, state, swept) or settled or again)
@@ -239,7 +237,7 @@ class DataprepLoop:
             return False
         why, since = self._waiting
         waited_s = time.monotonic() - since if why == "older_ticket" else 0.0
-        decision = admission.decide(swept, self._progress(state), self.rules, waited_s)
+        decision = admission.decide(swept, self.rules, waited_s)
         self._waits.enter(decision.why if isinstance(decision, admission.Wait) else "")
         if isinstance(decision, admission.Wait):
             if decision.why != why:
@@ -258,8 +256,7 @@ class DataprepLoop:
     async def _draw(self, fence: int, number: int, swept: SweptTable, decision: admission.Prepare, oldest_fresh: int) -> None:
         started = time.monotonic()
         groups = await self.store.replay.groups(decision.groups)
-        early = await self.early.of_step(number, groups)
-        plan, ranks = step.make_step(number, groups, swept, self.generated, self.config, early)
+        plan, ranks = step.make_step(number, groups, swept, self.generated, self.config)
         variates = [replay.exponential(self.config.run.seed, group.group, group.uses + 1) for group in groups]
         await self.store.steps.prepare(fence, plan, ranks, oldest_fresh, variates, decision.gaps_until)
         self.generated.next_step([group.header for group in groups])
@@ -270,24 +267,18 @@ class DataprepLoop:
             self.service.tracing.record("plan", group.header.trace, started, step=number, uses=group.uses + 1)
         if len(groups) < self.config.admission.prompts_per_step:
             self.metrics.short.inc()
-            if bound := self.config.filters.active_sampling_bound:
-                log.warning("step is short: filters dropped more groups than may be replaced", groups=len(groups), bound=bound)
+            log.warning("step is short: filters dropped more groups than may be replaced", groups=len(groups))
         if decision.overtook:
             self.metrics.overtook.inc()
             log.warning("step made without waiting for an older ticket")
-
-    async def _offer_early(self, fence: int, state: RunState, swept: SweptTable) -> bool:
-        offered = await self.early.offer(fence, state, swept)
-        self.metrics.early.inc(offered)
-        return bool(offered)
 
     async def _rebase(self, fence: int, next_step: int) -> int:
         """Keep recency weights within the precision of the clocks, and return the base that they are relative to."""
         if self.config.replay.priority != "recency":
             return 0
-        wanted = replay.recency_base(next_step, self.config.replay)
+        wanted = replay.recency_base(next_step)
         while (base := await self.store.replay.recency_base()) < wanted:
-            await self.store.replay.rescale(fence, base, wanted, replay.recency_weight(base - wanted, self.config.replay))
+            await self.store.replay.rescale(fence, base, wanted, replay.recency_weight(base - wanted))
         return wanted
 
     async def _issue(self, fence: int, state: RunState, swept: SweptTable) -> int:

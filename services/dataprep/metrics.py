@@ -10,7 +10,7 @@ from services.runtime.metrics.declarations import Metrics, PhaseClock, bounded, 
 
 FILTERED = ("filtered:zero", "filtered:solved", "filtered:nonzero", "filtered:all_truncated")
 ACTIONS = ("insert", *FILTERED, "stale", "failed")
-WAITS = ("groups", "older_ticket", "min_size", "rate_limiter", "ahead")
+WAITS = ("groups", "older_ticket", "ahead")
 PLACES = ("queued", "claimed", "headers", "buffered", "prepared", "requeued", "reissue")
 OUTCOMES = ("trained", *FILTERED, "stale", "evicted", "failed")
 MARKS = ("prepared", "committed", "checkpointed", "published")
@@ -28,9 +28,6 @@ class DataprepMetrics(Metrics):
         "grpo_dataprep_settled_groups_total", "groups", "Settled groups, by outcome.", "action", ACTIONS
     )
     stale: Counter = counter("grpo_dataprep_stale_groups_total", "groups", "Groups dropped from the replay table as stale.")
-    early: Counter = counter(
-        "grpo_dataprep_early_groups_total", "groups", "Groups offered to the trainer before their step was prepared."
-    )
     prepared: Counter = counter("grpo_dataprep_prepared_steps_total", "steps", "Steps prepared by this process.")
     passed_over: Counter = counter(
         "grpo_dataprep_passed_over_steps_total", "steps", "Steps skipped because every group of their prompts was filtered."
@@ -41,7 +38,7 @@ class DataprepMetrics(Metrics):
     short: Counter = counter("grpo_dataprep_short_steps_total", "steps", "Steps with fewer groups than prompts_per_step.")
     waited: Mapping[str, Counter] = counters(
         "grpo_dataprep_wait_seconds_total", "seconds",
-        "Time without a step in preparation, by reason: too few groups, an older ticket unfinished, min_size, the rate limiter, "
+        "Time without a step in preparation, by reason: too few groups, an older ticket unfinished, "
         "or enough steps ahead of the trainer.", "why", WAITS,
     )  # fmt: skip
     settle_s: Histogram = histogram("grpo_dataprep_settle_seconds", "seconds", "Duration of settling a batch of headers.")

@@ -223,11 +223,6 @@ class Keys:
         """Hash: the plan of a step."""
         return f"{self.prefix}:step:{step}"
 
-    @property
-    def early(self) -> str:
-        """Hash: the early parts of the step after the last prepared one."""
-        return f"{self.prefix}:early"
-
     def trained(self, epoch: int) -> str:
         """Bitmap: dataset rows of the epoch that were trained; proves that none was trained twice."""
         return f"{self.prefix}:trained:{epoch}"

@@ -136,7 +136,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     stats: dict[str, float]  # metrics of the data of this step, e.g. reward/train/mean
     row_tokens: int = 0  # token budget of its rows
     traces: list[str] = []  # contexts of its groups that have a trace
-    early: list[list[str]] = []  # groups of each early part: their rows come first, part by part
 
 
 class PodStatus(msgspec.Struct, frozen=True):

@@ -69,7 +69,7 @@ GRANTS: dict[str, Grant] = {
     "dataprep": Grant(
         (
             "create", "set_steps", "lead", "step_down", "issue", "issue_again", "read_headers", "settle", "sweep_and_peek",
-            "rescale", "pass_over", "offer_early", "prepare", "pause_failing", "audit", "requeue", "eval_open", "eval_skip",
+            "rescale", "pass_over", "prepare", "pause_failing", "audit", "requeue", "eval_open", "eval_skip",
             "eval_look", "eval_close",
         ),
         (*_LOOKING, *_LOADING, "unlink", "zrem"), reads=(":*",), shards="writes",

@@ -17,6 +17,7 @@ from typing import cast
 
 import structlog
 
+from services.algorithm.sampling_weights import sampling_weight
 from services.config.evaluation import FINAL_S
 from services.config.loss_in_words import loss_in_words
 from services.protocol.errors import Damaged
@@ -33,7 +34,6 @@ from services.trainer.rank_commands import RankCommands
 from services.trainer.step.discard_damaged import discard_damaged
 from services.trainer.step.engine_gap import EngineComparison
 from services.trainer.step.policy import Trained
-from services.trainer.step.priorities import sampling_weights
 from services.trainer.throughput import Throughput
 from services.trainer.weight_updates import WeightUpdates
 from services.trainer.worker import Worker
@@ -70,8 +70,6 @@ class TrainLoop:
         self._throughput = Throughput(time.monotonic(), self.config.trainer.ranks, worker.policy.peak_tflops)
         self._incarnation = 0
         self._waited_s = 0.0  # for a plan, since the last record
-        self._early_s = 0.0  # spent on early parts of the next step
-        self._left_early = -1  # a step with an early part that could not be trained on
         self._unrecorded: Callable[[], None] | None = None  # records the step that was trained last
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
@@ -145,29 +143,13 @@ class TrainLoop:
             self._say(phase="paused" if paused else "waiting for data", paused=paused)
             if not paused:
                 self.updates.catch_up()
-                if self._train_early(self.step + 1):
-                    continue
             began = time.monotonic()
             self.call(self.notifications.wait("steps", "control", "fleet", DELIVERED, timeout=POLL_S))
             if not paused:
                 self._waited_s += time.monotonic() - began
 
-    def _train_early(self, step: int) -> bool:
-        """Train on the next early part of a step, if it has any. Returns whether it did."""
-        if not self.config.trains_early or self._left_early == step:
-            return False
-        if len(self.call(self.store.steps.early_parts(step))) <= self.worker.early_parts(step):
-            return False
-        started = time.monotonic()
-        self._say(phase="training", paused="")
-        if not (trained := self.commands.lead("train_early", step)):
-            self._left_early = step
-        self._early_s += time.monotonic() - started
-        return bool(trained)
-
     def _train_next(self) -> None:
         started, self.updates.spent_s = time.monotonic(), 0.0
-        early_s, self._early_s = self._early_s, 0.0
         step = self.step + 1
         self._say(phase="training", paused="")
         plan, trained = self._train_whole(step)
@@ -177,8 +159,8 @@ class TrainLoop:
         for context in plan.traces:
             self._tracing.record("train", context, started, step=step)
         self._reweigh(trained.priorities)
-        metrics = trained.metrics | {"time/train_s": early_s + time.monotonic() - started}
-        self._unrecorded = lambda: self._record(plan, metrics | self.updates.measured(), early_s + time.monotonic() - started)
+        metrics = trained.metrics | {"time/train_s": time.monotonic() - started}
+        self._unrecorded = lambda: self._record(plan, metrics | self.updates.measured(), time.monotonic() - started)
         try:
             self.updates.send(step + 1)
         finally:  # if told to stop meanwhile, it saves the step and exits, and nobody would record it later
@@ -205,7 +187,7 @@ class TrainLoop:
         gives the same weights.
         """
         if priorities:
-            weights = sampling_weights(priorities, self.config.replay.priority_exponent)
+            weights = {group: sampling_weight(priority) for group, priority in priorities.items()}
             self.call(self.store.replay.reweigh(self.fence, weights))
 
     def _record(self, plan: StepPlan, metrics: dict[str, float], step_s: float) -> None:

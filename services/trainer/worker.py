@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import structlog
 
 from services.config import RunConfig
 from services.protocol.errors import Damaged
-from services.protocol.messages import Sample, StepPlan
+from services.protocol.messages import StepPlan
 from services.runtime.atomic_folders import FolderError
 from services.runtime.loops import Broken
 from services.runtime.portal import Portal
@@ -24,24 +24,12 @@ from services.store import Store
 from services.trainer import ranks
 from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Saved
 from services.trainer.step import batches
-from services.trainer.step.batches import PackedRow
 from services.trainer.step.logprob_gaps import GapSender
 from services.trainer.step.policy import Policy, Trained
 from services.trainer.step.prefetch import REFUSALS, Fetched, Prefetch
 from services.trainer.weight_sender import make_sender
 
 log = structlog.get_logger()
-
-
-@dataclass
-class _Early:
-    """The early parts of a step that have been trained on."""
-
-    step: int
-    parts: int = 0
-    rows: tuple[list[Sample], ...] = ()  # of this rank, as planned
-    built: list[PackedRow] = field(default_factory=list[PackedRow])  # the same
-    waited_s: float = 0.0  # for these rows
 
 
 class Worker:
@@ -58,14 +46,12 @@ class Worker:
         self.restored: Saved | None = None
         """The checkpoint that this process restored."""
         self.model_folder = folder / "model"
-        self._early = _Early(-1)  # of the step that is trained next, once it has any
         self.sender = make_sender(config, policy.module, policy.world.rank, policy.world.size, ranks.gather)
 
     def operations(self) -> dict[str, Callable[[int], object]]:
         """Return the operations by name, for `RankCommands`."""
         return {
-            "train": self.train, "train_early": self.train_early, "send": self.send, "save": self.save,
-            "restore": self.restore, "export": self.export,
+            "train": self.train, "send": self.send, "save": self.save, "restore": self.restore, "export": self.export,
         }  # fmt: skip
 
     def train(self, step: int) -> tuple[StepPlan, Trained] | Damaged:
@@ -76,50 +62,19 @@ class Worker:
         with structlog.contextvars.bound_contextvars(step=step):
             return self._train(step)
 
-    def early_parts(self, step: int) -> int:
-        """Return how many early parts of a step have been trained on."""
-        return self._early_of(step).parts
-
-    def train_early(self, step: int) -> bool:
-        """Train on the next early part of a step. Collective.
-
-        Returns False, on every rank, if any rank cannot: the part is gone, or something is wrong with it. `train` handles that.
-        """
-        started, early, took = time.perf_counter(), self._early_of(step), None
-        try:
-            took = self.prefetch.take_early(step, early.parts)
-        except (Damaged, *REFUSALS) as error:
-            log.info("leaving an early part to its step", step=step, part=early.parts, error=str(error))
-        counts = ranks.gather(-1 if took is None else len(took[0]))
-        if took is None or len(set(counts)) > 1:
-            return False
-        planned, built = took
-        waited_s = early.waited_s + time.perf_counter() - started
-        self._early = _Early(step, early.parts + 1, (*early.rows, *planned), early.built + built, waited_s)
-        self.prefetch.begin(step, self._early.rows)
-        self.policy.train_early(step, built)
-        return True
-
-    def _early_of(self, step: int) -> _Early:
-        return self._early if self._early.step == step else _Early(step)
-
     def _train(self, step: int) -> tuple[StepPlan, Trained] | Damaged:
         started = time.perf_counter()
         took = self._fetch(step)
         if isinstance(took, Damaged):
             return took
         fetched, ahead_s = took
-        early, self._early = self._early_of(step), _Early(step + 1)
-        rows, waited_s = early.built + fetched.rows, early.waited_s + time.perf_counter() - started
+        waited_s = time.perf_counter() - started
         if step + 1 < self.config.run.steps:
             self.prefetch.begin(step + 1)
         trained = self.policy.train(fetched.rows, fetched.plan)
         if trained.gaps is not None:
-            self.gaps.begin(step, rows, trained.gaps, fetched.plan.ranks)
-        metrics = trained.metrics | {
-            "time/train/fetch_s": waited_s, "time/train/prefetch_s": ahead_s,
-            "rows/train/early_ratio": 1 - len(fetched.rows) / len(rows),
-        }  # fmt: skip
+            self.gaps.begin(step, fetched.rows, trained.gaps, fetched.plan.ranks)
+        metrics = trained.metrics | {"time/train/fetch_s": waited_s, "time/train/prefetch_s": ahead_s}
         return fetched.plan, replace(trained, metrics=metrics)
 
     def _fetch(self, step: int) -> tuple[Fetched, float] | Damaged:
@@ -131,7 +86,7 @@ class Worker:
             took: tuple[Fetched, float] | None = None
             problem, damaged = "", dict[str, str]()
             try:
-                took = self.prefetch.take(step, self._early_of(step).rows)
+                took = self.prefetch.take(step)
             except Damaged as error:
                 damaged = error.reasons
             except REFUSALS as error:

@@ -302,7 +302,7 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
         (["sampling.top_k=50"], "remove the key, and lower sampling.temperature or set evaluation.top_k instead"),
         (
             ["admission.overtake=drop"],
-            "admission.overtake = 'drop' was removed: remove the key, or set admission.overtake_deadline_s",
+            "admission.overtake = 'drop' was removed, and a step waits ten minutes for an older ticket: remove the key",
         ),
         (["loss.correction_lower=2.5"], "loss.correction_lower = 2.5 exceeds loss.correction_upper = 2.0"),
         (["trainer.offload=true"], "trainer.offload needs trainer.zero_stage 1, 2 or 3"),
@@ -396,7 +396,6 @@ def test_incompatible_settings_are_rejected(file: Path, overrides: list[str], me
         ["reference.kind=polyak", "reference.every_steps=5", "loss.kl_beta=0.1"],
         ["optimizer.schedule=cosine", "optimizer.warmup_steps=99"],
         ["model.fp32_head=true"], ["trainer.compile=true"], ["lora.rank=4"],
-        ["replay.min_size=32"], ["replay.samples_per_insert=1"],
         ["verifiers.0.kind=regex", "verifiers.0.pattern=x"],
         [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym", sources=["task"]}, {kind="exact"}]'],
         ["data.curriculum=services.dataprep.prompts.curriculum:easy_first"], ["filters.exclude_pass_rate=1"],

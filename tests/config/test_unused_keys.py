@@ -12,13 +12,10 @@ from services.config import ConfigError, RunConfig, load, load_resolved, to_toml
 from services.config.evaluation import Evaluation
 
 ROOT = Path(__file__).parent.parent.parent
-ZERO_STD = "filters.zero_std=true"
 PRIORITIZED = "replay.sampler=prioritized"
 EVALUATED = ["evaluation.every_steps=5", "evaluation.sources=[{kind='jsonl', name='held', path='h'}]", "generator.count=2"]
 TWO = "data.sources=[{kind='jsonl', name='a', path='a', weight=2}, {kind='jsonl', name='b', path='b'}]"
-BARE, UNIFORM, ALIKE = (
-    "data.chat_template=false", "replay.sampler=uniform", "replay.priority_exponent=0",
-)  # fmt: skip
+BARE, UNIFORM = "data.chat_template=false", "replay.sampler=uniform"
 TURNS = ["environments=[{kind='agent', name='e', command=['true']}]", "data.sources.0.environment=e"]
 SOURCE, CLASS = "data.sources.0.environment=e", "environments.0.function=f.py:C"
 TOOLS = ["environments=[{kind='python', name='e', tools=['python']}]", SOURCE]
@@ -46,14 +43,9 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ),
     ("verifiers.0.solved_at=0.5", ["verifiers.0.weight=0"], "with weight = 0, since only", ["verifiers.0.weight=0.1"]),
     ("sampling.min_group_size=2", [], "without an environment, since then every completion", TURNS),
-    ("admission.overtake_deadline_s=5", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
-    ("admission.overtake_deadline_s=0", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
-    ("filters.active_sampling_bound=3", [], "without filters.zero_std or advantage.mask_truncated", [ZERO_STD]),
-    ("filters.active_sampling_bound=0", [], "without filters.zero_std or", ["advantage.mask_truncated=true"]),
-    ("replay.priority_exponent=0.6", [UNIFORM], 'with replay.sampler = "uniform" and replay.remover = "fifo"', [PRIORITIZED]),
-    ("replay.recency_half_life=3", [PRIORITIZED], 'with replay.priority = "advantage"', [PRIORITIZED, "replay.priority=recency"]),
+    ("replay.priority=reward", [UNIFORM], 'with replay.sampler = "uniform"', [PRIORITIZED]),
     ("replay.priority=trainer", [PRIORITIZED], "with replay.max_uses = 1", [PRIORITIZED, "replay.max_uses=2"]),
-    ("replay.importance_beta=0.4", [PRIORITIZED, ALIKE], "with replay.priority_exponent = 0", [PRIORITIZED]),
+    ("replay.importance_beta=0.4", [UNIFORM], 'with replay.sampler = "uniform"', [PRIORITIZED]),
     ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=filesystem"]),
     ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
     ("generator.verifier_workers=3", [REMOTE], "without a verifier that runs on the generator's machine: add one", []),
@@ -105,21 +97,16 @@ def test_a_missing_interval_of_evaluation_is_one_fault_that_names_all_its_keys(t
 
 
 def test_keys_without_effect_for_one_reason_are_joined(tmp_path: Path) -> None:
-    keys = ["replay.priority=recency", "replay.priority_exponent=0.5", "replay.recency_half_life=3"]
-    two = "replay.priority_exponent = 0.5 and replay.recency_half_life = 3.0"
-    cure = 'set replay.sampler = "prioritized" or replay.remover = "lowest_priority"'
-    for given, named, defaults in (
-        (keys[1:], two, "1.0 and 1.0"),
-        (keys, f"replay.priority = 'recency', {two}", "'advantage', 1.0 and 1.0"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            configured(tmp_path, *given)
-        why = f'{named} have no effect with replay.sampler = "fifo" and replay.remover = "fifo": {cure}'
-        assert f"{why}, or remove them, or set them to their defaults, {defaults}" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        configured(tmp_path, "replay.priority=recency", "replay.importance_beta=0.5")
+    assert (
+        "replay.priority = 'recency' and replay.importance_beta = 0.5 have no effect with replay.sampler = \"fifo\": "
+        "set replay.sampler = \"prioritized\", or remove them, or set them to their defaults, 'advantage' and 0.0"
+    ) in str(caught.value)
 
 
 def test_a_default_without_effect_is_not_an_error(tmp_path: Path) -> None:
-    overrides = (UNIFORM, "admission.overtake_deadline_s=600", "evaluation.samples=1", "sync.folder=")
+    overrides = (UNIFORM, "evaluation.samples=1", "sync.folder=")
     assert configured(tmp_path, *overrides) == configured(tmp_path, UNIFORM)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +20,6 @@ from services.console.run.redis_server import RedisServer
 from services.dataprep.evaluation.rounds import EvaluationRounds
 from services.dataprep.loop import IDLE_S, OUT_OF_STEP, DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics
-from services.dataprep.planning.early import EarlyParts
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.order import permutation
 from services.dataprep.prompts.seeds import ticket_seed
@@ -32,7 +31,7 @@ from services.protocol.errors import Fenced
 from services.protocol.messages import Header, StepPlan, Ticket
 from services.protocol.payloads import Payload
 from services.runtime.service import Service
-from services.store import BufferedGroup, Claim, HeaderEntry, RunState, Store
+from services.store import Claim, HeaderEntry, RunState, Store
 from services.store.snapshot_format import Snapshot
 from tests.support import flow
 from tests.support.harness import buried, save_tokenizer_folder, small_config, ticket, wait_until
@@ -316,104 +315,6 @@ async def test_a_pause_stops_issuing_until_resumed(tmp_path: Path, server: Redis
         service.stop()
         await running
         await service.store.restores.delete_run()
-
-
-async def test_groups_that_are_ready_are_offered_to_a_trainer_that_has_nothing_else(
-    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part has at least two of the eight groups. None is offered while the trainer has a step or is paused."""
-    monkeypatch.setattr("services.dataprep.planning.early.PARTS", 4)
-    config = configured(tmp_path, server, "trainer.ranks=2", "trainer.deterministic=false")
-    assert (config.admission.prompts_per_step, config.admission.max_staleness) == (8, 1)
-    async with dataprep(config) as (service, loop):
-        store = service.store
-        running = asyncio.create_task(service.run(loop.work))
-        fence, claims = await claim_all(store)
-
-        async def end(*places: int) -> list[str]:
-            for place in places:
-                await finish(store, claims[place], 0)
-            await wait_until(lambda: _has(store, "headers", 0))
-            return [claims[place].ticket_id for place in places]
-
-        async def offers(step: int, count: int) -> list[list[str]]:
-            async def there() -> bool:
-                return len(await store.steps.early_parts(step)) == count
-
-            await wait_until(there)
-            return await store.steps.early_parts(step)
-
-        later = await end(8, 9)  # belong to the next step
-        one = await end(3)
-        await asyncio.sleep(2 * IDLE_S)
-        assert await store.steps.early_parts(0) == [], "one group is too few, and two may have to wait for the next step"
-        other = await end(1)
-        assert await offers(0, 1) == [[*other, *one]], "in the order of issue"
-        assert (await store.run.audit())["buffered"] == 4, "they stay in the table"
-        fence = await store.run.attach_trainer()
-        assert await offers(0, 1) == [[*other, *one]], "the next trainer has trained on none"
-        second = await end(2, 5)
-        assert await offers(0, 2) == [[*other, *one], second]
-        early = [[await store.steps.early_rows(0, part, rank) for rank in range(2)] for part in range(2)]
-        rest = await end(0, 4, 6, 7)
-        await wait_until(lambda: store.steps.plan(0))
-        plan = await store.steps.plan(0)
-        assert plan is not None
-        assert plan.early[:2] == [[*other, *one], second], "others may have become a third part"
-        assert sorted(plan.groups) == sorted([*other, *one, *second, *rest])
-        assert plan.groups == [claim.ticket_id for claim in claims[:8]]
-        for rank in range(2):
-            first = [row for part in early for row in part[rank].rows]  # type: ignore[union-attr]
-            rows = (await store.steps.rank_plan(0, rank)).rows
-            assert rows[: len(first)] == first
-            assert len(rows) > len(first)
-
-        await end(10)
-        await asyncio.sleep(2 * IDLE_S)
-        assert await store.steps.early_parts(1) == [], "the trainer has step 0 to train"
-        await store.run.pause("trainer", "a test")
-        await store.steps.commit(fence, 0)
-        await asyncio.sleep(2 * IDLE_S)
-        assert await store.steps.early_parts(1) == [], "it is paused"
-        await store.run.resume("trainer")
-        assert await offers(1, 1) == [[*later, claims[10].ticket_id]]
-        service.stop()
-        await running
-        await store.restores.delete_run()
-
-
-async def test_a_run_that_is_to_be_deterministic_has_no_early_parts(tmp_path: Path, server: RedisServer) -> None:
-    for override in (
-        "trainer.deterministic=true", "trainer.mini_batches=2", "replay.sampler=freshest", "replay.max_uses=2",
-        "replay.capacity=8",
-    ):  # fmt: skip
-        config = configured(tmp_path, server, "trainer.deterministic=false", override)
-        assert not config.trains_early, override
-    async with dataprep(config) as (service, loop):
-        early = EarlyParts(service.store, configured(tmp_path, server, "trainer.deterministic=true"), loop.rules)
-        state, fence = await service.store.run.state(), await service.store.run.lead("dataprep-0:boot", 60.0)
-        assert state is not None
-        assert fence is not None
-        swept = await service.store.replay.sweep_and_peek(fence, 0, 8)
-        ready = msgspec.structs.replace(swept, first=tuple((f"0-{row}", row) for row in range(7)))
-        assert await early.offer(fence, state, ready) == 0
-        assert await early.of_step(0, []) == []
-        await service.store.restores.delete_run()
-
-
-async def test_a_step_without_the_groups_of_its_early_parts_is_planned_whole(tmp_path: Path, server: RedisServer) -> None:
-    """Redis lost its last writes, and the sampler has drawn other groups."""
-    config = configured(tmp_path, server, "trainer.deterministic=false")
-    async with dataprep(config) as (service, loop):
-        store, fence = service.store, await service.store.run.lead("dataprep-0:boot", 60.0)
-        assert fence is not None
-        await store.steps.offer_early(fence, await store.run.attach_trainer(), 0, 0, ["0-1", "0-2"], [])
-        drawn = [BufferedGroup(f"0-{row}", 0, cast("Header", None)) for row in (1, 3)]
-        with capture_logs() as logs:
-            assert await loop.early.of_step(0, drawn) == []
-        assert [event["log_level"] for event in logs] == ["warning"]
-        assert await loop.early.of_step(0, [*drawn, msgspec.structs.replace(drawn[0], group="0-2")]) == [["0-1", "0-2"]]
-        await store.restores.delete_run()
 
 
 def test_seeds_depend_on_run_epoch_and_row() -> None:

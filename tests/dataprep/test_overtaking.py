@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.console.run.redis_server import RedisServer
+from services.dataprep.replay import admission
 from tests.dataprep.test_loop import _has, claim_all, configured, dataprep, finish, generate
 from tests.support.harness import wait_until
 
@@ -15,8 +16,11 @@ DEADLINE_S = 1.5
 
 
 @pytest.mark.parametrize("roles", [(), ("generator",), ("dataprep", "trainer", "generator")], ids=["none", "generator", "all"])
-async def test_a_pause_does_not_count_as_time_waited(roles: tuple[str, ...], tmp_path: Path, server: RedisServer) -> None:
-    config = configured(tmp_path, server, f"admission.overtake_deadline_s={DEADLINE_S}")
+async def test_a_pause_does_not_count_as_time_waited(
+    roles: tuple[str, ...], tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "OVERTAKE_S", DEADLINE_S)
+    config = configured(tmp_path, server)
     async with dataprep(config) as (service, loop):
         store = service.store
         running = asyncio.create_task(service.run(loop.work))

@@ -48,7 +48,6 @@ AT_THE_END = ("save_partial", "release", "step_down", "leave")
 ELSEWHERE = {
     "audit": "reads",
     "snapshot_hold": "only while a copy takes seconds",
-    "offer_early": "only in runs with early parts",
     "reweigh": "only with priorities of the trainer",
     "rescale": "only with priorities by recency",
     "pass_over": "only where all groups of a step are filtered",

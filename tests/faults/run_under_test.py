@@ -51,13 +51,10 @@ PROFILES = {
         'options={broken="FOLDER/broken"}, range=[0, 1]}]',
         "generator.max_attempts=2",
     ),
-    "early": ("trainer.deterministic=false",),
     "replay": ("replay.sampler=prioritized", "replay.max_uses=2", "replay.capacity=64"),
 }  # fmt: skip
 """Settings of a kind of run, beside the common ones. Only in `replay` and `failing` do a step's groups depend on timing."""
 TIMED = ("replay", "failing")
-ROUNDED = ("early",)
-"""Profiles in which timing changes the weights, but only by rounding: rows are packed as groups end."""
 
 SCRIPTED = (
     "run.seed=3", "generator.lease_s=2.0", "generator.verifier_workers=1", "generator.drain_s=3",

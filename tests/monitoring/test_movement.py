@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.console.run.redis_server import RedisServer
+from services.dataprep.replay import admission
 from services.http.entry import open_service
 from services.protocol.errors import Damaged, StoreError
 from services.runtime.loops import Loop, end_tasks
@@ -53,8 +54,10 @@ async def submit(store: Store, skip: int = 0, most: int = 100, **lies: Any) -> i
 
 
 async def steps_that_filters_leave_short_or_empty(folder: Path, server: RedisServer, seen: Seen) -> None:
-    overrides = ("filters.zero_std=true", "filters.active_sampling_bound=0", "data.shuffle=false", "run.steps=9")
-    await _led(folder, server, seen, submit, *overrides)
+    overrides = ("filters.zero_std=true", "data.shuffle=false", "run.steps=9")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "REPLACED_STEPS", 0)
+        await _led(folder, server, seen, submit, *overrides)
 
 
 async def a_header_that_lies(folder: Path, server: RedisServer, seen: Seen) -> None:
@@ -62,7 +65,9 @@ async def a_header_that_lies(folder: Path, server: RedisServer, seen: Seen) -> N
 
 
 async def a_late_ticket(folder: Path, server: RedisServer, seen: Seen) -> None:
-    await _led(folder, server, seen, partial(submit, skip=1), "admission.overtake_deadline_s=0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "OVERTAKE_S", 0.0)
+        await _led(folder, server, seen, partial(submit, skip=1))
 
 
 async def groups_that_wait_too_long(folder: Path, server: RedisServer, seen: Seen) -> None:

@@ -204,9 +204,6 @@ class WholeRun:
             await self.leader.replay.pass_over(self.leads, max(swept.gaps, default=-1))
         groups = [group for group, _ in swept.first]
         assert len(groups) == PER_STEP
-        for part, group in enumerate(groups[:2]):
-            rows = flow.plan(step, [group], [f"{group}.1"])[1]
-            await self.leader.steps.offer_early(self.leads, self.trains, step, part, [group], rows)
         variates = [(step + 1) / (place + 2) for place in range(PER_STEP)]
         await self.leader.steps.prepare(self.leads, *flow.plan(step, groups), 0, variates, 3 * step)
 

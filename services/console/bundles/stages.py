@@ -173,7 +173,7 @@ def packed(bundle: Bundle, config: RunConfig) -> Iterator[Compared | str]:
         chosen = [by_group[name] for name in plan.groups]
         groups = [plan_group(header, config, header.ticket in plan.fresh_groups, weights[header.payload]) for header in chosen]
         layout = replace(layout, row_tokens=plan.row_tokens or layout.row_tokens)
-        new, new_ranks = plan_step(plan.step, groups, layout, early=plan.early)
+        new, new_ranks = plan_step(plan.step, groups, layout)
         rows = row_statistics.of_rows(new_ranks, new.row_tokens, config.admission.prompts_per_step)
         for field in ("ranks", "rows_per_rank", "mini_batch_rows", "denominators", "response_tokens", "total_tokens"):
             yield Compared(f"{field} of the plan of step {plan.step}", getattr(plan, field), getattr(new, field))

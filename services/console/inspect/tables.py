@@ -173,7 +173,6 @@ def step_tables(found: Step) -> Shown:
         ("groups", f"{plan.size:,}: {plan.fresh:,} fresh, {plan.size - plan.fresh:,} replayed"),
         ("tokens", f"{plan.total_tokens:,} including prompts, {plan.response_tokens:,} in the loss"),
         ("mini-batches", ", ".join(_mini_batches(plan))),
-        *([("early parts", f"{' + '.join(map(str, plan.early))} of {plan.size:,} groups")] if plan.early else []),
         ("advantages", _spread(plan.advantage)),
         ("importance weights", _spread(plan.weight)),
     ]

@@ -9,7 +9,6 @@ into one stretch of equal cost per rank, so that a group's payload is fetched by
 cut leaves uneven (balance.py). Each rank packs its stretch into rows, keeping segments with one context together where it can
 (packing.py), since a row holds a context once. With `same_rows`, rows are packed first and dealt to the ranks. With
 `scored_apart`, groups without a gradient get rows of their own, before the others: the trainer runs no backward pass for these.
-The rows of early parts, on which the trainer trains before the step is planned, come first, and each part is packed by itself.
 """
 
 from __future__ import annotations
@@ -122,32 +121,22 @@ class _Samples:
 
 
 def plan_step(
-    step: int,
-    groups: Sequence[PlanGroup],
-    layout: Layout,
-    stats: Mapping[str, float] | None = None,
-    early: Sequence[Sequence[str]] = (),
+    step: int, groups: Sequence[PlanGroup], layout: Layout, stats: Mapping[str, float] | None = None
 ) -> tuple[StepPlan, list[RankPlan]]:
-    """Return the plan of a step and one `RankPlan` per rank. Raises `PlanningError` if a segment is longer than a row.
-
-    `early`: names of the groups of each early part. A step that has any is one mini-batch, and its last row is in no early part.
-    """
+    """Return the plan of a step and one `RankPlan` per rank. Raises `PlanningError` if a segment is longer than a row."""
     if not groups:
         raise PlanningError(f"step {step} has no groups")
     _check_lengths(groups, layout.row_tokens)
     rows: list[list[list[Sample]]] = [[] for _ in range(layout.ranks)]
     mini_batch_rows, denominators = list[int](), list[float]()
     response_tokens = total_tokens = 0
-    for mini_batch in _mini_batches(groups, layout, early):
+    for mini_batch in _mini_batches(groups, layout):
         before, in_loss = len(rows[0]), 0
         for members in mini_batch:
             samples = _add_rows(rows, groups, members, layout)
             in_loss += _in_loss(samples, layout)
             response_tokens += int(samples.trained_tokens.sum())
             total_tokens += int(samples.tokens.sum())
-        if sum(map(len, early)) == len(groups):
-            for of_rank in rows:
-                of_rank.append([])
         mini_batch_rows.append(len(rows[0]) - before)
         denominators.append(float(layout.denominator_tokens or max(1, in_loss)))
     plan = StepPlan(
@@ -163,18 +152,8 @@ def plan_step(
         stats=dict(stats or {}),
         row_tokens=layout.row_tokens,
         traces=[group.trace for group in groups if group.trace],
-        early=[list(part) for part in early],
     )
     return plan, [RankPlan(rank_rows) for rank_rows in rows]
-
-
-def plan_early(groups: Sequence[PlanGroup], layout: Layout) -> list[RankPlan]:
-    """Return the rows on each rank of an early part that consists of these groups. Raises `PlanningError` like `plan_step`."""
-    _check_lengths(groups, layout.row_tokens)
-    rows: list[list[list[Sample]]] = [[] for _ in range(layout.ranks)]
-    for members in _parts(groups, range(len(groups)), layout):
-        _add_rows(rows, groups, members, layout)
-    return [RankPlan(rank_rows) for rank_rows in rows]
 
 
 def cost(tokens: np.ndarray, shared: np.ndarray | int = 0) -> np.ndarray:
@@ -199,14 +178,10 @@ def _check_lengths(groups: Sequence[PlanGroup], row_tokens: int) -> None:
             )
 
 
-def _mini_batches(groups: Sequence[PlanGroup], layout: Layout, early: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+def _mini_batches(groups: Sequence[PlanGroup], layout: Layout) -> list[list[list[int]]]:
     """Return [mini-batch][part] -> groups that are packed together."""
-    if not early:
-        dealt = deal([group.tokens for group in groups], min(layout.mini_batches, len(groups)))
-        return [_parts(groups, members, layout) for members in dealt]
-    places = {group.group: place for place, group in enumerate(groups)}
-    parts = [[places.pop(name) for name in part] for part in early]
-    return [[some for part in (*parts, list(places.values())) for some in _parts(groups, part, layout)]]
+    dealt = deal([group.tokens for group in groups], min(layout.mini_batches, len(groups)))
+    return [_parts(groups, members, layout) for members in dealt]
 
 
 def _parts(groups: Sequence[PlanGroup], members: Sequence[int], layout: Layout) -> list[list[int]]:

@@ -47,9 +47,8 @@ def make_step(
     swept: SweptTable,
     made: generated_statistics.GeneratedStats,
     config: RunConfig,
-    early: Sequence[Sequence[str]] = (),
 ) -> tuple[StepPlan, list[RankPlan]]:
-    """Plan the step that trains on these groups, which were drawn from the swept table. `early`: groups of each early part."""
+    """Plan the step that trains on these groups, which were drawn from the swept table."""
     headers = [group.header for group in groups]
     drawn = [swept.weights.get(group.group, 1.0) for group in groups]
     weights = replay.importance(drawn, config.replay.importance_beta)
@@ -61,6 +60,6 @@ def make_step(
         weights.tolist() if config.replay.importance_beta else None,
     )  # fmt: skip
     record |= made.record(headers) | {"replay/buffer/groups": float(swept.size)}
-    plan, ranks = plan_step(step, planned, layout_of(config), record, early)
+    plan, ranks = plan_step(step, planned, layout_of(config), record)
     rows = row_statistics.of_rows(ranks, plan.row_tokens, config.admission.prompts_per_step)
     return msgspec.structs.replace(plan, stats=plan.stats | rows), ranks

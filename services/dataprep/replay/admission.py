@@ -1,10 +1,9 @@
 """Decides how much work is in progress, and when a step may be made. Pure.
 
 Guarantees: if steps take the oldest ticket first, the groups of a step depend on the order of issue, not on the order of
-arrival; and unless a ticket was overtaken, or a rate limiter or `min_size` requires more groups than steps do, nothing becomes
-stale: a group is trained on at most `max_staleness` steps after the weights that sampled its oldest token. With any sampler:
-while steps lack groups, tickets for them are outstanding or may be issued, so a run never gets stuck; a rate limiter that would
-stop it for good yields.
+arrival; and unless a ticket was overtaken, nothing becomes stale: a group is trained on at most `max_staleness` steps after the
+weights that sampled its oldest token. With any sampler: while steps lack groups, tickets for them are outstanding or may be
+issued, so a run never gets stuck.
 
 Why: a step has prompts_per_step places. Assigning the places of future steps to live tickets, oldest first, gives the last step
 that a new ticket would train in. The ticket is issued only if that step is within the staleness bound of the weights that will
@@ -16,16 +15,21 @@ published. With more uses, a replayed group takes a place that then needs no new
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from services.config import RunConfig
-from services.dataprep.replay.rate_limiter import RateLimiter, rate_limiter
 from services.store.records import RunState, SweptTable
 
 ALL_GAPS = 2**53 - 1
 """Larger than or equal to any issue sequence number."""
+
+OVERTAKE_S = 600.0
+"""Seconds that a ready step waits for an older ticket that is still being generated. After that the step trains without the
+ticket, which may then become stale."""
+
+REPLACED_STEPS = 10
+"""Filtered groups that are replaced with other prompts in a step, in steps' worth of groups."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,11 @@ class Rules:
 
     prompts_per_step: int
     max_staleness: int
-    overtake_deadline_s: float = 600.0
+    overtake_s: float = OVERTAKE_S
     sampler: str = "fifo"
     max_uses: int = 1
-    """0: until the group is stale; requires a limiter."""
-    min_size: int = 1
     replaced: int = 0
     """Filtered groups that are replaced with other prompts in a step. Any beyond keep their place, which stays empty."""
-    limiter: RateLimiter | None = None
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class Progress:
 class Wait:
     """No step can be made now."""
 
-    why: Literal["groups", "older_ticket", "min_size", "rate_limiter"]
+    why: Literal["groups", "older_ticket"]
     """`groups`: too few groups are ready; `older_ticket`: enough are ready, but a ticket older than one of them is still
-    generating; `min_size`: the table is too small; `rate_limiter`: replay.samples_per_insert requires more inserts first."""
+    generating."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,8 @@ class Prepare:
 
 def rules_of(config: RunConfig) -> Rules:
     """Return the admission rules of a run."""
-    admission, replay, filters = config.admission, config.replay, config.filters
-    return Rules(
-        admission.prompts_per_step, admission.max_staleness, admission.overtake_deadline_s,
-        replay.sampler, replay.max_uses, replay.min_size,
-        filters.active_sampling_bound * admission.prompts_per_step, rate_limiter(config),
-    )  # fmt: skip
+    per_step, replay = config.admission.prompts_per_step, config.replay
+    return Rules(per_step, config.admission.max_staleness, OVERTAKE_S, replay.sampler, replay.max_uses, REPLACED_STEPS * per_step)
 
 
 def progress_of(state: RunState) -> Progress:
@@ -104,7 +101,7 @@ def is_stale(step: int, oldest: int, max_staleness: int) -> bool:
     return step - oldest > max_staleness
 
 
-def decide(swept: SweptTable, progress: Progress, rules: Rules, waited_s: float) -> Wait | PassOver | Prepare:
+def decide(swept: SweptTable, rules: Rules, waited_s: float) -> Wait | PassOver | Prepare:
     """Decide about the next step. `sweep_and_peek` requested `prompts_per_step` groups and skipped `replaced` gaps.
 
     `waited_s` is how long `decide` has returned `older_ticket` for this step.
@@ -112,24 +109,12 @@ def decide(swept: SweptTable, progress: Progress, rules: Rules, waited_s: float)
     step = _in_order(swept, rules) if rules.sampler == "fifo" else _at_random(swept, rules)
     if step is None:
         return Wait("groups")
-    if isinstance(step, Prepare) and (why := _held_back(swept, len(step.groups), rules)) and not stuck(swept, progress, rules):
-        return Wait(why)
     behind = rules.sampler == "fifo" and 0 <= swept.oldest_outstanding < step.gaps_until
     if not behind:
         return step
-    if waited_s < rules.overtake_deadline_s:
+    if waited_s < rules.overtake_s:
         return Wait("older_ticket")
     return step if isinstance(step, PassOver) else Prepare(step.groups, step.gaps_until, overtook=True)
-
-
-def certain(swept: SweptTable, outstanding: Sequence[int], rules: Rules) -> tuple[str, ...]:
-    """Return the groups that the next step will have whatever becomes of the tickets in progress, in the order of issue.
-
-    These are the groups with fewer than `prompts_per_step` older places. The sampler is `fifo`; `outstanding` are the issue
-    sequences of the oldest tickets that are not settled, at least `prompts_per_step` of them if there are as many.
-    """
-    places = sorted([*outstanding, *swept.gaps, *(seq for _, seq in swept.first)])[: rules.prompts_per_step]
-    return tuple(group for group, seq in sorted(swept.first, key=lambda one: one[1]) if seq <= places[-1])
 
 
 def _in_order(swept: SweptTable, rules: Rules) -> Prepare | PassOver | None:
@@ -150,14 +135,6 @@ def _at_random(swept: SweptTable, rules: Rules) -> Prepare | PassOver | None:
     return Prepare(tuple(group for group, _ in swept.first[:wanted]), ALL_GAPS)
 
 
-def _held_back(swept: SweptTable, draws: int, rules: Rules) -> Literal["min_size", "rate_limiter"] | None:
-    if swept.size < rules.min_size:
-        return "min_size"
-    if rules.limiter and not rules.limiter.draws(swept.inserted, swept.drawn, draws):
-        return "rate_limiter"
-    return None
-
-
 def stuck(swept: SweptTable, progress: Progress, rules: Rules) -> bool:
     """Return whether waiting is useless: no ticket is outstanding, none may be issued, and no step is about to be published."""
     return not (swept.outstanding or progress.published < progress.next_step or tickets_to_issue(swept, progress, rules))
@@ -168,15 +145,13 @@ def tickets_to_issue(swept: SweptTable, progress: Progress, rules: Rules) -> int
     per_step, out_of_reach = rules.prompts_per_step, min(max(progress.published, 0) + rules.max_staleness + 1, progress.steps)
     if progress.next_step >= out_of_reach:
         return 0
-    if rules.limiter:
-        wanted = rules.limiter.inserts(swept.inserted + swept.outstanding, swept.drawn)
-    elif rules.sampler == "fifo" and rules.max_uses > 1:
+    if rules.sampler == "fifo" and rules.max_uses > 1:
         wanted = _dealt(swept, progress, rules, out_of_reach)
     else:
         left = rules.max_uses * swept.outstanding + sum((rules.max_uses - used) * n for used, n in swept.uses.items())
         wanted = ((out_of_reach - progress.next_step) * per_step - len(swept.gaps) - left) // rules.max_uses
     if max(progress.published, 0) == progress.next_step:  # no step is in training, so a shortage would persist
-        wanted = max(wanted, max(rules.min_size, per_step - len(swept.gaps)) - swept.size - swept.outstanding)
+        wanted = max(wanted, max(1, per_step - len(swept.gaps)) - swept.size - swept.outstanding)
     return max(0, min(wanted, progress.free_slots))
 
 

@@ -43,7 +43,7 @@ def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) 
     if outcome:
         return Settlement(item, outcome, oldest, rate=rate)
     seed, weight = config.run.seed, 1.0
-    if config.replay.sampler == "prioritized" or config.replay.remover == "lowest_priority":
+    if config.replay.sampler == "prioritized":
         weight = replay.weight(header, advantages.advantages(header.rewards, config.advantage.kind), config, base)
     variate, victim = replay.exponential(seed, header.ticket, 0), replay.uniform(seed, header.ticket, "victim")
     return Settlement(item, "insert", oldest, weight, variate, victim, rate)

@@ -14,13 +14,13 @@ import numpy as np
 from services.algorithm import advantages
 from services.algorithm.sampling_weights import sampling_weight
 from services.config import RunConfig
-from services.config.training import Replay
 from services.dataprep.prompts.seeds import drawn
 from services.protocol.messages import Header
 from services.store.records import TableRules
 
 HALVINGS = 16
-"""Half-lives after which recency weights are rescaled. 2^16 keeps the clocks' steps far above the precision of a double."""
+"""Versions, each of which halves a weight by recency, after which these weights are rescaled. 2^16 keeps the clocks' steps far
+above the precision of a double."""
 
 
 def table_rules(config: RunConfig) -> TableRules:
@@ -39,29 +39,27 @@ def exponential(seed: int, group: str, draw: int) -> float:
     return -math.log(uniform(seed, group, str(draw)))
 
 
-def recency_base(step: int, replay: Replay) -> int:
+def recency_base(step: int) -> int:
     """Return the policy version that recency weights are relative to at a step."""
-    span = max(1, round(HALVINGS * replay.recency_half_life / max(replay.priority_exponent, 1.0)))
-    return step // span * span
+    return step // HALVINGS * HALVINGS
 
 
-def recency_weight(versions: int, replay: Replay) -> float:
+def recency_weight(versions: int) -> float:
     """Return the weight of a group `versions` policy versions younger than one of weight 1, within 2^-1022..2^1023."""
-    return 2.0 ** min(max(replay.priority_exponent * versions / replay.recency_half_life, -1022.0), 1023.0)
+    return 2.0 ** min(max(versions, -1022), 1023)
 
 
 def weight(header: Header, given: np.ndarray, config: RunConfig, base: int) -> float:
     """Return the sampling weight of a new group; `given` [n] are its advantages, `base` is as in `recency_base`."""
-    replay = config.replay
-    match replay.priority:
+    match config.replay.priority:
         case "recency":
-            return sampling_weight(recency_weight(min(header.oldest) - base, replay), 1.0)
+            return sampling_weight(recency_weight(min(header.oldest) - base))
         case "reward":
             priority = float(sum(header.rewards))
         case _:  # also `trainer`, until the trainer has trained on the group
             mask = advantages.trained(header.truncated, config.advantage.mask_truncated)
             priority = float(np.abs(given[mask]).sum())
-    return sampling_weight(priority, replay.priority_exponent)
+    return sampling_weight(priority)
 
 
 def importance(weights: Sequence[float], beta: float) -> np.ndarray:

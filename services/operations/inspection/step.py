@@ -76,8 +76,6 @@ class Plan(Answer):
     """Rows of each mini-batch, on every rank."""
     denominators: list[float]
     """Divisor of the loss of each mini-batch."""
-    early: list[int]
-    """Number of groups in each early part, whose rows come first: the trainer could train on them before the step was whole."""
     response_tokens: int
     """Response tokens in the loss."""
     total_tokens: int
@@ -138,7 +136,6 @@ def _plan(kept: KeptStep, records: Mapping[str, GroupRecord], row_tokens: int | 
         fresh=len(kept.fresh),
         mini_batch_rows=plan.mini_batch_rows,
         denominators=plan.denominators,
-        early=[len(part) for part in plan.early],
         response_tokens=plan.response_tokens,
         total_tokens=plan.total_tokens,
         advantage=_spread(sample.advantage for sample in _responses(samples)),

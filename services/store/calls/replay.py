@@ -56,11 +56,6 @@ class ReplayTable(Facet):
             weights={group: weight for group, _, weight in ahead},
         )
 
-    async def outstanding(self, count: int) -> list[int]:
-        """Return the issue sequences of the oldest `count` tickets that are not settled."""
-        found = await self._redis.send(("ZRANGE", self._keys.outstanding, 0, count - 1, "WITHSCORES"))
-        return [int(seq) for seq in found[0][1::2]]
-
     async def groups(self, names: Sequence[str]) -> list[BufferedGroup]:
         """Return groups of the table by name, in that order, omitting those that are missing."""
         if not names:

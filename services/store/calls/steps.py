@@ -39,29 +39,6 @@ class Steps(Facet):
         args = [" ".join(plan.groups), given, gaps_until, codec.encode(plan), *map(codec.encode, ranks)]
         await self._redis.call("prepare", fence, plan.step, max(oldest_fresh, 0), *args)
 
-    async def offer_early(
-        self, fence: int, trainer: int, step: int, part: int, groups: Sequence[str], ranks: Sequence[RankPlan]
-    ) -> bool:
-        """Offer groups of `step`, which is not prepared yet, with their rows on each rank. Raises `OutOfOrder`.
-
-        `trainer`: the fence of the trainer that they are for. `part` is the number of parts offered to it before. Returns False
-        if another trainer has attached.
-        """
-        given = " ".join(groups), *map(codec.encode, ranks)
-        return bool(await self._redis.call("offer_early", fence, trainer, step, part, *given))
-
-    async def early_parts(self, step: int) -> list[list[str]]:
-        """Return the groups of each early part of a step that is not prepared; none if it has no early parts."""
-        of_step, groups = await self._redis.ask(self._redis.commands.hmget(self._keys.early, "step", "groups"))
-        if groups is None or of_step != str(step).encode():
-            return []
-        return [part.split() for part in groups.decode().split("|")]
-
-    async def early_rows(self, step: int, part: int, rank: int) -> RankPlan | None:
-        """Return the rows of one rank in an early part, or None if there is no such part, or no longer."""
-        of_step, raw = await self._redis.ask(self._redis.commands.hmget(self._keys.early, "step", f"{part}:{rank}"))
-        return None if raw is None or of_step != str(step).encode() else codec.decode(raw, RankPlan)
-
     async def plan(self, step: int) -> StepPlan | None:
         """Return the plan of a step, or None if it is not prepared or already retired."""
         raw = await self._redis.ask(self._redis.commands.hget(self._keys.step(step), "plan"))

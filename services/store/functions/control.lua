@@ -1,5 +1,5 @@
 -- Control: a run's identity, leadership, desired state, the end, and the count of everything.
--- reads and writes: run, defining, tickets, headers, outstanding, order, replay:*, step:<s>, early, ledger
+-- reads and writes: run, defining, tickets, headers, outstanding, order, replay:*, step:<s>, ledger
 
 local SAMPLER = {is = 'a sampler', fits = function(text) return FIRST[text] end}
 local REMOVER = {is = 'a remover', fits = function(text) return REMOVERS[text] end}
@@ -81,12 +81,10 @@ register('step_down', {'candidate', TEXT}, function(prefix, args)
 end)
 
 -- args: token. A trainer starts: calls of older trainers are rejected from now on. Returns the fencing number, and the same one
--- if the call is repeated, however late: a late repeat must not reject the trainer that came next. Early parts were offered to
--- the older trainer: this one has trained on none, and its ranks or rows may differ.
+-- if the call is repeated, however late: a late repeat must not reject the trainer that came next.
 register('attach_trainer', {'token', TEXT}, function(prefix, args)
   local given = answered(prefix, args[1])
   if given then return given end
-  redis.call('UNLINK', prefix .. ':early')
   return record_answer(prefix, args[1], next_fences(prefix, 'trainer_fence', 1)[1])
 end)
 

@@ -1,9 +1,7 @@
--- Steps: offer early parts, prepare, commit, publish, discard damaged groups, and retire what a checkpoint covers.
+-- Steps: prepare, commit, publish, discard damaged groups, and retire what a checkpoint covers.
 -- reads and writes: run, ledger, replay:*, deadletter, drops, departed, metrics, group:<group>, payload:<payload>
 -- owns:             step:<s>        hash    plan; rank:<r>; groups; fresh (groups that train for the first time); departed; gaps
 --                                           (filtered groups that had their place in it, and their sequences)
---                   early           hash    early parts of the step after the last prepared one: step; groups, parts separated by |;
---                                           <part>:<r>, rows of rank r
 --                   trained:<epoch> bitmap  dataset rows that were trained
 
 -- Return why `prepare` must reject these groups: duplicate, missing, stale, or not the ones the clocks ring for.
@@ -22,29 +20,6 @@ local function unfit(t, groups, oldest)
     end
   end
 end
-
--- args: leader fence, trainer fence, step, number of the part, its groups, then its rows of each rank. An early part: groups that
--- `step` will have, on which that trainer may train before it is prepared. Rejected unless `step` follows the last prepared one and
--- the part the last part. Returns 1 if offered, now or by an earlier call; 0 if another trainer has attached.
-register_leader('offer_early', {
-  'trainer fence', NATURAL, 'step', NATURAL, 'part', NATURAL, 'groups', TEXT, EACH, 'rank rows', TEXT,
-}, function(prefix, args)
-  if redis.call('HGET', prefix .. ':run', 'trainer_fence') ~= args[2] then return 0 end
-  local key, part, prepared = prefix .. ':early', tonumber(args[4]), number(prefix, 'prepared_step')
-  local held = redis.call('HMGET', key, 'step', 'groups')
-  local offered = held[1] == args[3] and held[2] or ''
-  local _, parts = string.gsub(offered, '[^|]+', '')
-  if part < parts then return 1 end
-  if prepared ~= tonumber(args[3]) - 1 then
-    return redis.error_reply('OUTOFORDER step ' .. args[3] .. ' does not follow prepared step ' .. prepared)
-  end
-  if part > parts then return redis.error_reply('OUTOFORDER early part ' .. part .. ' does not follow ' .. parts .. ' others') end
-  if part == 0 then redis.call('UNLINK', key) end
-  redis.call('HSET', key, 'step', args[3], 'groups', offered == '' and args[5] or offered .. '|' .. args[5])
-  for i = 6, #args do redis.call('HSET', key, part .. ':' .. (i - 6), args[i]) end
-  notify(prefix, 'steps')
-  return 1
-end)
 
 -- args: leader fence, step, oldest version that is fresh, groups, variates (Exp(1), one per group), sequence up to which filtered
 -- groups had their place in this step, plan, then the plan of each rank. Lists are separated by spaces.
@@ -86,7 +61,6 @@ register_leader('prepare', {
     table.concat(departed, ' '))
   for i = 8, #args do redis.call('HSET', key, 'rank:' .. (i - 8), args[i]) end
   redis.call('DEL', prefix .. ':departed')
-  redis.call('UNLINK', prefix .. ':early')
   local gaps = redis.call('ZRANGE', t.key .. 'gaps', '-inf', args[6], 'BYSCORE', 'WITHSCORES')
   if #gaps > 0 then redis.call('HSET', key, 'gaps', table.concat(gaps, ' ')) end
   redis.call('ZREMRANGEBYSCORE', t.key .. 'gaps', '-inf', args[6])

@@ -1,4 +1,4 @@
-"""The gradient of a mini-batch: summed row by row, divided once all rows are known, and stepped with.
+"""The gradient of a mini-batch: summed row by row, and stepped with.
 
 Guarantees: the sum depends on the rows and their order alone, not on when each is added; with `trainer.deterministic`,
 zero_stage 0 and float32 (or adapters), it depends neither on their order nor on the ranks that have them.
@@ -38,17 +38,13 @@ class TrainedRow:
 
 
 class GradientSum:
-    """Accumulates the gradient of a mini-batch in a DeepSpeed engine on one rank.
-
-    Attributes: `divides_last`, whether rows are added undivided because the divisor is known only with the last of them.
-    """
+    """Accumulates the gradient of a mini-batch in a DeepSpeed engine on one rank."""
 
     def __init__(self, config: RunConfig, engine: Any, reference: ReferencePolicy | None, world: World, leads: bool) -> None:
         """`leads`: whether this rank contributes where values of ranks are summed."""
         self._config, self._engine, self._reference, self._world, self._leads = config, engine, reference, world, leads
         exact = config.trainer.deterministic and deepspeed_engine.keeps_gradients(config)
         self._exact = FixedPointSum(weight for weight in engine.module.parameters() if weight.requires_grad) if exact else None
-        self.divides_last = config.trains_early
 
     def add(
         self,
@@ -84,7 +80,7 @@ class GradientSum:
                 samples=row.sample_of_token,
                 responses=len(row.samples),
             )
-            output = losses.compute(tokens, self._config.loss, 1.0 if self.divides_last else divisor, row.counted)
+            output = losses.compute(tokens, self._config.loss, divisor, row.counted)
         if self._leads:
             metrics.add(output.sums, output.maxima)
         if learns:
@@ -93,26 +89,24 @@ class GradientSum:
         start = tokens.logprobs.detach() if self._config.loss.from_behaviour else tokens.old
         return TrainedRow(output.learning, start - row.behaviour)
 
-    def update(self, step: int, rows: int, divisor: float) -> float:
+    def update(self, step: int, rows: int) -> float:
         """Clip the gradient of this rank's `rows` rows and step. Returns its norm before clipping. Collective."""
         if self._exact is not None:
             self._exact.reduce(rows * self._world.size)
-        return self._step(step, divisor if self.divides_last else 1.0)
+        return self._step(step)
 
-    def _step(self, step: int, divisor: float) -> float:
-        greatest = self._config.optimizer.max_grad_norm
+    def _step(self, step: int) -> float:
         if deepspeed_engine.keeps_gradients(self._config):
             self._engine.set_gradient_accumulation_boundary(True)
             gradients = [weight.grad for weight in self._engine.module.parameters() if weight.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients)) / divisor
+            norm = float(torch.nn.utils.get_total_norm(gradients))
             refuse("the gradient's norm", norm, step)
-            factor = min(1.0, greatest / (norm + 1e-6)) / divisor
+            factor = min(1.0, self._config.optimizer.max_grad_norm / (norm + 1e-6))
             for gradient in gradients:
                 gradient.mul_(factor)
             self._engine.step()
             return norm
-        with deepspeed_engine.divided_gradient(self._engine, divisor):
-            self._engine.step()
+        self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         refuse("the gradient's norm", norm, step)
         return norm

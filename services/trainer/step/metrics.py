@@ -37,10 +37,10 @@ class StepMetrics:
         self._sums.append(torch.cat([torch.stack([sums[name] for name in SUMS]).double(), sums[COUNTS]]))
         self._maxima = torch.maximum(self._maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
-    def report(self, flops: float = 0.0, divisor: float = 1.0) -> dict[str, float]:
+    def report(self, flops: float = 0.0) -> dict[str, float]:
         """Return metrics over all ranks, equal on each of them. Collective. Without any token, means and extremes are 0.
 
-        `flops`: those of this rank's rows, 0 if unknown. `divisor`: of the loss, if the rows' losses are not divided.
+        `flops`: those of this rank's rows, 0 if unknown.
         """
         gathered = ranks.gather((torch.stack(self._sums).tolist() if self._sums else [], flops))
         of_rows = [row for rows, _ in gathered for row in rows]
@@ -52,7 +52,7 @@ class StepMetrics:
         largest = {name: value if tokens else 0.0 for name, value in maxima.items()}
         record = {
             "tokens/train/sum": tokens,
-            "loss/train/sum": sums["loss"] / divisor,
+            "loss/train/sum": sums["loss"],
             "policy_loss/train/mean": mean["policy_loss"],
             "ratio/train/mean": mean["ratio"],
             "ratio/train/var": max(mean["ratio_squared"] - mean["ratio"] ** 2, 0.0),
@@ -106,11 +106,6 @@ class Clock:
         for name, begin, end in self._phases:
             found[name] += end.since(begin)
         return dict(found)
-
-    def wait(self) -> None:
-        """Wait until the device has nothing left to do."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 class _Moment:

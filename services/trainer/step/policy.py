@@ -1,9 +1,8 @@
 """The policy in training: DeepSpeed engine and reference policy, with one method per training step.
 
 Guarantees: the gradient of a mini-batch is that of the written formula (docs/semantics.md) for any number of ranks, any packing
-and any split into micro-batches, up to rounding; a step leaves the same bits whether or not some of its rows were trained on
-early; with `trainer.deterministic`, zero_stage 0 and float32 (or adapters), the same rows give the same bits on any number of
-data-parallel ranks; `load` of what `save` wrote continues bit for bit.
+and any split into micro-batches, up to rounding; with `trainer.deterministic`, zero_stage 0 and float32 (or adapters), the same
+rows give the same bits on any number of data-parallel ranks; `load` of what `save` wrote continues bit for bit.
 
 Waits for: the other ranks, in every method except the constructor's checks. Each runs the same methods in the same order; a rank
 that dies fails the others' collectives at once (gloo) or after `trainer.step_timeout_s`.
@@ -14,7 +13,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
@@ -35,7 +35,7 @@ from services.trainer.ranks import World
 from services.trainer.state import archive, partitions
 from services.trainer.state.archive import Archive
 from services.trainer.state.files import StateError, read_state, write_state
-from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, plan_check, priorities
+from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, priorities
 from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.gradient import GradientSum, TrainedRow, refuse, score_old
 from services.trainer.step.metrics import Clock, StepMetrics
@@ -68,20 +68,6 @@ class Trained:
     gaps: Tensor | None = None  # codes of the logprob gaps of this rank's rows, [sum R] int8; None unless they are to be logged
 
 
-@dataclass
-class _UnderWay:
-    """A step in training: this rank's rows so far, and what they gave."""
-
-    step: int
-    metrics: StepMetrics
-    clock: Clock
-    rows: list[PackedRow] = field(default_factory=list[PackedRow])
-    learns: list[bool] = field(default_factory=list[bool])  # of each row
-    done: list[TrainedRow] = field(default_factory=list[TrainedRow])
-    counts: denominators.Counts = field(default_factory=dict[tuple[str, int], denominators.TokenCounts])  # of early rows
-    early_s: float = 0.0  # time that early rows took
-
-
 class Policy:
     """The model of a run on one rank.
 
@@ -96,8 +82,6 @@ class Policy:
         if config.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         check_model(config)
-        if config.trainer.attention == "flex" and world.device.type != "cuda":
-            raise ConfigError('trainer.attention = "flex" needs a GPU, and this machine has none: set "auto"')
         losses.check(config.loss)
         deepspeed_engine.seed(config.run.seed, config.trainer.deterministic)
         self.config, self.world, self.device = config, world, world.device
@@ -114,74 +98,60 @@ class Policy:
         self.engine = deepspeed_engine.start(config, scorer)
         self.reference = ReferencePolicy(config, self._scorer, self.engine, world) if config.loss.kl_beta > 0 else None
         self.gradient = GradientSum(config, self.engine, self.reference, world, self._leads)
-        self._under_way: _UnderWay | None = None
 
     @property
     def vocabulary(self) -> int:
         """Return the number of token ids."""
         return self.module.config.get_text_config().vocab_size
 
-    def early_rows(self, step: int) -> int:
-        """Return how many of this rank's rows of a step were trained on early."""
-        return len(self._under_way.rows) if self._under_way is not None and self._under_way.step == step else 0
-
-    def train_early(self, step: int, given: Sequence[PackedRow]) -> None:
-        """Train on an early part of a step, whose rows on this rank are `given`. Collective."""
-        started, under_way = time.perf_counter(), self._begun(step, 1)
-        (counts,), learns = self._survey(given, [list(range(len(given)))], ends=False)
-        self._add(under_way, given, [None] * len(given), counts, learns, 1.0, ends=False)
-        under_way.counts = denominators.join((under_way.counts, counts))
-        under_way.clock.wait()  # otherwise the time until its kernels have finished would be in neither part of the total
-        under_way.early_s += time.perf_counter() - started
-        self._under_way = under_way
-
-    def train(self, given: Sequence[PackedRow], plan: StepPlan) -> Trained:
+    def train(self, rows: Sequence[PackedRow], plan: StepPlan) -> Trained:
         """Run one training step, with one optimizer step per mini-batch of the plan. Collective.
 
-        `given` are this rank's rows, in the plan's order, without those that `train_early` had. Raises `PlanMismatch` before
-        anything is trained, and `NonFinite` during training.
+        `rows` are this rank's, in the plan's order. Raises `PlanMismatch` before anything is trained, and `NonFinite` during
+        training.
         """
-        early, kind = self.early_rows(plan.step), self.config.loss.denominator
-        ranks.agree(plan_check.fault(plan, len(given), early, self.config), PlanMismatch)
-        started, under_way, self._under_way = time.perf_counter(), self._begun(plan.step, len(plan.mini_batch_rows)), None
-        batches = _split(list(range(len(given))), [plan.mini_batch_rows[0] - early, *plan.mini_batch_rows[1:]])
-        token_counts, learns = self._survey(given, batches, ends=True)
-        old: list[Tensor | None] = [None] * len(given)
+        ranks.agree(_misfit(plan, len(rows), self.config), PlanMismatch)
+        started, clock, kind = time.perf_counter(), Clock(self.device), self.config.loss.denominator
+        acts = clips(self.config, len(plan.mini_batch_rows)), not self.config.loss.from_behaviour
+        metrics = StepMetrics(self.device, self.reference is not None, *acts)
+        batches = _split(len(rows), plan.mini_batch_rows)
+        token_counts, learns = self._survey(rows, batches)
+        old: list[Tensor | None] = [None] * len(rows)
         if len(batches) > 1 and not self.config.loss.from_behaviour:
-            with under_way.clock.phase("old"):
-                old = score_old(self.engine, given, self.device)
-        rate, norms, divisors = self._set_learning_rate(plan.step), list[float](), list[float]()
-        every = [denominators.join((under_way.counts, token_counts[0])), *token_counts[1:]]
-        for batch, planned, counts, of_batch in zip(batches, plan.denominators, token_counts, every, strict=True):
-            one = slice(batch[0], batch[-1] + 1)
-            divisors.append(denominators.divisor(planned, of_batch, kind))
-            self._add(under_way, given[one], old[one], counts, learns[one], divisors[-1], ends=True)
-            with under_way.clock.phase("step"):
-                norms.append(self.gradient.update(plan.step, plan.mini_batch_rows[len(norms)], divisors[-1]))
-        record = under_way.metrics.report(
-            self._flops_of(under_way.rows, under_way.learns), divisors[0] if self.gradient.divides_last else 1.0
-        )
+            with clock.phase("old"):
+                old = score_old(self.engine, rows, self.device)
+        rate, norms, done = self._set_learning_rate(plan.step), list[float](), list[TrainedRow]()
+        for batch, planned, counts in zip(batches, plan.denominators, token_counts, strict=True):
+            divisor, shares = (
+                denominators.divisor(planned, counts, kind),
+                denominators.shares([rows[i] for i in batch], counts, kind),
+            )
+            for i, share in zip(batch, shares, strict=True):
+                done.append(self.gradient.add(rows[i], old[i], share, divisor, learns[i], i == batch[-1], metrics, clock))
+            with clock.phase("step"):
+                norms.append(self.gradient.update(plan.step, len(batch)))
+        record = metrics.report(self._flops_of(rows, learns))
         refuse("the loss", record["loss/train/sum"], plan.step)
         if self.reference is not None:
             self.reference.after(plan.step)
         greatest = self.config.optimizer.max_grad_norm
         record |= {
-            "excluded/train/tokens": float(sum(map(denominators.excluded, every))),
+            "excluded/train/tokens": float(sum(map(denominators.excluded, token_counts))),
             "gradient/train/norm": sum(norms) / len(norms),
             "gradient/train/clipped_norm": sum(min(norm, greatest) for norm in norms) / len(norms),
             "learning_rate/train/value": rate,
-            "time/train/total_s": under_way.early_s + time.perf_counter() - started,
-            **{f"time/train/{phase}_s": seconds for phase, seconds in under_way.clock.seconds.items()},
+            "time/train/total_s": time.perf_counter() - started,
+            **{f"time/train/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         }
-        return self._results(under_way, record)
+        return self._results(rows, done, record)
 
-    def _results(self, trained: _UnderWay, metrics: dict[str, float]) -> Trained:
+    def _results(self, rows: Sequence[PackedRow], done: Sequence[TrainedRow], metrics: dict[str, float]) -> Trained:
         """Return the results of a step that was trained. Collective."""
-        done, keeps = trained.done, self.config.samples.keep and self._leads
+        keeps = self.config.samples.keep and self._leads
         gaps = logprob_gaps.codes([row.gap for row in done]) if keeps else None
         if self.config.replay.priority != "trainer":
             return Trained(metrics, {}, gaps)
-        mine = priorities.of_rows(trained.rows, [row.learning.cpu() for row in done]) if self._leads else {}
+        mine = priorities.of_rows(rows, [row.learning.cpu() for row in done]) if self._leads else {}
         return Trained(metrics, priorities.join(ranks.gather(mine)), gaps)
 
     def save(self, folder: Path) -> list[str]:
@@ -251,42 +221,17 @@ class Policy:
             self.device,
         )
 
-    def _begun(self, step: int, mini_batches: int) -> _UnderWay:
-        """Return the step whose early rows were trained on, or one that begins."""
-        if self._under_way is not None and self._under_way.step == step:
-            return self._under_way
-        acts = clips(self.config, mini_batches), not self.config.loss.from_behaviour
-        return _UnderWay(step, StepMetrics(self.device, self.reference is not None, *acts), Clock(self.device))
+    def _survey(self, rows: Sequence[PackedRow], batches: Sequence[range]) -> tuple[list[denominators.Counts], list[bool]]:
+        """Return (1) token counts per response and mini-batch over all ranks, (2) which rows need a backward pass. Collective.
 
-    def _survey(
-        self, rows: Sequence[PackedRow], batches: list[list[int]], ends: bool
-    ) -> tuple[list[denominators.Counts], list[bool]]:
-        """Return what the loss counts per response, for each mini-batch, over all ranks; and for each row, whether any rank's
-        row of that place has a gradient, or it is the last of a mini-batch that `ends`, whose backward pass ends it. Collective.
+        These are the rows with a gradient on any rank, and the last of a mini-batch, whose backward pass ends it.
         """
         mine = [denominators.count_tokens(rows[i] for i in batch) if self._leads else {} for batch in batches]
         moving = [losses.has_gradient(row.advantages, row.weights, self.config.loss) for row in rows]
         counts, moves = zip(*ranks.gather((mine, moving)), strict=True)
-        last = {batch[-1] for batch in batches} if ends else set[int]()
+        last = {batch[-1] for batch in batches}
         learns = [any(of_ranks) or i in last for i, of_ranks in enumerate(zip(*moves, strict=True))]
         return [denominators.join(parts) for parts in zip(*counts, strict=True)], learns
-
-    def _add(
-        self,
-        to: _UnderWay,
-        rows: Sequence[PackedRow],
-        old: Sequence[Tensor | None],
-        counts: denominators.Counts,
-        learns: Sequence[bool],
-        divisor: float,
-        ends: bool,
-    ) -> None:
-        """Add the gradient of rows of one mini-batch, which `ends` with them. `counts`: of their responses. Collective."""
-        shares, last = denominators.shares(rows, counts, self.config.loss.denominator), len(rows) - 1 if ends else None
-        for i, row in enumerate(rows):
-            to.done.append(self.gradient.add(row, old[i], shares[i], divisor, learns[i], i == last, to.metrics, to.clock))
-        to.rows += rows
-        to.learns += learns
 
     def _flops_of(self, rows: Sequence[PackedRow], learns: Sequence[bool]) -> float:
         """Return the FLOPs that this rank's rows need, 0 if the model's are unknown or another rank counts them."""
@@ -302,6 +247,20 @@ class Policy:
         return rate
 
 
-def _split(items: list[int], sizes: Sequence[int]) -> list[list[int]]:
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [items[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+def _misfit(plan: StepPlan, rows: int, config: RunConfig) -> str:
+    """Return why a plan does not fit the configuration, or the number of rows that this rank has for it; or an empty string."""
+    if plan.ranks != config.data_parallel:
+        return (
+            f"step {plan.step} was planned for {plan.ranks} data-parallel ranks, but "
+            f"trainer.ranks / trainer.sequence_parallel is {config.data_parallel}"
+        )
+    if rows != plan.rows_per_rank:
+        return f"step {plan.step} has {plan.rows_per_rank} rows per rank, but there are {rows} rows"
+    return ""
+
+
+def _split(rows: int, sizes: Sequence[int]) -> list[range]:
+    """Return the places of `rows` rows, in parts of these sizes."""
+    ends = list(accumulate(sizes))
+    assert ends[-1] == rows
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -21,7 +21,7 @@ import structlog
 from services.protocol import codec
 from services.protocol.codec import CorruptMessage
 from services.protocol.errors import StoreError
-from services.protocol.messages import RankPlan, Sample, StepPlan
+from services.protocol.messages import RankPlan, StepPlan
 from services.protocol.payloads import Payload
 from services.runtime.loops import end_tasks
 from services.runtime.portal import Portal
@@ -34,9 +34,6 @@ POLL_S = 0.2  # delay to find a plan that arrives while the previous step trains
 REFUSALS = (StoreError, CorruptMessage, PlanMismatch)
 """What `Prefetch.take` raises when a step cannot be trained."""
 
-EarlyRows = Sequence[list[Sample]]
-"""Rows of a rank's plan that were trained on before the step was prepared; the plan begins with them."""
-
 Build = Callable[[RankPlan, Mapping[str, Payload]], list[PackedRow]]
 
 
@@ -46,7 +43,7 @@ class Fetched:
 
     plan: StepPlan
     ours: RankPlan
-    rows: list[PackedRow]  # without those that were trained on early
+    rows: list[PackedRow]
     seconds: float  # time to read and build, without the wait for the plan
 
     @property
@@ -60,7 +57,6 @@ class _Ahead:
     """A fetch on the portal's loop, in progress or finished."""
 
     step: int
-    early: EarlyRows
     due: asyncio.Event  # set when the step begins: by then its plan exists or is gone
     work: asyncio.Task[None] | None = None
     fetched: Fetched | None = None  # stays None if it failed
@@ -80,17 +76,13 @@ class Prefetch:
         self._portal, self._store, self._rank, self._build = portal, store, rank, build
         self._ahead: _Ahead | None = None
 
-    def begin(self, step: int, early: EarlyRows = ()) -> None:
-        """Fetch `step` in the background as soon as it is prepared, dropping earlier prefetched data.
-
-        `early`: its rows that were, or are being, trained on early.
-        """
+    def begin(self, step: int) -> None:
+        """Fetch `step` in the background as soon as it is prepared, dropping earlier prefetched data."""
         self.close()
-        self._ahead = self._portal.call(self._start(step, early))
+        self._ahead = self._portal.call(self._start(step))
 
-    def take(self, step: int, early: EarlyRows = ()) -> tuple[Fetched, float]:
-        """Return the rows of a prepared step after those that were trained on early, and the seconds that its background fetch
-        took, 0 if there was none.
+    def take(self, step: int) -> tuple[Fetched, float]:
+        """Return the rows of a prepared step, and the seconds that its background fetch took, 0 if there was none.
 
         Raises `Damaged`, which names all payloads that cannot be trained on, `StoreError`, `CorruptMessage`, `PlanMismatch`.
         """
@@ -101,14 +93,7 @@ class Prefetch:
         self.close()
         due = asyncio.Event()
         due.set()
-        return self._portal.call(self._fetch(step, early, due)), 0.0
-
-    def take_early(self, step: int, part: int) -> tuple[EarlyRows, list[PackedRow]] | None:
-        """Return the rows of an early part, as planned and built, or None if there is no such part, or no longer.
-
-        Raises like `take`.
-        """
-        return self._portal.call(self._fetch_early(step, part))
+        return self._portal.call(self._fetch(step, due)), 0.0
 
     def close(self) -> None:
         """Drop prefetched data."""
@@ -116,14 +101,14 @@ class Prefetch:
         if ahead is not None and ahead.work is not None:
             self._portal.call(end_tasks([ahead.work]))
 
-    async def _start(self, step: int, early: EarlyRows) -> _Ahead:
-        ahead = _Ahead(step, early, asyncio.Event())
+    async def _start(self, step: int) -> _Ahead:
+        ahead = _Ahead(step, asyncio.Event())
         ahead.work = asyncio.create_task(self._run(ahead), name=f"prefetch {step}")
         return ahead
 
     async def _run(self, ahead: _Ahead) -> None:
         try:
-            ahead.fetched = await self._fetch(ahead.step, ahead.early, ahead.due)
+            ahead.fetched = await self._fetch(ahead.step, ahead.due)
         except REFUSALS as error:  # too early, or Redis was briefly unavailable: only a failure when the step is due matters
             log.info("could not prefetch a step", step=ahead.step, error=str(error))
 
@@ -139,7 +124,7 @@ class Prefetch:
             return None
         return ahead.fetched
 
-    async def _fetch(self, step: int, early: EarlyRows, due: asyncio.Event) -> Fetched:
+    async def _fetch(self, step: int, due: asyncio.Event) -> Fetched:
         while True:
             last = due.is_set()  # checked before polling: a plan is prepared before its step begins
             started = time.perf_counter()
@@ -152,24 +137,12 @@ class Prefetch:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):  # wait_for of Python 3.11 may swallow a cancellation
                         await due.wait()
-        if ours.rows[: len(early)] != list(early):
-            raise PlanMismatch(
-                f"the plan of step {step} does not begin with the {len(early)} rows that were trained on early, so Redis must "
-                "have lost its last writes: restarting from the last checkpoint"
-            )
         groups = set(plan.groups)
         if strays := [name for name in _payloads(ours) if name.rpartition(".")[0] not in groups]:
             raise PlanMismatch(f"rank {self._rank} is assigned payload {strays[0]}, which belongs to no group of step {step}")
-        rows = await self._rows(RankPlan(ours.rows[len(early) :]))
-        return Fetched(plan, ours, rows, time.perf_counter() - started)
-
-    async def _fetch_early(self, step: int, part: int) -> tuple[EarlyRows, list[PackedRow]] | None:
-        ours = await self._store.steps.early_rows(step, part, self._rank)
-        return None if ours is None else (ours.rows, await self._rows(ours))
-
-    async def _rows(self, ours: RankPlan) -> list[PackedRow]:
         payloads = await self._store.steps.payloads(_payloads(ours))
-        return await asyncio.to_thread(self._build, ours, payloads)
+        rows = await asyncio.to_thread(self._build, ours, payloads)
+        return Fetched(plan, ours, rows, time.perf_counter() - started)
 
     async def _plans(self, step: int) -> tuple[StepPlan, RankPlan]:
         """Return the plan of a prepared step and this rank's part of it. Raises `StoreError`."""

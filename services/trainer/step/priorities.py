@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from services.algorithm.sampling_weights import sampling_weight
 from services.trainer import losses
 from services.trainer.step.batches import PackedRow
 
@@ -52,11 +51,6 @@ def join(of_ranks: Iterable[Parts]) -> dict[str, float]:
         left, counted = map(math.fsum, zip(*of_segments, strict=True))
         of_groups[group_of(payload)].append(left / max(counted, 1.0))
     return {group: math.fsum(of_groups[group]) for group in sorted(of_groups)}
-
-
-def sampling_weights(priorities: Mapping[str, float], exponent: float) -> dict[str, float]:
-    """Return the weights that replay samples the groups with."""
-    return {group: sampling_weight(priority, exponent) for group, priority in priorities.items()}
 
 
 def group_of(payload: str) -> str:

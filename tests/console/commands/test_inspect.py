@@ -499,7 +499,7 @@ async def two_ranks(store: Store) -> flow.Team:
         [[Sample(payloads[0], i, i - 1.5, 2, 0.5) for i in range(4)], []],
         [[Sample(payloads[1], i, 1.0, 2 if i else 0, 1.0) for i in range(3)], [Sample(payloads[1], 3, -1.0, 2, 1.0)]],
     ]
-    plan = StepPlan(0, names, names, 2, 2, [2], [14.0], 14, 32, {"reward/train/mean": 0.5}, early=[names[:1]])
+    plan = StepPlan(0, names, names, 2, 2, [2], [14.0], 14, 32, {"reward/train/mean": 0.5})
     await store.steps.prepare(team.leader, plan, [RankPlan(rank) for rank in rows])
     again = StepPlan(1, names[:1], [], 1, 1, [1], [8.0], 8, 16, {})
     await store.steps.prepare(team.leader, again, [RankPlan([rows[0][0]])])
@@ -524,10 +524,7 @@ async def test_a_step_shows_its_groups_and_row_usage(store: Store, show: Show) -
     assert plan["stats"] == {"reward/train/mean": 0.5}
     replayed = (await tell(show, verbs.step, 1, 0, 100))["plan"]["groups"]
     assert [(row["fresh"], row["lag"]) for row in replayed] == [(False, 1)]
-    assert plan["early"] == [1]
-    assert "early parts" not in (await show(verbs.step, 1, 0, 1))[1]
     _, text = await show(verbs.step, 0, 0, 1)
-    assert "early parts         1 of 2 groups" in text
     for expected in ("2: 2 fresh, 0 replayed", "2 rows per rank, denominator 14", "groups 0 to 0 of 2", "-1.5 / 0.25 / 1.5"):
         assert expected in text
 

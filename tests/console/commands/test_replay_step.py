@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,18 +23,15 @@ from tests.support import flow
 from tests.support.harness import small_config
 
 
-async def recorded(
-    store: Store, config: RunConfig, rewards: list[float] | None = None, early: Sequence[Sequence[int]] = ()
-) -> Bundle:
-    """Return a bundle of a step of four groups, planned with this configuration and with early parts of the groups at `early`."""
+async def recorded(store: Store, config: RunConfig, rewards: list[float] | None = None) -> Bundle:
+    """Return a bundle of a step of four groups, planned with this configuration."""
     team = await flow.start(store)
     await flow.issue(store, team, 4)
     fields = {"rewards": rewards, "scores": {"exact": rewards}} if rewards else {}
     headers = [flow.header(claim, lengths=[12, 9, 7, 3], **fields) for claim in await flow.claim(store, "g", 4)]
     drawn = [BufferedGroup(header.ticket, 0, header) for header in headers]
     swept = SweptTable(0, 4, 0, -1, 4, 0, 0, {0: 4}, (), ())
-    parts = [[drawn[place].group for place in part] for part in early]
-    plan, ranks = make_step(0, drawn, swept, GeneratedStats(["main"]), config, parts)
+    plan, ranks = make_step(0, drawn, swept, GeneratedStats(["main"]), config)
     step = RecordedStep(codec.encode(plan), [codec.encode(rank) for rank in ranks], None)
     groups = {header.payload: RecordedGroup(codec.encode(header), b"", None, "") for header in headers}
     return Bundle("small", 0, 0.0, "", "", {}, Origin(), [step], groups, {}, {})
@@ -48,22 +44,13 @@ async def test_a_step_that_was_planned_for_shorter_rows_is_packed_again_as_it_wa
     assert [one for one in compared if one.differs(0.0)] == []
 
 
-@pytest.mark.parametrize("early", [[[2], [1, 3]], [[3, 1], [0, 2]]])
-async def test_a_step_with_early_parts_is_packed_again_as_it_was(store: Store, tmp_path: Path, early: list[list[int]]) -> None:
-    config = small_config(tmp_path)
-    bundle = await recorded(store, config, early=early)
-    assert [len(part) for part in codec.decode(bundle.steps[0].plan, StepPlan).early] == [len(part) for part in early]
-    compared = [one for one in stages.packed(bundle, config) if isinstance(one, stages.Compared)]
-    assert [one for one in compared if one.differs(0.0)] == []
-
-
 async def test_groups_that_earlier_filters_inserted_do_not_differ(store: Store, tmp_path: Path) -> None:
     before, resumed = (small_config(tmp_path, None, f"filters.zero_std={value}") for value in ("false", "true"))
     bundle = await recorded(store, before, [1.0] * 4)
     differ = [one for one in stages.settled(bundle, resumed) if isinstance(one, stages.Compared) and one.differs(0.0)]
     assert {one.now for one in differ} == {"filtered:nonzero"}, "nothing says that the run was resumed with another filter"
     (tmp_path / "changes.jsonl").write_text(
-        '{"step": 3, "time_s": 1.0, "forked_from": "runs/old", "changes": {"filters.active_sampling_bound": [1, 2]}}\n'
+        '{"step": 3, "time_s": 1.0, "forked_from": "runs/old", "changes": {"filters.exclude_pass_rate": [0.5, 0.9]}}\n'
         '{"step": 5, "time_s": 2.0, "changes": {"filters.zero_std": [false, true], "run.steps": [4, 9]}}\n'
         '{"step": 7, "cha'  # torn by a kill
     )

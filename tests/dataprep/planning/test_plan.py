@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from services.dataprep.planning.plan import (
     PlanningError,
     Segments,
     cost,
-    plan_early,
     plan_step,
 )
 from services.protocol.messages import RankPlan, Sample, StepPlan
@@ -399,31 +396,3 @@ def test_deal_distributes_equal_counts(tokens: list[int], parts: int):
     dealt = deal(tokens, parts)
     assert sorted(i for part in dealt for i in part) == list(range(len(tokens)))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-
-
-@given(
-    group_lists, st.integers(1, 3), st.integers(100, 300), st.sampled_from(["token", "sequence", "group"]), st.booleans(),
-    st.randoms(use_true_random=False),
-)  # fmt: skip
-@settings(max_examples=150)
-def test_a_plan_begins_with_the_rows_of_its_early_parts(
-    groups: list[PlanGroup], ranks: int, row_tokens: int, kind: Any, apart: bool, dice: random.Random
-):
-    layout = Layout(ranks, row_tokens, denominator=kind, scored_apart=apart)
-    ready = dice.sample(groups, dice.randint(1, len(groups)))
-    cut = dice.randint(0, len(ready))
-    parts = [part for part in (ready[:cut], ready[cut:]) if part]
-    offered = [plan_early(part, layout) for part in parts]
-    early = [[group.group for group in part] for part in parts]
-    plan, of_ranks = plan_step(0, groups, layout, early=early)
-    assert plan.early == early
-    assert len(plan.mini_batch_rows) == 1
-    if kind == "token":
-        _check(groups, layout, plan, of_ranks)
-    whole, _ = plan_step(0, groups, layout)
-    same = ("groups", "fresh_groups", "denominators", "response_tokens", "total_tokens")
-    assert [getattr(plan, field) for field in same] == [getattr(whole, field) for field in same]
-    for rank, rows in enumerate(of_ranks):
-        first = [row for part in offered for row in part[rank].rows]
-        assert rows.rows[: len(first)] == first
-        assert len(rows.rows) > len(first), "the last row ends the gradient"

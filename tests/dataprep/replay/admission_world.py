@@ -52,8 +52,6 @@ class World:
     lost: Counter[str] = field(default_factory=Counter)  # groups that left untrained
     passed_over: int = 0
     overtook: int = 0
-    yielded: int = 0
-    """Number of steps prepared although the rate limiter asked to wait."""
 
     @property
     def slots(self) -> int:
@@ -70,7 +68,7 @@ class World:
 
     def run(self) -> None:
         """Run until the last step is published."""
-        limit = 60 * (self.steps + 2) * (self.max_delay + 7) * max(1, self.rules.min_size // self.rules.prompts_per_step)
+        limit = 60 * (self.steps + 2) * (self.max_delay + 7)
         while self.published < self.steps:
             assert self.tick < limit, f"the run is stuck: {self}"
             self.turn()
@@ -141,7 +139,7 @@ class World:
         step = self.prepared + 1
         if step >= self.steps or step > max(self.published, 0) + AHEAD:
             return False
-        decision = decide(swept, self.progress, self.rules, self.waited)
+        decision = decide(swept, self.rules, self.waited)
         self.waited = self.waited + 1 if isinstance(decision, Wait) and decision.why == "older_ticket" else 0.0
         match decision:
             case Wait():
@@ -159,12 +157,6 @@ class World:
         groups, filtered = [int(group) for group in decision.groups], len(self.gaps)
         assert groups == [seq for _, seq in swept.first[: len(groups)]], "not the first groups that the sampler draws"
         assert len(set(groups)) == len(groups) > 0
-        limiter = self.rules.limiter
-        if swept.size < self.rules.min_size or (limiter and not limiter.draws(swept.inserted, swept.drawn, len(groups))):
-            assert not self.generating
-            assert self.published >= step
-            assert not tickets_to_issue(swept, self.progress, self.rules)
-            self.yielded += 1
         self.forget(decision.gaps_until)
         missing = self.rules.prompts_per_step - len(groups)
         assert 0 <= missing <= max(0, filtered - self.rules.replaced), "only a filtered group leaves a place empty"

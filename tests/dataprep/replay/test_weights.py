@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.algorithm.sampling_weights import HEAVIEST, LIGHTEST, sampling_weight
-from services.config.training import Replay
 from services.dataprep.replay import weights as replay
 from services.protocol.messages import Header
 from tests.support.harness import small_config
 
 N = 20_000
-RECENT = Replay(sampler="prioritized", priority="recency", recency_half_life=3.0)
 
 
 def distance(values: np.ndarray) -> float:
@@ -115,21 +113,19 @@ def header(oldest: int = 0, **fields: Any) -> Header:
     return msgspec.structs.replace(given_, **fields)
 
 
-@pytest.mark.parametrize(("half_life", "exponent"), [(1.0, 1.0), (3.0, 1.0), (0.1, 4.0), (10.0, 0.5), (7.0, 2.0), (2.0, 0.0)])
-def test_recency_weights_halve_per_half_life_within_bounds(half_life: float, exponent: float) -> None:
-    config = RECENT.model_copy(update={"recency_half_life": half_life, "priority_exponent": exponent})
+def test_recency_weights_halve_per_version_within_bounds() -> None:
     for step in range(0, 500, 7):
-        base = replay.recency_base(step, config)
+        base = replay.recency_base(step)
         assert base <= step
-        youngest = replay.recency_weight(step - base, config)
-        assert 1.0 <= youngest <= 2.0 ** (replay.HALVINGS + 1)
-        assert youngest / replay.recency_weight(step - base - 1, config) == pytest.approx(2.0 ** (exponent / half_life))
+        youngest = replay.recency_weight(step - base)
+        assert 1.0 <= youngest <= 2.0**replay.HALVINGS
+        assert youngest / replay.recency_weight(step - base - 1) == 2.0
 
 
 def test_the_recency_base_never_decreases() -> None:
-    bases = [replay.recency_base(step, RECENT) for step in range(1000)]
+    bases = [replay.recency_base(step) for step in range(1000)]
     assert bases == sorted(bases)
-    assert len(set(bases)) == 1000 // 48 + 1
+    assert len(set(bases)) == 1000 // 16 + 1
 
 
 @pytest.mark.parametrize("version", [0, 10**6, 2**62])
@@ -139,28 +135,22 @@ def test_a_header_of_any_version_has_a_valid_weight(tmp_path: Path, version: int
 
 
 def test_recency_counts_versions_from_the_base(tmp_path: Path) -> None:
-    config = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority=recency", "replay.recency_half_life=2")
+    config = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority=recency")
     mixed = msgspec.structs.replace(header(), oldest=[52, 50, 51, 53])
-    assert replay.weight(mixed, np.zeros(4), config, 48) == pytest.approx(2.0)
-    assert replay.weight(header(44), np.zeros(4), config, 48) == pytest.approx(0.25)
+    assert replay.weight(mixed, np.zeros(4), config, 48) == 4.0
+    assert replay.weight(header(44), np.zeros(4), config, 48) == 0.0625
 
 
-@pytest.mark.parametrize(
-    ("priority", "exponent", "weight"),
-    [
-        (0.5, 2.0, 0.25), (3.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (-1.0, 0.0, 1.0), (-1.0, 2.0, 0.0),
-        (math.nan, 1.0, 0.0), (1e-8, 1.0, 1e-8), (LIGHTEST / 2, 1.0, 0.0), (1e-300, 4.0, 0.0), (1e5, 2.0, HEAVIEST),
-        (math.inf, 1.0, HEAVIEST),
-    ],
-)  # fmt: skip
-def test_sampling_weights_are_bounded_powers_of_priorities(priority: float, exponent: float, weight: float) -> None:
-    assert sampling_weight(priority, exponent) == pytest.approx(weight, rel=1e-12, abs=0.0)
+def test_sampling_weights_are_bounded_priorities() -> None:
+    bounded = {0.0: 0.0, -1.0: 0.0, 1e-8: 1e-8, LIGHTEST / 2: 0.0, 3.0: 3.0, 1e10: HEAVIEST, math.inf: HEAVIEST}
+    assert {priority: sampling_weight(priority) for priority in bounded} == bounded
+    assert sampling_weight(math.nan) == 0.0
 
 
 def test_weights_come_from_advantages_or_rewards(tmp_path: Path) -> None:
     given_, truncated = np.array([-1.0, 1.0, -2.0, 2.0]), [False, False, True, True]
-    advantage = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority_exponent=2")
-    assert replay.weight(header(truncated=truncated), given_, advantage, 0) == pytest.approx(36.0)
+    advantage = small_config(tmp_path, None, "replay.sampler=prioritized")
+    assert replay.weight(header(truncated=truncated), given_, advantage, 0) == pytest.approx(6.0)
     masked = small_config(tmp_path, None, "replay.sampler=prioritized", "advantage.mask_truncated=true")
     assert replay.weight(header(truncated=truncated), given_, masked, 0) == pytest.approx(2.0)
     reward = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority=reward")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from services.config.training import Replay
 from services.dataprep.replay import weights as replay
 from services.protocol.errors import StoreError
 from services.store import Settlement
@@ -19,16 +18,15 @@ from tests.store.replay.draws import Bench, pearson
 from tests.store.replay.tables import Entry, fill
 
 
-async def test_recency_halves_probability_per_half_life(bench: Bench) -> None:
-    config = Replay(sampler="prioritized", priority="recency", recency_half_life=3.0)
-    versions, base, new_base = np.repeat([10, 13, 16, 19], 25), 0, replay.recency_base(60, config)
-    await bench.insert([replay.recency_weight(int(version) - base, config) for version in versions])
+async def test_recency_halves_probability_per_version(bench: Bench) -> None:
+    versions, base, new_base = np.repeat([10, 11, 12, 13], 25), 0, replay.recency_base(20)
+    await bench.insert([replay.recency_weight(int(version) - base) for version in versions])
     for _ in range(2):
         drawn = versions[(await bench.draws(40_000)).ravel()]
-        counts = np.array([(drawn == version).sum() for version in (10, 13, 16, 19)])
+        counts = np.array([(drawn == version).sum() for version in (10, 11, 12, 13)])
         statistic, _ = pearson(counts, len(drawn) * np.array([1, 2, 4, 8]) / 15)
         assert statistic < 16.3, (counts, statistic)  # p = 0.001 with three degrees of freedom
-        factor = replay.recency_weight(base - new_base, config)
+        factor = replay.recency_weight(base - new_base)
         assert await bench.store.replay.rescale(bench.team.leader, base, new_base, factor) in (0, 100)
     before = await tables.read(bench.store)
     assert await bench.store.replay.rescale(bench.team.leader, base, new_base, 0.5) == 0, "as after a lost reply"

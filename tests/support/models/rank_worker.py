@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -98,7 +97,7 @@ def _policy(model: Path, sections: dict[str, Any]) -> Any:
             policy.backward_passes += 1
             super()._backward(loss)
 
-        def _step(self, step: int, divisor: float) -> float:
+        def _step(self, step: int) -> float:
             from deepspeed.utils import safe_get_full_grad
 
             from services.trainer.step.deepspeed_engine import keeps_gradients
@@ -110,9 +109,9 @@ def _policy(model: Path, sections: dict[str, Any]) -> Any:
                     continue
                 gradient = parameter.grad if plain else safe_get_full_grad(parameter)
                 assert gradient is not None
-                gradients[name] = gradient.detach().float().cpu() / divisor
+                gradients[name] = gradient.detach().float().cpu()
             policy.gradients.append(gradients)
-            return super()._step(step, divisor)
+            return super()._step(step)
 
     class Recorded(Policy):
         gradients: list[dict[str, torch.Tensor]]
@@ -126,22 +125,14 @@ def _policy(model: Path, sections: dict[str, Any]) -> Any:
     return policy
 
 
-def _train(policy: Any, payloads: Any, samples: Any, layout: Any, step: int, drop: int = 0, early: Sequence[int] = ()) -> Any:
-    """Train a step. `early`: the rows of each early part, after which weights are gathered and a checkpoint is saved."""
+def _train(policy: Any, payloads: Any, samples: Any, layout: Any, step: int, drop: int = 0) -> Any:
+    """Train a step, without its first `drop` rows."""
     from services.trainer.step import batches, logprob_gaps
     from tests.support.models.tiny_model import VOCABULARY, plan_of
 
     plan, ranks = plan_of(layout, samples, step, policy.config.loss)
     rows = batches.build(ranks[policy.data_rank], payloads, vocabulary=VOCABULARY, row_tokens=policy.config.trainer.row_tokens)
-    done = drop
-    for part in early:
-        policy.train_early(step, rows[done : done + part])
-        done += part
-        assert policy.early_rows(step) == done
-        whole_weights(policy)
-        with tempfile.TemporaryDirectory() as folder:
-            policy.save(Path(folder))
-    trained = policy.train(rows[done:], plan)
+    trained = policy.train(rows[drop:], plan)
     policy.gaps = {} if trained.gaps is None else logprob_gaps.message(rows, trained.gaps, 1.0, 1 << 20).by_segment()
     return trained
 
@@ -260,14 +251,14 @@ def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
     return whole_state(policy.module, policy.zero_stage, keep=True)
 
 
-def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, early: Sequence[int] = ()) -> dict[str, Any]:
-    """Train one step per layout, each with these early parts.
+def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any) -> dict[str, Any]:
+    """Train one step per layout.
 
     Return the gradients, metrics and priorities of each step, the final weights, the logprob gaps of the last step, and the
     number of backward passes.
     """
     policy = _policy(model, sections)
-    trained = [_train(policy, payloads, samples, layout, step, early=early) for step, layout in enumerate(layouts)]
+    trained = [_train(policy, payloads, samples, layout, step) for step, layout in enumerate(layouts)]
     return {
         "gradients": policy.gradients,
         "metrics": [one.metrics for one in trained],
@@ -436,8 +427,8 @@ def _lose(worker: Worker, step: int) -> None:
     """Make the first fetch of `step` return a plan with other denominators."""
     fetch, lost = worker.prefetch.take, [step]
 
-    def take(step: int, early: Sequence[Any] = ()) -> tuple[Fetched, float]:
-        fetched, ahead_s = fetch(step, early)
+    def take(step: int) -> tuple[Fetched, float]:
+        fetched, ahead_s = fetch(step)
         if step in lost:
             lost.remove(step)
             other = msgspec.structs.replace(fetched.plan, denominators=[3.0 * one for one in fetched.plan.denominators])
@@ -598,47 +589,11 @@ def _from_rank_0(value: Any) -> Any:
     return ranks.from_rank_0(value)
 
 
-def gradient_sums(model: Path) -> dict[str, Any]:
-    """Train two steps of two rows in bfloat16 in each way of summing gradients: weights, and how many were added at a time."""
-    from services.trainer.step import batches, deepspeed_engine
-    from tests.support.models.tiny_model import make_payloads, make_samples, plan_of
-
-    ways = {"all at once": 2**20, "some at once": 5000, "each at once": 1, "DeepSpeed": None}
-    sections = {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 0.1, "max_grad_norm": 0.5}}
-    calls, found = list[int](), dict[str, Any]()
-
-    class Counted(deepspeed_engine.GradientSums):
-        def add(self, **_: Any) -> None:
-            calls.extend([len(self._sums)] if self._sums else [])
-            super().add()
-
-    for name, held in ways.items():
-        deepspeed_engine.HELD_BYTES = held or 0
-        deepspeed_engine.GradientSums = Counted if held else lambda optimizer: None  # type: ignore[misc, assignment]
-        policy = _policy(model, sections)
-        start = {name: weight.clone() for name, weight in whole_weights(policy).items()}
-        for step in range(2):
-            payloads = make_payloads(2, 2, step)
-            plan, ranks = plan_of([[[[0, 1], [2, 3]]]], make_samples(payloads), step, policy.config.loss)
-            built = batches.build(ranks[0], payloads, vocabulary=policy.vocabulary, row_tokens=64)
-            policy.train(built, plan)
-        found[name] = {"weights": whole_weights(policy), "start": start, "calls": [*calls]}
-        calls.clear()
-    return found
-
-
 def lora(**given: Any) -> dict[str, Any]:
     """Run the job of tests/trainer/model/lora_job.py."""
     from tests.trainer.model import lora_job
 
     return lora_job.run(**given)
-
-
-def early_parts(**given: Any) -> dict[str, Any]:
-    """Run the job of tests/trainer/step/early_job.py."""
-    from tests.trainer.step import early_job
-
-    return early_job.run(**given)
 
 
 JOBS: dict[str, Callable[..., Any]] = {
@@ -651,13 +606,11 @@ JOBS: dict[str, Callable[..., Any]] = {
     "decay": decay,
     "in place": in_place,
     "fixed point": fixed_point,
-    "gradient sums": gradient_sums,
     "export": export,
     "through_worker": through_worker,
     "non_finite": non_finite,
     "failures": failures,
     "lora": lora,
-    "early": early_parts,
 }
 
 if __name__ == "__main__":

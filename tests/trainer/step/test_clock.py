@@ -61,8 +61,6 @@ def test_phases_on_a_gpu_take_as_long_as_their_kernels_and_wait_for_nothing(gpu:
     assert clock.seconds == pytest.approx({"forward": 0.150, "backward": 0.275})
     assert set(gpu.waits) == {"event"}
     assert clock.seconds == pytest.approx({"forward": 0.150, "backward": 0.275}), "reading does not change them"
-    clock.wait()
-    assert gpu.waits[-1] == "device"
 
 
 def test_phases_on_a_cpu_take_as_long_as_their_code(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,5 +71,3 @@ def test_phases_on_a_cpu_take_as_long_as_their_code(gpu: Gpu, monkeypatch: pytes
         with clock.phase("forward"):
             pass
     assert clock.seconds == {"forward": 1.75}
-    clock.wait()
-    assert gpu.waits == []

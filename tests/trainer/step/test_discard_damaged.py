@@ -53,16 +53,6 @@ def test_the_rest_equals_a_plan_of_the_remaining_groups(denominator: str) -> Non
     assert changed.stats == {"reward/train/mean": 0.5, DAMAGED: 2.0}
 
 
-def test_rows_of_early_parts_stay_first() -> None:
-    groups = [group(f"0-{i}", i) for i in range(6)]
-    plan, ranks = plan_step(4, groups, Layout(2, 64), early=[["0-0", "0-1"], ["0-4"]])
-    changed, left = without(plan, ranks, {"0-4", "0-5"}, Loss())
-    assert changed.early == [["0-0", "0-1"], []]
-    for before, after in zip(ranks, left, strict=True):
-        first = [row for row in before.rows if any(sample.payload.startswith(("0-0.", "0-1.")) for sample in row)]
-        assert after.rows[: len(first)] == before.rows[: len(first)] == first != []
-
-
 def test_each_mini_batch_has_its_own_denominator_and_none_is_zero() -> None:
     groups = [group(f"0-{i}", i) for i in range(2)]
     plan, ranks = plan_step(0, groups, Layout(1, 200, mini_batches=2))

@@ -28,7 +28,6 @@ from services.trainer.step.prefetch import Fetched, Prefetch
 from tests.support import flow
 from tests.support.models.rank_worker import SlowStore, launch
 from tests.support.models.tiny_model import VOCABULARY, make_payloads
-from tests.trainer.step import early_job
 
 DELAY_S = 0.3
 STEPS, GROUPS = 4, 3  # groups of a step, the first for rank 0, the others for rank 1
@@ -237,58 +236,6 @@ def test_no_task_is_left_over(rig: Rig) -> None:
     assert rig.tasks() == ["prefetch 1"]
     rig.prefetch.close()
     assert rig.tasks() == []
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_rows_that_were_trained_on_early_are_not_fetched_again(rig: Rig, ahead: bool) -> None:
-    whole, planned = rig.at_once(1), rig.portal.call(rig.store.steps.rank_plan(1, 1)).rows
-    first, second = ({sample.payload for sample in row} for row in planned)
-    rig.redis("DEL", *(rig.store.keys.payload(name) for name in first))
-    if ahead:
-        rig.prefetch.begin(1, planned[:1])
-        until(rig.fetched)
-    fetched, _ = rig.prefetch.take(1, planned[:1])
-    assert first.isdisjoint(second)
-    assert same(fetched.rows, whole[1:])
-    assert fetched.ours.rows == planned
-    with pytest.raises(PlanMismatch, match="plan of step 1 does not begin with the 1 rows that were trained on early"):
-        rig.prefetch.take(1, planned[1:])
-
-
-def test_an_early_part_is_fetched_if_it_is_there(rig: Rig) -> None:
-    planned, key = rig.portal.call(rig.store.steps.rank_plan(1, 1)), rig.store.keys.early
-    assert rig.prefetch.take_early(1, 0) is None
-    rig.redis("HSET", key, "step", 1, "groups", "0-4 0-5", "0:1", codec.encode(planned))
-    assert rig.prefetch.take_early(1, 1) is None
-    assert rig.prefetch.take_early(2, 0) is None
-    found = rig.prefetch.take_early(1, 0)
-    assert found is not None
-    assert found[0] == planned.rows
-    assert same(found[1], rig.at_once(1))
-    rig.redis("HSET", key, "0:1", b"\xc1")
-    with pytest.raises(codec.CorruptMessage):
-        rig.prefetch.take_early(1, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ranks_train_early_parts_only_together(server: RedisServer, tiny_model: Path, tmp_path: Path) -> None:
-    name = f"t-{uuid.uuid4().hex[:12]}"
-    asyncio.run(make_run(server, name))
-    given = {"model": tiny_model, "url": server.url, "password": server.password, "run": name}
-    try:
-        (results,) = launch(2, [("early", given)], tmp_path / "ranks")
-    finally:
-        asyncio.run(drop_run(server, name))
-    for found in results:
-        assert found["trained"] == [True, 1, False, 0, False, 0, False, 0, True, 1]
-        assert found["ratios"] == [0.5, 0.0, 0.0]
-        assert found["fetch_s"][0] >= early_job.SLOW_S, "the wait for early rows counts, too"
-        assert "plan of step 3 does not begin with the 1 rows that were trained on early" in found["problem"]
-        assert "restarting from the last checkpoint" in found["problem"], "every rank learns what rank 1 found"
-        assert all(torch.equal(value, found["whole"][name]) for name, value in found["weights"].items())
-        for gaps in found["gaps"]:
-            assert [len(of_rank) for of_rank in gaps] == [flow.GROUP_SIZE, 2 * flow.GROUP_SIZE], "of early rows, too"
 
 
 @pytest.mark.slow

@@ -49,11 +49,6 @@ def test_groups_are_summed_over_ranks_and_all_are_listed() -> None:
     assert priorities.join([{}]) == {}
 
 
-def test_weights_follow_the_exponent() -> None:
-    assert priorities.sampling_weights({"a": 4.0, "b": 0.0}, 0.5) == {"a": pytest.approx(2.0), "b": 0.0}
-    assert priorities.sampling_weights({"a": 4.0, "b": 0.25, "c": 0.0}, 0.0) == {"a": 1.0, "b": 1.0, "c": 1.0}
-
-
 @pytest.mark.parametrize(("payload", "group"), [("0-7.3", "0-7"), ("a.b-12-9.41", "a.b-12-9")])
 def test_a_groups_name_is_its_payloads_up_to_the_last_dot(payload: str, group: str) -> None:
     assert priorities.group_of(payload) == group
