@@ -44,7 +44,7 @@ class Side:
             "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": LENGTH},
             "verifiers": [{"kind": "exact"}],
             "sampling": {"max_tokens": TOKENS},
-            "generator": {"max_num_seqs": PROMPTS, "cpu_kv_cache_mib": 64, "engine_options": {"disable_log_stats": quiet}},
+            "generator": {"max_num_seqs": PROMPTS, "engine_options": {"disable_log_stats": quiet}},
         }
         self.config, self.engine, self.processes = validate(tree, origin="benchmark"), VllmEngine(), list[psutil.Process]()
 

@@ -65,7 +65,6 @@ max_tokens = {completion}
 [generator]
 count = 1
 max_num_seqs = 64
-cpu_kv_cache_mib = 256
 verifier_workers = 1
 [admission]
 prompts_per_step = 4

@@ -35,7 +35,7 @@ from services.console.run.redis_server import RedisServer
 from services.dataprep.metrics import DataprepMetrics
 from services.generator.metrics import GeneratorMetrics
 from services.protocol.messages import Header
-from services.runtime.metrics.declarations import exposition
+from services.runtime.metrics import exposition
 from services.runtime.tracing import OtlpTracing, TraceRecorder
 from services.store import Store
 

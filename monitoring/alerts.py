@@ -207,8 +207,8 @@ ALERTS = (
     Alert(
         "GrpoKvCacheFull", "max by (run, pod) (grpo_generator_kv_usage_ratio) > 0.95", "15m", "info",
         f"The KV cache of {POD} is full",
-        "The pod takes fewer tickets automatically. More memory (engine_options.gpu_memory_utilization, cpu_kv_cache_mib), fewer "
-        "sequences (generator.max_num_seqs) or more pods make it faster.",
+        "The pod takes fewer tickets automatically. More memory (engine_options.gpu_memory_utilization, kv_cache_memory_bytes), "
+        "fewer sequences (generator.max_num_seqs) or more pods make it faster.",
     ),
     Alert(
         "GrpoRedisFull",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monitoring import declared
-from services.runtime.metrics.declarations import Declared
+from services.runtime.metrics import Declared
 
 SCOPE = 'run=~"$run"'
 UNITS = {"bytes": "bytes", "ratio": "percentunit", "seconds": "s"}

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
 from services.environment.metrics import EnvironmentMetrics
 from services.generator.metrics import GeneratorMetrics
-from services.runtime.metrics.declarations import Declared, Metrics, declarations
-from services.runtime.metrics.pod import PodMetrics
+from services.runtime.metrics import Declared, Metrics, declarations
+from services.runtime.pod_metrics import PodMetrics
 from services.sandbox.metrics import SandboxMetrics
 from services.tracker.metrics import TrackerMetrics
 from services.trainer.metrics import TrainerMetrics

@@ -31,7 +31,12 @@ from services.runtime.process_tools import die_with_parent
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = "examples/arithmetic/config.toml"
 NAME = "ours"
-OURS = ("generator.count=1", "generator.max_num_seqs=512", "generator.cpu_kv_cache_mib=160", "checkpoint.every_steps=1000")
+OURS = (
+    "generator.count=1",
+    "generator.max_num_seqs=512",
+    "generator.engine_options.kv_cache_memory_bytes=167772160",
+    "checkpoint.every_steps=1000",
+)
 """One engine with the resources of two, and no checkpoints, like TRL."""
 TRL: dict[str, dict[str, Any]] = {
     "trl": {"kind": "generate", "threads": 2, "micro_batch": 256},

@@ -41,7 +41,7 @@ async def adapters(folder: Path, samples: dict[str, list[float]]) -> None:
         folder,
         data={"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
         sampling={"max_tokens": TOKENS},
-        generator={"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": 512},
+        generator={"max_num_seqs": SEQUENCES, "engine_options": {"kv_cache_memory_bytes": 512 << 20}},
     )
     set_environment(config, False)
     usual = engine_arguments(config, False)

@@ -77,7 +77,10 @@ class Served:
             folder,
             dtype,
             tokens,
-            generator={"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": 1024, **({"engine_options": BESIDE} if beside else {})},
+            generator={
+                "max_num_seqs": SEQUENCES,
+                "engine_options": {"kv_cache_memory_bytes": 1 << 30, **(BESIDE if beside else {})},
+            },
             sync={"backend": "store", "folder": str(folder / "volume"), "kv": kv},
         )
         self.sender = make_sender(self.config, self.model, 0, 1, lambda value: [value])

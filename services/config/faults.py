@@ -19,6 +19,7 @@ REPLACED = {
     "model.chat_template": "is a key of another section: set data.chat_template",
     "generator.max_expiries": "was removed, and 16 leases of a ticket may expire: remove the key",
     "generator.gpu_memory_utilization": "is an engine option of vLLM now: set generator.engine_options.gpu_memory_utilization",
+    "generator.cpu_kv_cache_mib": "is an engine option of vLLM now, in bytes: set generator.engine_options.kv_cache_memory_bytes",
     "generator.partial_every_s": "was removed, and unfinished completions are saved every 5 s: remove the key",
     "replay.error_buffer": "was removed, and the smallest buffer that never blocks a run is used: remove the key",
     "replay.payload_ttl_s": "was removed, and payloads without a header expire after an hour: remove the key",

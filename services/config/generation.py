@@ -39,11 +39,10 @@ class Generator(Section):
     """Maximum number of sequences that vLLM runs in one iteration."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs per engine."""
-    cpu_kv_cache_mib: int = Field(default=256, ge=16)
-    """KV cache of an engine on a CPU, in MiB."""
     engine_options: dict[str, Any] = {}
-    """Further vLLM engine arguments by name, e.g. `gpu_memory_utilization`. They override the ones set here. Refused: arguments
-    that would change the distribution whose logprobs the trainer recomputes, such as `logits_processors`."""
+    """Further vLLM engine arguments by name, e.g. `gpu_memory_utilization`, or `kv_cache_memory_bytes` (256 MiB on a CPU). They
+    override the ones set here. Refused: arguments that would change the distribution whose logprobs the trainer recomputes, such
+    as `logits_processors`."""
     lease_s: float = Field(default=15.0, gt=0)
     """Seconds without a lease renewal after which another generator may claim a ticket."""
     max_attempts: int = Field(default=4, ge=1)
@@ -52,6 +51,11 @@ class Generator(Section):
     """Seconds that a generator has after SIGTERM to finish running tickets. It hands back the rest with their tokens so far."""
     verifier_workers: int = Field(default=2, ge=1)
     """Number of processes of each generator that score completions."""
+
+    @property
+    def cpu_kv_cache_bytes(self) -> int:
+        """Bytes of the KV cache of an engine on a CPU."""
+        return self.engine_options.get("kv_cache_memory_bytes", 256 << 20)
 
 
 class Sync(Section):

@@ -154,7 +154,7 @@ CARRIED_OUT: dict[str, Any] = {
     "loss": {"correction_max_gap"},
     "generator": {
         **dict.fromkeys(Generator.model_fields.keys() - {"engine", "engine_options"}, True),
-        "engine_options": {"gpu_memory_utilization"},
+        "engine_options": {"gpu_memory_utilization", "kv_cache_memory_bytes"},
     },
     "trainer": set(Trainer.model_fields) - {"mini_batches", "deterministic"},
 }  # fmt: skip

@@ -76,5 +76,3 @@ WaitS = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask on a terminal.")]
 DEFAULT_WAIT_S = 300  # of `--wait` without a number
 SMOKE_WAIT_S = 600  # the same of `grpo smoke`, which waits for steps
-Listen = Annotated[bool, typer.Option("--listen", help="Only test a collective: wait for another machine to connect.")]
-Reach = Annotated[str, typer.Option(metavar="HOST:PORT", help="Only test a collective: connect to the address --listen prints.")]

@@ -10,23 +10,21 @@ from functools import partial
 import structlog
 
 from services.http.entry import Arguments, end_process, main, open_service
-from services.runtime import garbage_collection
 
 log = structlog.get_logger()
 
 
 async def prepare(given: Arguments) -> None:
     """Run the pod from start to end."""
-    with garbage_collection.importing():
-        from services.dataprep.evaluation.rounds import EvaluationRounds
-        from services.dataprep.identity import create_or_attach
-        from services.dataprep.loop import DataprepLoop
-        from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
-        from services.dataprep.prompts.catalogue import PromptSource
-        from services.dataprep.prompts.curriculum import load_curriculum
-        from services.dataprep.replay.sweeping import sweep
-        from services.dataprep.run_gauges import RunGauges
-        from services.http.endpoints.run import add_routes
+    from services.dataprep.evaluation.rounds import EvaluationRounds
+    from services.dataprep.identity import create_or_attach
+    from services.dataprep.loop import DataprepLoop
+    from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
+    from services.dataprep.prompts.catalogue import PromptSource
+    from services.dataprep.prompts.curriculum import load_curriculum
+    from services.dataprep.replay.sweeping import sweep
+    from services.dataprep.run_gauges import RunGauges
+    from services.http.endpoints.run import add_routes
 
     config = given.config
     load_curriculum(config.data.curriculum)  # reports an unusable name before the run exists
@@ -34,7 +32,6 @@ async def prepare(given: Arguments) -> None:
     evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
     for remark in (*source.remarks, *(evaluated.remarks if evaluated else ())):
         log.warning(remark.what, source=remark.source, remedy=remark.remedy)
-    garbage_collection.freeze()
     async with open_service("dataprep", config, given.name) as service:
         service.stays = given.stay
         await create_or_attach(service.store, config, source.digest)

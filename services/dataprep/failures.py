@@ -10,7 +10,7 @@ from __future__ import annotations
 import structlog
 
 from services.config import RunConfig
-from services.runtime.processes.causes import one_line
+from services.runtime.exits import one_line
 from services.store import Store
 
 log = structlog.get_logger()

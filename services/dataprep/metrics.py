@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.runtime.metrics.declarations import Metrics, PhaseClock, bounded, counter, counters, gauge, gauges, histogram
+from services.runtime.metrics import Metrics, PhaseClock, bounded, counter, counters, gauge, gauges, histogram
 
 FILTERED = ("filtered:zero", "filtered:solved", "filtered:nonzero", "filtered:all_truncated")
 ACTIONS = ("insert", *FILTERED, "stale", "failed")

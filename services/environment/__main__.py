@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from services.http.entry import Arguments, end_process, main, open_service
-from services.runtime import garbage_collection
 
 
 async def run(given: Arguments) -> None:
     """Run the pod from start to end."""
-    with garbage_collection.importing():
-        from services.environment.pod import EnvironmentPod
+    from services.environment.pod import EnvironmentPod
 
     async with open_service("environment", given.config, given.name) as service:
         await EnvironmentPod(service).run()

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.environment.rollout import FinishedRollout
 from services.rollouts.holding import FAILURES
-from services.runtime.metrics.declarations import Metrics, counter, counters, gauge, histogram
+from services.runtime.metrics import Metrics, counter, counters, gauge, histogram
 
 
 class EnvironmentMetrics(Metrics):

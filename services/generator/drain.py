@@ -16,7 +16,7 @@ from services.config import ConfigError, RunConfig
 from services.http.credentials import api_tokens
 from services.http.entry import arguments, report
 from services.operations.awaited import LOADING
-from services.runtime.processes.exit_codes import EXIT_OK
+from services.runtime.exits import EXIT_OK
 
 POLL_S = 0.2
 ANSWER_LIMIT_S = 5.0

@@ -12,11 +12,11 @@ from services.generator.engines.base import Gauges
 from services.generator.rollouts.concurrency import REASONS, Limit
 from services.protocol.messages import SYNC_PHASES, Header
 from services.rollouts.holding import FAILURES
-from services.runtime.metrics.declarations import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
+from services.runtime.metrics import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
 from services.verifiers.sandbox.pool import PoolCounts
 
 ACTIVITIES = ("loading", "generating", "scoring", "evaluating", "syncing", "paused", "idle")
-"""Activities of a generator, out of those in services/runtime/processes/activity.py."""
+"""Activities of a generator, out of those in services/runtime/activity.py."""
 HANDED_BACK = ("drain", "load")
 SYNC_WAITS = ("gathered", "joined", "paused")
 """Waits after a phase: for the other members, and for the trainer."""

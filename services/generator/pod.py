@@ -98,7 +98,7 @@ class GeneratorPod:
             await asyncio.sleep(ACTIVITY_S)
 
     def _activity(self) -> str:
-        """Return what the pod is doing now (services/runtime/processes/activity.py)."""
+        """Return what the pod is doing now (services/runtime/activity.py)."""
         status, state = self.service.status, self.service.view.state
         if not self._loaded.is_set():
             return "loading"

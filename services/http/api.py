@@ -24,7 +24,7 @@ from services.http.credentials import ApiTokens
 from services.http.endpoints.control import control_router
 from services.http.models import Live, LoopHealth, Ready
 from services.http.problems import install
-from services.runtime.metrics.declarations import exposition
+from services.runtime.metrics import exposition
 from services.runtime.service import Service
 
 ADDRESS_ENV = "GRPO_ADDRESS"

@@ -28,10 +28,9 @@ from services.http.credentials import api_tokens, redis_login
 from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, RedisUnreachable, StoreError
 from services.protocol.messages import PodStatus
 from services.runtime import logs
+from services.runtime.exits import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_UNLOADED, one_line
 from services.runtime.loops import FATAL, Broken, Loop
 from services.runtime.process_tools import CONFIG_ENV
-from services.runtime.processes.causes import ERROR_PREFIX, one_line
-from services.runtime.processes.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_UNLOADED
 from services.store import Store
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import msgspec
 
 from services.protocol.messages import PodStatus
 from services.runtime import atomic_folders
-from services.runtime.processes.activity import DEVICES, PREFIX
+from services.runtime.activity import DEVICES, PREFIX
 
 FILE = "account.json"
 DOWN = "down"

@@ -1,4 +1,5 @@
-"""An event loop in its own thread, for processes whose main thread must block in collectives.
+"""Between event loops and threads: a loop in its own thread, for processes whose main thread must block in collectives, and
+slow functions in threads of their own.
 
 Guarantees: `call` runs a coroutine on that loop and returns or raises what it does; `close` shuts the loop down in order.
 """
@@ -8,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from services.runtime.loops import end_tasks
@@ -52,3 +54,26 @@ class Portal:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Return what the function returns, or raise what it raises; RuntimeError for StopIteration, as a coroutine does.
+
+    A cancelled call leaves the function running, but unlike `asyncio.to_thread`, it does not keep the process from ending.
+    """
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()  # from here on the thread may set it, even if nobody waits for it any longer
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result.set_result(context.run(function))
+        except StopIteration as error:  # which a future refuses, so that the caller would wait for ever
+            wrapped = RuntimeError("the function raised StopIteration")
+            wrapped.__cause__ = error
+            result.set_exception(wrapped)
+        except BaseException as error:  # raised where the result is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(result)

@@ -1,13 +1,19 @@
-"""What processes of a run share: the variable that names their configuration, free ports, the death of a parent."""
+"""What processes of a run share: the variable that names their configuration, processors, free ports, the death of a parent."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import os
 import signal
 import socket
+from pathlib import Path
 
 CONFIG_ENV = "GRPO_CONFIG"
 """Variable with the path of the configuration of the run that a process belongs to."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""The limit of the container: microseconds of processor time, or `max`, and the period for which they are granted."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,3 +43,12 @@ def free_port(host: str = "127.0.0.1") -> int:
                     break
             caller.recv(1)
         return port
+
+
+def processors() -> int:
+    """Return the number of processors: those that this process may run on, or fewer if its container's limit is lower."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # not there, or `max`
+        granted, period = map(int, CPU_QUOTA.read_text().split())
+        return max(1, min(allowed, math.ceil(granted / period)))
+    return allowed

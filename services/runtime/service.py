@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from services.config import RunConfig
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
+from services.runtime.activity import Activity
 from services.runtime.loops import Loop, end_tasks
-from services.runtime.metrics.pod import PodMetrics
 from services.runtime.notifications import Notifications
-from services.runtime.processes.activity import Activity
+from services.runtime.pod_metrics import PodMetrics
 from services.runtime.tracing import TraceRecorder, open_tracing
 from services.runtime.view import RunView
 from services.store import Store

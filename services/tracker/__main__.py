@@ -10,7 +10,6 @@ from functools import partial
 
 from services.config import ConfigError
 from services.http.entry import Arguments, end_process, main, open_service
-from services.runtime import garbage_collection
 from services.runtime.loops import Loop
 from services.runtime.tracking import check_tracking
 
@@ -19,11 +18,10 @@ WRITE_LIMIT_S = 120.0  # a tracker that takes longer for a batch makes the pod f
 
 async def track(given: Arguments) -> None:
     """Run the pod from the run's creation to its end."""
-    with garbage_collection.importing():
-        from services.tracker.account import Accountant
-        from services.tracker.follower import Follower, show_backlog
-        from services.tracker.metrics import TrackerMetrics
-        from services.tracker.samples.log import SampleLog
+    from services.tracker.account import Accountant
+    from services.tracker.follower import Follower, show_backlog
+    from services.tracker.metrics import TrackerMetrics
+    from services.tracker.samples.log import SampleLog
 
     config = given.config
     check_tracking(config, os.environ)

@@ -22,9 +22,9 @@ from services.config import RunConfig
 from services.operations import account
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
+from services.runtime.activity import DEVICES, PREFIX, process_age_s
 from services.runtime.atomic_folders import FolderError
 from services.runtime.loops import Loop
-from services.runtime.processes.activity import DEVICES, PREFIX, process_age_s
 from services.store import Store
 
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.runtime.metrics.declarations import Metrics, counter, counters, gauge, gauges, histogram, histograms
+from services.runtime.metrics import Metrics, counter, counters, gauge, gauges, histogram, histograms
 
 TRACKERS = ("tensorboard", "wandb")
 

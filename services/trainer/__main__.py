@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from services.config import RunConfig
 from services.http.entry import Arguments, arguments, connect, end_process, open_service, report
 from services.protocol.errors import StoreError
-from services.runtime import garbage_collection, logs
+from services.runtime import logs
+from services.runtime.exits import EXIT_OK
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import END_S, Portal
-from services.runtime.processes.exit_codes import EXIT_OK
 from services.runtime.service import Service
 from services.store import Store
 
@@ -80,11 +80,10 @@ def _follow(given: Arguments, portal: Portal) -> None:
 
 
 def _lead(given: Arguments, portal: Portal) -> None:
-    with garbage_collection.importing():
-        from services.trainer import ranks
-        from services.trainer.loop import TrainLoop
-        from services.trainer.metrics import TrainerMetrics
-        from services.trainer.rank_commands import RankCommands
+    from services.trainer import ranks
+    from services.trainer.loop import TrainLoop
+    from services.trainer.metrics import TrainerMetrics
+    from services.trainer.rank_commands import RankCommands
 
     opened: concurrent.futures.Future[Service] = concurrent.futures.Future()
     trained = asyncio.Event()
@@ -146,15 +145,13 @@ async def _host(given: Arguments, opened: concurrent.futures.Future[Service], tr
 def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
     from pathlib import Path
 
-    with garbage_collection.importing():
-        import deepspeed  # noqa: F401 - `World` would import it
+    import deepspeed  # noqa: F401 - `World` would import it
 
-        from services.trainer.ranks import World
-        from services.trainer.step.policy import Policy
-        from services.trainer.worker import Worker
+    from services.trainer.ranks import World
+    from services.trainer.step.policy import Policy
+    from services.trainer.worker import Worker
 
     policy = Policy(config, World.from_environment())
-    garbage_collection.freeze()
     return Worker(config, store, portal, policy, Path(config.run.dir) / config.run.name)
 
 

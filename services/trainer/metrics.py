@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.algorithm.histograms import separated
 from services.protocol.messages import SYNC_PHASES, StepPlan
-from services.runtime.metrics.declarations import Metrics, PhaseClock, bounded, counter, counters, gauge, histogram, histograms
+from services.runtime.metrics import Metrics, PhaseClock, bounded, counter, counters, gauge, histogram, histograms
 
 PHASES = (
     "restoring", "catching up", "training", "syncing", "saving", "waiting for data", "paused", "exporting",
@@ -19,7 +19,7 @@ ACTIVITY = {
     "restoring": "loading", "catching up": "retraining", "training": "training", "syncing": "syncing", "saving": "saving",
     "waiting for data": "idle", "paused": "paused", "exporting": "saving", "waiting for evaluation": "idle",
 }  # fmt: skip
-"""Phase -> activity of the run's account (services/runtime/processes/activity.py)."""
+"""Phase -> activity of the run's account (services/runtime/activity.py)."""
 PARTS = ("fetch", "old", "reference", "forward", "backward", "step")
 
 

@@ -24,9 +24,9 @@ from services.config import ConfigError
 from services.http.entry import Arguments, arguments, end_process, leaving_at_once, report, rest, unloaded
 from services.protocol.errors import StoreError
 from services.runtime import logs
+from services.runtime.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
+from services.runtime.exits import EXIT_FAILED, EXIT_OK, EXIT_UNLOADED
 from services.runtime.loops import FATAL
-from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
-from services.runtime.processes.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_UNLOADED
 
 TICK_S = 0.1
 NAME_LIMIT_S = 120.0  # after this the ranks start, and report what is missing

@@ -19,8 +19,8 @@ from services.operations.awaited import LOADING
 from services.operations.control import RunControl
 from services.operations.waiting import LONGEST_WAIT_S
 from services.protocol.errors import NotFound, StoreError
+from services.runtime.exits import EXIT_OK
 from services.runtime.loops import Broken, end_tasks
-from services.runtime.processes.exit_codes import EXIT_OK
 from services.store import Store
 
 POLL_S = 0.5

@@ -23,7 +23,7 @@ from prometheus_client import Counter, Histogram
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
 from services.runtime.loops import Broken, Fatal, Loop
-from services.runtime.metrics.declarations import PhaseClock
+from services.runtime.metrics import PhaseClock
 from services.runtime.service import Service
 from services.weights.catch_up import CatchUp
 from services.weights.reaching import reachable

@@ -15,7 +15,7 @@ from services.config import RunConfig, digest, to_toml
 from services.console.run.redis_server import RedisServer
 from services.dataprep.identity import create_or_attach, differences
 from services.protocol.errors import DifferentRun
-from services.runtime.processes.causes import one_line
+from services.runtime.exits import one_line
 from services.store import Store
 from tests.support.harness import save_tokenizer_folder, small_config, wait_until
 

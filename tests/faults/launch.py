@@ -17,7 +17,7 @@ from services.config import RunConfig, to_toml
 from services.console.__main__ import main
 from services.console.run import command
 from services.console.run.plan import plan_units
-from services.runtime.processes.child_processes import ProcessPlan, ServicePlan
+from services.runtime.child_processes import ProcessPlan, ServicePlan
 
 _places: dict[str, Path] = {}  # pod -> its own configuration
 

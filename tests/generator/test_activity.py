@@ -12,8 +12,8 @@ from services.generator import pod as pods
 from services.generator.metrics import ACTIVITIES
 from services.generator.pod import GeneratorPod
 from services.http.entry import open_service
+from services.runtime import activity
 from services.runtime.loops import Loop, end_tasks
-from services.runtime.processes import activity
 from services.store import Store
 from tests.support.harness import save_tokenizer_folder, small_config, wait_until
 

@@ -18,8 +18,8 @@ from services.config import RunConfig, to_toml
 from services.console.run.redis_server import RedisServer
 from services.generator.drain import BEYOND_S, drain
 from services.http.entry import open_service
+from services.runtime.exits import EXIT_UNLOADED
 from services.runtime.process_tools import free_port
-from services.runtime.processes.exit_codes import EXIT_UNLOADED
 from services.store import Store
 from tests.support.harness import save_tokenizer_folder, small_config, wait_until
 

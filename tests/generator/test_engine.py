@@ -30,7 +30,7 @@ from services.generator.engines.vllm_arguments import check_cpu_arguments, engin
 from services.generator.metrics import VllmMetrics
 from services.protocol.messages import Span
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
-from services.runtime.metrics.declarations import exposition
+from services.runtime.metrics import exposition
 from tests.support.models.tiny_vllm import EOS, VOCABULARY, assert_greedy, make_config, make_model, reference_logprobs, until
 from tests.support.preloading.starter import PLAIN
 

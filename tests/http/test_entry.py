@@ -22,7 +22,7 @@ from services.environment.pod import EnvironmentPod
 from services.generator.pod import GeneratorPod
 from services.http.entry import connect, leaving_at_once, open_service
 from services.protocol.errors import RedisUnreachable
-from services.runtime.processes.exit_codes import EXIT_UNLOADED
+from services.runtime.exits import EXIT_UNLOADED
 from services.store import Store
 from services.verifiers.scoring import Scoring
 from tests.support.harness import save_tokenizer_folder, small_config

@@ -11,7 +11,7 @@ from monitoring import declared, page
 from monitoring.__main__ import ROOT, made
 from monitoring.alerts import ALERTS
 from monitoring.dashboard import panels
-from services.runtime.metrics.declarations import declarations
+from services.runtime.metrics import declarations
 
 UNITS = {"seconds": "_seconds", "bytes": "_bytes", "ratio": "_ratio", "steps": "_step", "tokens": "_tokens"}
 

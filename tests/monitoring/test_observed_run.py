@@ -24,7 +24,7 @@ from monitoring import declared
 from services.console.attach import attach
 from services.dataprep.metrics import EvaluationMetrics
 from services.protocol.messages import PodStatus
-from services.runtime.metrics.declarations import Declared, declarations
+from services.runtime.metrics import Declared, declarations
 from tests.support.harness import save_model_folder
 from tests.support.servers.collector import Collector, Span, collecting
 from tests.support.whole_runs import finish, pids_of, start, summary, write_run

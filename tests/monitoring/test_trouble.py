@@ -18,7 +18,7 @@ from services.generator.engines.base import Gauges
 from services.generator.metrics import GeneratorMetrics
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import Loop, end_tasks
-from services.runtime.metrics.declarations import PhaseClock
+from services.runtime.metrics import PhaseClock
 from services.runtime.service import Service
 from services.store import Store
 from services.trainer.metrics import TrainerMetrics
@@ -156,7 +156,7 @@ async def test_totals_are_not_shown_as_0_before_they_are_counted(
 
 def test_phases_last_until_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr("services.runtime.metrics.declarations.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.runtime.metrics.time.monotonic", lambda: now)
     noted: list[tuple[str, float]] = []
     clock = PhaseClock({"a": lambda s: noted.append(("a", s)), "b": lambda s: noted.append(("b", s))})
     for at, phase in ((11.0, "a"), (13.0, "a"), (14.0, "b"), (17.0, ""), (18.0, "unknown"), (20.0, "b"), (21.0, "")):
@@ -167,7 +167,7 @@ def test_phases_last_until_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_trainers_phases_are_timed_by_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("services.runtime.metrics.declarations.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.runtime.metrics.time.monotonic", lambda: now)
     registry = CollectorRegistry()
     clock = TrainerMetrics(registry).phase_clock()
     for phase in ("training", "syncing", "saving", "waiting for data"):

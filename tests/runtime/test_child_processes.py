@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.processes import memory
-from services.runtime.processes.child_processes import ChildProcess, ProcessPlan
-from services.runtime.processes.memory import OUT_OF_MEMORY, oom_kills
+from services.runtime import exits
+from services.runtime.child_processes import ChildProcess, ProcessPlan
+from services.runtime.exits import OUT_OF_MEMORY, oom_kills
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 TERMINATED = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
@@ -23,7 +23,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a file that takes the place of the kernel's counter, the only source used."""
     path = tmp_path / "memory.events"
     path.write_text("low 0\noom 7\noom_kill 2\noom_group_kill 0\n")
-    monkeypatch.setattr(memory, "COUNTERS", (tmp_path / "missing", path, Path("/proc/vmstat")))
+    monkeypatch.setattr(exits, "COUNTERS", (tmp_path / "missing", path, Path("/proc/vmstat")))
     return path
 
 

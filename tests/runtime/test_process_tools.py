@@ -1,12 +1,15 @@
-"""A free port stays reserved until its server has started."""
+"""A free port stays reserved until its server has started; the number of processors is that of the container."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
+from services.runtime import process_tools
 from services.runtime.process_tools import free_port
 
 
@@ -22,3 +25,14 @@ def test_a_free_port_is_reserved_for_its_server(host: str) -> None:
     for port in ports:
         with socket.create_server((host, port)) as server:
             assert server.getsockname()[1] == port
+
+
+def test_a_containers_limit_of_processors_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(process_tools, "CPU_QUOTA", quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert process_tools.processors() == 8, "there is no limit"
+    limits = {"max 100000": 8, "200000 100000": 2, "150000 100000": 2, "1000 100000": 1, "6400000 100000": 8}
+    for limit, expected in limits.items():
+        quota.write_text(limit + "\n")
+        assert process_tools.processors() == expected, limit

@@ -9,7 +9,7 @@ import pytest
 
 from services.console.run.redis_server import RedisServer, start_server
 from services.protocol.errors import StoreError
-from services.runtime.processes import redis_process
+from services.runtime import redis_process
 from tests.conftest import Path, skip_without
 
 

@@ -18,9 +18,9 @@ from services.console.__main__ import main
 from services.console.errors import EXIT_CONFIG
 from services.operations import account
 from services.protocol.messages import PodStatus
+from services.runtime.activity import process_age_s
 from services.runtime.atomic_folders import FolderError
 from services.runtime.loops import Loop
-from services.runtime.processes.activity import process_age_s
 from services.store import Store
 from services.tracker.account import READS, UNREADABLE, Accountant, Neighbours
 from tests.support.harness import small_config

@@ -16,8 +16,8 @@ import pytest
 from services.config import ConfigError, RunConfig, to_toml
 from services.console.run.redis_server import RedisServer
 from services.http.entry import Arguments
-from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
-from services.runtime.processes.exit_codes import EXIT_UNLOADED
+from services.runtime.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
+from services.runtime.exits import EXIT_UNLOADED
 from services.store import Store
 from services.trainer.node import TrainerNode, _see_through
 from tests.support.harness import small_config, wait_until

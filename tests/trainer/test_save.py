@@ -15,7 +15,7 @@ import pytest
 from services.config import RunConfig, to_toml
 from services.console.run.redis_server import RedisServer
 from services.protocol.messages import PodStatus
-from services.runtime.processes.child_processes import ChildService, ServicePlan
+from services.runtime.child_processes import ChildService, ServicePlan
 from services.store import Store
 from tests.support.harness import small_config, wait_until
 from tests.trainer.test_node import loading_rank, started

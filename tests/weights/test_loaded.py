@@ -70,7 +70,7 @@ async def test_an_engine_that_lost_a_weight_does_not_sample_with_it(tmp_path: Pa
 
     model = make_model(tmp_path, tied=False)
     worker = {"worker_extension_cls": "tests.weights.forgetful_worker.WorkerExtension"}
-    generator = {"max_num_seqs": 32, "cpu_kv_cache_mib": 64, "engine_options": worker}
+    generator = {"max_num_seqs": 32, "engine_options": worker}
     config = make_config(tmp_path, generator=generator, sync={"verify_loaded": True})
     engine = VllmEngine()
     await engine.start(config)

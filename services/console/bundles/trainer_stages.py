@@ -27,7 +27,7 @@ from services.protocol import codec
 from services.protocol.messages import RankPlan, StepPlan
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FolderError, FolderManifest
-from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
+from services.runtime.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 
 POLL_S = 0.1
 OF_TRAINING = ("gradient/", "learning_rate/")

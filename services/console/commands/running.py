@@ -9,7 +9,7 @@ import typer
 
 from services.console.commands import finish
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.options import SMOKE_WAIT_S, File, Json, Listen, Overrides, Reach, RedisUrl, Run, Yes
+from services.console.options import SMOKE_WAIT_S, File, Json, Overrides, RedisUrl, Run, Yes
 
 
 def init(
@@ -164,8 +164,6 @@ def doctor(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="In a pod of a release: check Redis, model, data and services, not the pod itself.")
     ] = False,
-    listen: Listen = False,
-    reach: Reach = "",
 ) -> int:
     """Check this machine, its Redis and a configuration.
 
@@ -173,10 +171,6 @@ def doctor(
     """
     from services.console.doctor import visit
 
-    if listen and reach:
-        raise ConsoleError("--listen is for one machine and --reach for the other: give only one", EXIT_CONFIG)
-    if listen or reach:
-        return visit.network(file, overrides or [], reach, as_json)
     return finish(visit.doctor(file, overrides or [], redis_url, as_json, cluster))
 
 

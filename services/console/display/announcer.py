@@ -12,7 +12,7 @@ from services.console.printable import printable
 from services.operations.condition import Condition, condition, last_resume
 from services.operations.figures import duration, prompts_failed
 from services.operations.observe import Member, Poll
-from services.runtime.processes.causes import one_line
+from services.runtime.exits import one_line
 
 LOADING = {
     "starting": "starting",

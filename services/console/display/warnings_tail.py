@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from services.console.printable import printable
-from services.runtime.processes.causes import one_line
+from services.runtime.exits import one_line
 
 POLL_BYTES = 256 * 1024
 SHOWN = 160  # characters of a warning; its log has the rest

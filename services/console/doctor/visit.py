@@ -10,10 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from services.config import RunConfig, load
+from services.config import RunConfig
 from services.config.load import load_with_places
 from services.console.doctor import Finding, gathered, machine, release, server
-from services.console.doctor import reach as collective
 from services.console.doctor.model import model
 from services.console.doctor.packages import there
 from services.console.doctor.preflight import faults_of, preflight, without_repeats
@@ -38,16 +37,8 @@ async def doctor(file: Path | None, overrides: Sequence[str], redis_url: str, as
         return asyncio.run(examine_release(config) if cluster else examine(config, redis_url))
 
     loaded, found = await asyncio.to_thread(faults_of, lambda before: load_with_places(given, overrides, before=before), look)
-    code = report(loaded[0].run.name if loaded else "", found, as_json, "All checks passed")
+    code = report(loaded[0].run.name if loaded else "", found, as_json)
     return code if loaded else EXIT_CONFIG
-
-
-def network(file: Path | None, overrides: Sequence[str], reach: str, as_json: bool) -> int:
-    """Run a collective between this machine and another, where the same command runs with the other option."""
-    config = load(_given(file), overrides)
-    return report(
-        config.run.name, list(collective.check(config, reach)), as_json, "All checks passed: these two machines can sync weights"
-    )
 
 
 def _given(file: Path | None) -> Path:
@@ -57,7 +48,7 @@ def _given(file: Path | None) -> Path:
     return Path(given)
 
 
-def report(run: str, found: Sequence[Finding], as_json: bool, well: str) -> int:
+def report(run: str, found: Sequence[Finding], as_json: bool) -> int:
     """Print the findings and return the exit code."""
     faults = sum(one.state == "fault" for one in found)
     if as_json:
@@ -66,7 +57,7 @@ def report(run: str, found: Sequence[Finding], as_json: bool, well: str) -> int:
     else:
         for one in found:
             print(f"{one.state:6}{printable(f'{one.what}: ' * (one.place != '') + one.line)}")
-        print(f"{faults} problem{'' if faults == 1 else 's'} found" if faults else well, flush=True)
+        print(f"{faults} problem{'' if faults == 1 else 's'} found" if faults else "All checks passed", flush=True)
     return EXIT_FAILED if faults else EXIT_OK
 
 

@@ -21,7 +21,7 @@ from services.console.reading.presence import Presence
 from services.console.run.lock import FolderLock, InUse
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import free_port
-from services.runtime.processes.redis_process import RedisProcess, on_a_free_port
+from services.runtime.redis_process import RedisProcess, on_a_free_port
 
 POLL_S = 0.05
 

@@ -22,7 +22,7 @@ from services.console.errors import EXIT_REDIS, ConsoleError
 from services.console.paths import RunPaths
 from services.console.reading.presence import Presence
 from services.console.run.lock import LockHolder, holder, users
-from services.runtime.processes.redis_process import START_LIMIT_S
+from services.runtime.redis_process import START_LIMIT_S
 
 POLL_S = 0.02
 SAID_AFTER_S = 2.0  # a longer wait is reported; a keeper and a server start in less, even on a busy machine

@@ -56,8 +56,8 @@ from services.http.credentials import api_tokens, redis_password
 from services.operations.control import reason
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
+from services.runtime.child_processes import ServicePlan
 from services.runtime.process_tools import free_port
-from services.runtime.processes.child_processes import ServicePlan
 from services.store import Store
 from services.store.connection.client import Login
 

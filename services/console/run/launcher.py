@@ -29,9 +29,8 @@ from services.operations import figures
 from services.operations.condition import Condition
 from services.operations.observe import POLL_EVERY_S, Observer, Poll
 from services.protocol.errors import StoreError
-from services.runtime.processes.causes import most_telling
-from services.runtime.processes.child_processes import ChildService, ServicePlan
-from services.runtime.processes.exit_codes import EXIT_UNLOADED
+from services.runtime.child_processes import ChildService, ServicePlan
+from services.runtime.exits import EXIT_UNLOADED, most_telling
 
 TICK_S = 0.1
 OWN_END_S = 25.0  # time for services to exit on their own once the run has finished

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from services.config import RunConfig
 from services.console.errors import EXIT_CONFIG, ConsoleError
-from services.runtime.processes.child_processes import STOP_S, ProcessPlan, ServicePlan, rank_environment
+from services.runtime.child_processes import STOP_S, ProcessPlan, ServicePlan, rank_environment
 from services.store.records import RunState
 
 TRAINER = "trainer"  # name of the ranks together

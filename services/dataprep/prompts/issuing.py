@@ -19,7 +19,7 @@ from services.dataprep.prompts.curriculum import load_curriculum
 from services.dataprep.prompts.order import Draft, Exhausted, Pick, PromptOrder
 from services.dataprep.prompts.seeds import ticket_seed
 from services.protocol.messages import Ticket
-from services.runtime.threads import in_daemon_thread
+from services.runtime.portal import in_daemon_thread
 from services.runtime.tracing import TraceRecorder
 from services.store import Store
 from services.store.records import PassRate, SweptTable

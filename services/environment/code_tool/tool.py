@@ -19,7 +19,7 @@ from typing import Any
 from services.environment.code_tool import runner
 from services.environment.code_tool.replies import FULL, LOUD, SLOW, PythonTool, code_of, signal_name, told
 from services.runtime.own_code import Unusable
-from services.runtime.processes.processors import processors
+from services.runtime.process_tools import processors
 from services.verifiers.sandbox import folder
 from services.verifiers.sandbox.scratch import remove
 from services.verifiers.sandbox.script import KEPT_BYTES, OUTPUT_BYTES

@@ -29,7 +29,6 @@ from services.environment.programs.kind import Kind
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
 from services.environment.programs.tools import shortened
-from services.runtime import garbage_collection
 from services.runtime.own_code import Unusable, reason_of
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
 
@@ -57,8 +56,7 @@ async def _serve(pod: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=pod)
     setup = msgspec.msgpack.decode(await _frame(reader), type=ProgramSetup)
     try:
-        with garbage_collection.importing():
-            kind = await opened(setup)
+        kind = await opened(setup)
     except BaseException as error:  # whatever its code raises is reported to the pod, and to the user
         writer.write(frame(Started(str(error) if isinstance(error, Unusable | BadReply) else reason_of(error))))
         await writer.drain()

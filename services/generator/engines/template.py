@@ -19,8 +19,6 @@ from multiprocessing import connection, forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from services.runtime import garbage_collection
-
 MODULES = (
     "vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
     "services.weights.receivers.gloo",
@@ -61,9 +59,8 @@ def start(environment: Callable[[], None]) -> None:
     """
     importlib.import_module("setproctitle")  # which finds no space for titles once the environment has changed
     environment()
-    with garbage_collection.importing():
-        for name in MODULES:
-            importlib.import_module(name)
+    for name in MODULES:
+        importlib.import_module(name)
     if sys.version_info >= AUTHENTICATED or len(os.listdir("/proc/self/task")) > 1:
         return
     _fork()

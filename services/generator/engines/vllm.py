@@ -32,7 +32,6 @@ from services.generator.engines.vllm_requests import continued_seed, generated, 
 from services.generator.engines.vllm_weights import WorkerWeights, bounded
 from services.protocol.messages import Round
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
-from services.runtime import garbage_collection
 from services.verifiers.sandbox.scratch import Scratch
 from services.weights.receiver import EngineDead, TransferFailed
 
@@ -72,7 +71,6 @@ class VllmEngine:
         self._strangers = {child.pid for child in multiprocessing.active_children()}
         await asyncio.to_thread(self._load)
         self._weights = WorkerWeights(self._llm, config, self.stages)
-        garbage_collection.freeze()  # as vLLM's own server does
         _cache_environment(True)
         await self._llm.update_weight_version("-1")
         await self._llm.get_supported_tasks()  # vLLM keeps the answer: later requests are registered without waiting
@@ -82,9 +80,8 @@ class VllmEngine:
         self._sockets = Scratch()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         set_environment(self._config, gpu)
-        with garbage_collection.importing():
-            from vllm import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(self._config, gpu)
         if not gpu:
@@ -272,7 +269,6 @@ class VllmEngine:
         except TimeoutError:
             pass  # the processes are killed below
         del llm
-        garbage_collection.thaw()  # at interpreter exit its finalizer would fail with a traceback
         for child in multiprocessing.active_children():
             if child.name.startswith("EngineCore") and child.pid not in self._strangers:
                 child.kill()

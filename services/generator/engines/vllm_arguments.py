@@ -87,7 +87,7 @@ def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
     else:
         arguments |= {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": generator.cpu_kv_cache_mib << 20,
+            "kv_cache_memory_bytes": generator.cpu_kv_cache_bytes,
             # A CPU generator's random offset cannot be rewound: a seeded request must not be prefilled in chunks.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.model.max_tokens, generator.max_num_seqs, _CPU_PREFILL_TOKENS),

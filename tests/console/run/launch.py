@@ -15,7 +15,7 @@ from services.config import RunConfig
 from services.console.__main__ import main
 from services.console.run import command, launcher, report, supervision
 from services.console.run.plan import plan_units
-from services.runtime.processes.child_processes import ServicePlan
+from services.runtime.child_processes import ServicePlan
 
 
 def fake_units(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[ServicePlan]:

@@ -18,7 +18,7 @@ from services.console.display.warnings_tail import WarningsTail
 from services.console.run.launcher import Launcher
 from services.console.run.mirror import EVALUATED, Mirror
 from services.operations.observe import Poll
-from services.runtime.processes.child_processes import ChildProcess, ProcessPlan, ServicePlan
+from services.runtime.child_processes import ChildProcess, ProcessPlan, ServicePlan
 from tests.support.harness import wait_until
 
 WAITS = ServicePlan("dataprep-0", (ProcessPlan("dataprep-0", (sys.executable, "-c", "import time; time.sleep(600)")),))

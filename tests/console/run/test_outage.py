@@ -12,7 +12,7 @@ from typing import Any, cast
 from services.console.errors import EXIT_REDIS
 from services.console.run.launcher import Launcher
 from services.operations.observe import Poll
-from services.runtime.processes.child_processes import ProcessPlan, ServicePlan
+from services.runtime.child_processes import ProcessPlan, ServicePlan
 from services.store.records import RunState
 from tests.support.harness import wait_until
 

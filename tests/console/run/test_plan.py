@@ -22,7 +22,7 @@ from services.console.run.plan import (
     visible_gpus,
     wanted_generators,
 )
-from services.runtime.processes.child_processes import ServicePlan
+from services.runtime.child_processes import ServicePlan
 from services.store.records import RunState, Scale
 from services.tracker.account import OTHERS_S
 from tests.support.harness import small_config

@@ -60,7 +60,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
         "verifiers": [{"kind": "exact"}],
         "sampling": {"max_tokens": 192},
-        "generator": {"max_num_seqs": 32, "cpu_kv_cache_mib": 64},
+        "generator": {"max_num_seqs": 32},
         "sync": {"host": "127.0.0.1", "join_deadline_s": 10.0, "transfer_deadline_s": 20.0, "kv": "recompute"},
     }
     for name, values in sections.items():

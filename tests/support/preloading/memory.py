@@ -19,7 +19,7 @@ _libc = ctypes.CDLL(None)
 def freeze_for_good() -> None:
     """Exclude all live objects from garbage collection, whatever is frozen or unfrozen later.
 
-    vLLM's engines and our services unfreeze when they end. In a forked process, the collection that follows would scan 700,000
+    vLLM freezes and unfreezes by itself. In a forked process, the collection that follows would scan 700,000
     objects of the parent and copy their pages, at 0.7 s of CPU time each.
     """
     _freeze()

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import logging
 import os
@@ -71,15 +72,17 @@ def main() -> None:
 
 
 def _preload(names: tuple[str, ...]) -> None:
-    from services.runtime import garbage_collection, logs
+    from services.runtime import logs
 
     logs._adopt(logs.GUESTS)  # as services do before importing these packages
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), garbage_collection.importing():
+    gc.disable()  # imports leave hardly any garbage
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
             importlib.import_module(name)
         _use_once()
+    gc.enable()
     logging.disable(logging.NOTSET)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # torch's 213, run by each process at its end: 40 ms
     memory.freeze_for_good()  # so that no process's garbage collection touches it

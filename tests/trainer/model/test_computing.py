@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
-from services.console.doctor.resources import LOGITS_CHUNK
 from services.trainer.model import attention, logprobs, policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention, takes_groups
 from services.trainer.model.attention.packing import Packing
 from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import PLAIN as PLAIN_RULE
 from services.trainer.model.logprobs import LogitRule, _differentiated, compiled_chunks, token_logprobs
-from services.trainer.step.policy import LOGPROB_CHUNK_TOKENS
 from tests.support.models.tiny_model import make_config
 
 ROW = Packing.of([6, 3, 4, 5, 2], [(0, 0), (0, 2), (0, 2), (0, 0), (13, 3)])
@@ -148,10 +146,6 @@ def test_the_compiled_gradient_of_logits_is_one_pass(compiler: None) -> None:
     torch.testing.assert_close(found, _differentiated(*given)[0])
     assert "where" in " ".join(seen)
     assert "scatter" not in " ".join(seen)
-
-
-def test_doctor_counts_logits_of_as_many_tokens_as_are_computed_at_a_time() -> None:
-    assert LOGITS_CHUNK == LOGPROB_CHUNK_TOKENS
 
 
 def test_a_gpu_without_a_kernel_for_shared_heads_gets_a_head_for_each_query() -> None:

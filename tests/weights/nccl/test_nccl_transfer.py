@@ -40,7 +40,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     }
     config = make_config(
         folder,
-        generator={"max_num_seqs": 32, "cpu_kv_cache_mib": 64, "engine_options": worker},
+        generator={"max_num_seqs": 32, "engine_options": worker},
         sync={"join_deadline_s": 20.0, "transfer_deadline_s": 30.0},
     )
     with pytest.MonkeyPatch.context() as patch, wired():

@@ -84,7 +84,7 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     }
     config = make_config(
         folder,
-        generator={"max_num_seqs": 32, "cpu_kv_cache_mib": 64, "tensor_parallel": workers, "engine_options": options},
+        generator={"max_num_seqs": 32, "tensor_parallel": workers, "engine_options": options},
         sync={"join_deadline_s": 20.0, "transfer_deadline_s": 30.0, "kv": "keep"},
     )
     with pytest.MonkeyPatch.context() as patch, wired():

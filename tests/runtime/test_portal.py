@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from services.runtime.threads import in_daemon_thread
+from services.runtime.portal import in_daemon_thread
 
 ABANDON = """
 import asyncio, time
-from services.runtime.threads import in_daemon_thread
+from services.runtime.portal import in_daemon_thread
 
 async def abandon():
     try:

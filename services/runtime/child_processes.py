@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.runtime.exits import OUT_OF_MEMORY, VAGUE, cause, oom_kills
 from services.runtime.process_tools import die_with_parent, free_port
-from services.runtime.processes.causes import VAGUE, cause
-from services.runtime.processes.memory import OUT_OF_MEMORY, oom_kills
 
 LAST_WORDS_BYTES = 256 * 1024
 STOP_S = 5.0  # how long a process without other duties may take to end

@@ -1,4 +1,4 @@
-"""Finds in the log of a process why it ended, as one line. Pure.
+"""Why a process ended: its exit code, the kernel's count of processes killed for memory, and the error in its log, as one line.
 
 Guarantees: a message that only points elsewhere ("see root cause above") gives way to the one it points to; a message of several
 lines becomes one; without any error the answer is empty.
@@ -6,12 +6,24 @@ lines becomes one; without any error the answer is empty.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
+from pathlib import Path
 
 import msgspec
 
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
+"""Exit codes of a service, by which a supervisor knows whether a restart would help."""
+EXIT_UNLOADED = 128 + signal.SIGTERM  # asked to end before any work had begun
+COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
+"""Files with a line `oom_kill N`: of the container, and of the machine, which has no such file of its own."""
+OUT_OF_MEMORY = (
+    "memory ran out and the kernel killed a process; use a smaller model or lora.rank, or lower trainer.row_tokens, "
+    "generator.count, generator.engine_options.kv_cache_memory_bytes or generator.max_num_seqs"
+)
 ERROR_PREFIX = "error: "  # prefix of the line in which a service reports the error that ended it (services/http/entry.py)
 LONGEST = 400  # characters of a cause
 VAGUE = re.compile(
@@ -103,3 +115,14 @@ def _logged(line: str) -> Iterator[str]:
         return
     inside = [error for text in (event.exception, event.event) for error in _found(text.splitlines())]
     yield from inside or [": ".join(part for part in (event.event, event.error) if part)]
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed here because memory ran out, 0 if it does not say."""
+    for path in COUNTERS:
+        with contextlib.suppress(OSError, ValueError):
+            for line in path.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from services.runtime.processes.causes import LONGEST, cause, most_telling, one_line
+from services.runtime.exits import LONGEST, cause, most_telling, one_line
 
 ENGINE = """{"event": "Triton is not installed.", "level": "warning", "logger": "vllm.platforms.cpu"}
 Process EngineCore:

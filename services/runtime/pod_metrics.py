@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.runtime.loops import Loop
-from services.runtime.metrics.declarations import Metrics, bounded, counters, gauge
+from services.runtime.metrics import Metrics, bounded, counters, gauge
 from services.runtime.tracing import OUTCOMES
 
 
