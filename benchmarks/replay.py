@@ -51,10 +51,11 @@ if __name__ == "__main__":  # `python benchmarks/replay.py` from the repository'
 
 from benchmarks.against_reverb.client import BATCH, Reverb
 from benchmarks.common import arguments, report, run
-from services.console.run.redis_server import WHEEL, RedisServer
+from services.console.run.redis_server import RedisServer
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, StepPlan, Ticket
 from services.protocol.payloads import Payload
+from services.runtime.redis_process import WHEEL
 from services.store import Settlement, Store
 from services.store.calls.payloads import FETCHED_TOGETHER
 from services.store.records import Claim, TableRules

@@ -16,9 +16,10 @@ import pytest_asyncio
 import pytest_randomly
 from xdist.scheduler import LoadScopeScheduling
 
-from services.console.run.redis_server import RedisServer, find_server
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
+from services.runtime.redis_process import find_server
 from services.store import Store
 from tests.support.preloading import compiling, starter
 from tests.support.preloading.memory import freeze_for_good

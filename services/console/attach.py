@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from services.console import paths
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
+from services.console.lock import LockHolder, holder
 from services.console.paths import RunPaths
 from services.console.reading.shared_server import owns_server, reading, usable
 from services.console.run import conditions
-from services.console.run.lock import LockHolder, holder
 from services.http.credentials import REDIS_PASSWORD_ENV, login_of
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from services.console.__main__ import main
+from services.console.lock import FolderLock
 from services.console.run.folder import RunFolder
-from services.console.run.lock import FolderLock
 from tests.support.console import ROOT
 from tests.support.harness import small_config
 

@@ -18,9 +18,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from services.console.run.redis_server import find_server
 from services.protocol.keys import Keys
 from services.runtime.process_tools import free_port
+from services.runtime.redis_process import find_server
 from services.store import acl
 from tests.kubernetes.support import chart
 from tests.support.servers.certificates import Certificates, make_certificates

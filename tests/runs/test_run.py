@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from services.console.__main__ import main
-from services.console.run.redis_server import find_server
+from services.runtime.redis_process import find_server
 from services.store import Store
 from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
 from tests.support.whole_runs import (

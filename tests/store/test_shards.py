@@ -17,11 +17,12 @@ import pytest
 from redis.crc import key_slot
 
 from services.console.commands.audit import assess, audit
-from services.console.run.redis_server import RedisServer, find_server
+from services.console.run.redis_server import RedisServer
 from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.payloads import Payload
 from services.protocol.shards import MOST, shard_of, shards
+from services.runtime.redis_process import find_server
 from services.store import Claim, Store
 from services.store.calls import payloads
 from services.store.calls.run import fullest

@@ -17,7 +17,7 @@ import pytest
 from services.config import load_resolved
 from services.console.commands.web import web
 from services.console.errors import ConsoleError
-from services.console.run.lock import FolderLock
+from services.console.lock import FolderLock
 from services.console.run.plan import plan_units
 from services.console.run.redis_server import RedisServer
 from services.http.credentials import api_tokens

@@ -70,8 +70,8 @@ def run(
     Ctrl-C stops the run cleanly; press it again to kill the services. With --json, the summary is printed at the end and
     everything else on standard error.
     """
-    from services.console.run.checked import Options
     from services.console.run.command import run as run_here
+    from services.console.run.load import Options
 
     return run_here(Options(file, overrides or [], redis_url, screen, fresh, resume, web, yes, as_json))
 
@@ -169,7 +169,7 @@ def doctor(
 
     Each problem comes with a remedy. Exit code 1: a problem would stop the run.
     """
-    from services.console.doctor import visit
+    from services.console.commands import doctor as visit
 
     return finish(visit.doctor(file, overrides or [], redis_url, as_json, cluster))
 

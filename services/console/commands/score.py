@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from services.config import RunConfig, load
+from services.console.code import copied
 from services.console.display.layout import Grid, cell, show
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.offline import Offline
 from services.console.printable import printable, safe_json
-from services.console.run.code import copied
 from services.dataprep.prompts.errors import DataError
 from services.verifiers.base import Job, Scores, VerifierFailure, combine, solved
 from services.verifiers.scoring import Scoring

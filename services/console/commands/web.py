@@ -16,10 +16,10 @@ from typing import Any, TypeVar, cast
 from services.config import RunConfig, load_resolved
 from services.console.attach import Attached, attach, existing
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_REDIS, ConsoleError
+from services.console.lock import holder
 from services.console.paths import RunPaths
 from services.console.printable import print_json
 from services.console.reading.from_folder import NOTE, describe, folder_instead, with_tokens
-from services.console.run.lock import holder
 from services.http.credentials import ApiTokens, api_tokens
 from services.runtime.process_tools import free_port
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from services.config import ConfigError, RunConfig
 from services.config.environments import AgentEnvironment, EnvironmentConfig, McpEnvironment, drives_itself
+from services.console.code import copied
 from services.console.doctor import Finding, fault, note, ok, told
-from services.console.run.code import copied
-from services.console.run.interrupts import Work
+from services.console.doctor.work import Work
 
 if TYPE_CHECKING:
     from services.environment.programs.process import ProgramProcess

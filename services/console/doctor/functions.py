@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from services.config import ConfigError, RunConfig
 from services.config.loss import IMPORT_PATH
 from services.config.verifiers import RemoteVerifier, VerifierConfig, named
+from services.console.code import copied
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.doctor.packages import VERIFIERS, there
-from services.console.run.code import copied
-from services.console.run.interrupts import Work
+from services.console.doctor.work import Work
 
 IMPORT_LIMIT_S = 120.0  # torch takes seconds on an idle machine
 _IMPORT = "import importlib, sys; getattr(importlib.import_module(sys.argv[1]), sys.argv[2])"

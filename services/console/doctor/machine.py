@@ -15,7 +15,7 @@ from typing import Any
 
 from services.config import RunConfig
 from services.console.doctor import Finding, fault, note, ok
-from services.console.run.plan import visible_gpus
+from services.console.gpus import visible_gpus
 from services.runtime.process_tools import CONFIG_ENV
 
 GIBIBYTE = 2**30

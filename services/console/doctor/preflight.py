@@ -20,8 +20,8 @@ from services.console.doctor.environments import environments
 from services.console.doctor.model import model
 from services.console.doctor.packages import packages, there
 from services.console.doctor.rows import data, evaluation_data
-from services.console.run.interrupts import Work
-from services.console.run.lock import holder
+from services.console.doctor.work import Work
+from services.console.lock import holder
 from services.runtime.process_tools import CONFIG_ENV
 
 POLL_S = 0.1

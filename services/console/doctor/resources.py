@@ -16,7 +16,7 @@ from services.config import RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.doctor.model import Weights, folder_of, weights_of
 from services.console.errors import ConsoleError
-from services.console.run.plan import sharing, trainer_share
+from services.console.gpus import sharing, trainer_share
 
 GIBIBYTE = 2**30
 STATE_BYTES = 12  # a parameter's float32 master copy and two moments, which checkpoints hold and the optimizer keeps

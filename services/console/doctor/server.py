@@ -10,10 +10,10 @@ from typing import Any
 
 from services.config import ConfigError, RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
-from services.console.run.redis_server import find_server
 from services.http.credentials import redis_login, redis_password
 from services.protocol.errors import StoreError
 from services.protocol.shards import shards
+from services.runtime.redis_process import find_server
 from services.store import Store
 from services.store.acl import GRANTS
 from services.store.connection.client import ClusterNode, Login, ask_nodes, in_cluster

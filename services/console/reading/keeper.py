@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 from services.console.errors import EXIT_OK, EXIT_REDIS
+from services.console.lock import FolderLock, InUse
 from services.console.reading.presence import Presence
-from services.console.run.lock import FolderLock, InUse
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import free_port
 from services.runtime.redis_process import RedisProcess, on_a_free_port

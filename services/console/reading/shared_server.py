@@ -19,9 +19,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.console.errors import EXIT_REDIS, ConsoleError
+from services.console.lock import LockHolder, holder, users
 from services.console.paths import RunPaths
 from services.console.reading.presence import Presence
-from services.console.run.lock import LockHolder, holder, users
 from services.runtime.redis_process import START_LIMIT_S
 
 POLL_S = 0.02

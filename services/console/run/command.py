@@ -28,10 +28,14 @@ from services.console.display.plain import PlainDisplay
 from services.console.display.warnings_tail import WarningsTail
 from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
+from services.console.gpus import visible_gpus
+from services.console.lock import FolderLock, InUse
 from services.console.printable import print_json, printable
 from services.console.run import conditions, summary
 from services.console.run.changes import changes, in_words, record, take_back
-from services.console.run.checked import (
+from services.console.run.folder import RunFolder, resolve
+from services.console.run.launcher import Launcher, LaunchOutcome
+from services.console.run.load import (
     Options,
     checked,
     fresh_or_asked,
@@ -40,18 +44,13 @@ from services.console.run.checked import (
     redis_of,
     resumed_step,
 )
-from services.console.run.folder import RunFolder, resolve
-from services.console.run.interrupts import Interrupts
-from services.console.run.launcher import Launcher, LaunchOutcome
-from services.console.run.lock import FolderLock, InUse
 from services.console.run.mirror import EVALUATED, Mirror
-from services.console.run.names import claim_name
-from services.console.run.output import lasting_output
-from services.console.run.place import as_started
-from services.console.run.plan import common_environment, max_generators, plan_units, visible_gpus
+from services.console.run.place import as_started, claim_name
+from services.console.run.plan import common_environment, max_generators, plan_units
 from services.console.run.redis_server import RedisServer, start_server
 from services.console.run.resumption import again, next_step, requeue_failed
 from services.console.run.secrets import write_secret
+from services.console.run.terminal import Interrupts, lasting_output
 from services.http.credentials import api_tokens, redis_password
 from services.operations.control import reason
 from services.operations.observe import Observer

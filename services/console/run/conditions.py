@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.console.lock import holder
 from services.console.paths import RunPaths
-from services.console.run.lock import holder
 from services.operations.condition import Condition
 
 

@@ -15,10 +15,10 @@ from services.config import ConfigError, RunConfig, digest, load_resolved, to_to
 from services.config.differences import differing
 from services.config.load import NOT_DEFINING
 from services.config.root import Redis
+from services.console.code import keep_code
 from services.console.doctor import Finding, fault
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.paths import RunPaths
-from services.console.run.code import keep_code
 from services.console.run.secrets import kept_secret
 
 SHOWN = 4  # differing keys that a message names

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from services.config import ConfigError, RunConfig
+from services.config import ConfigError, RunConfig, digest
+from services.console.code import with_kept_code
 from services.console.doctor import Finding, note, ok, told
-from services.console.errors import ConsoleError
-from services.console.run.code import with_kept_code
+from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.gpus import forced_backend, memory_share
+from services.console.lock import holder
 from services.console.run.folder import RunFolder, resolve
-from services.console.run.lock import holder
-from services.console.run.names import claim_name
-from services.console.run.plan import forced_backend, memory_share
 from services.console.run.resumption import check_steps, trained_by_files
 from services.protocol.errors import StoreError
+from services.store import Store
 from services.store.connection.client import Login
 
 FOLDER = "run folder"
@@ -58,3 +58,30 @@ async def shared_name(config: RunConfig, url: str, login: Login) -> AsyncIterato
         await claim_name(config if held is None else with_kept_code(config, held)[0], url, login, fresh=False)
     except (ConsoleError, ConfigError, StoreError) as error:
         yield told("Redis: run.name", error)
+
+
+async def claim_name(config: RunConfig, url: str, login: Login, fresh: bool) -> None:
+    """Check that the run's name in a shared Redis is this run's or free; with --fresh, free it. Raise `ConsoleError`."""
+    name = config.run.name
+    store = await Store.connect(url, name, login)
+    try:
+        if fresh:
+            alive = ", ".join(sorted(status.name for status in await store.fleet.members(config.fleet.ttl_s)))
+            if alive:
+                raise ConsoleError(
+                    f"run {name!r} in Redis at {url} was not deleted: {alive} sent a heartbeat in the last "
+                    f"{config.fleet.ttl_s:g} s; stop them first",
+                    EXIT_CONFIG,
+                )
+            await store.restores.delete_run(config.redis.payload_shards)
+        if config.redis.payload_shards:
+            await store.payloads.check_shards(config.redis.payload_shards)
+        state = await store.run.state()
+        if state is not None and state.config != digest(config):
+            raise ConsoleError(
+                f"Redis at {url} contains a run {name!r} with another configuration; choose another run.name, or delete it "
+                "with --fresh",
+                EXIT_CONFIG,
+            )
+    finally:
+        await store.close()

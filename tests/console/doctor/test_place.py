@@ -9,9 +9,9 @@ import pytest
 from services.config import RunConfig, digest
 from services.console.__main__ import main
 from services.console.doctor import Finding, machine, resources
+from services.console.lock import FolderLock
 from services.console.run import place
 from services.console.run.folder import RunFolder
-from services.console.run.lock import FolderLock
 from services.console.run.redis_server import RedisServer
 from services.runtime.process_tools import CONFIG_ENV
 from services.store import Store

@@ -18,9 +18,9 @@ import pytest
 from services.config import digest
 from services.console.__main__ import main
 from services.console.errors import EXIT_REDIS, ConsoleError
+from services.console.lock import FolderLock, holder
 from services.console.reading.shared_server import reading
 from services.console.run.folder import RunFolder
-from services.console.run.lock import FolderLock, holder
 from services.console.run.redis_server import start_server
 from services.store import Store
 from tests.support.console import ROOT, wait_until

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from services.console.lock import FolderLock
 from services.console.run import conditions
 from services.console.run.folder import RunFolder
-from services.console.run.lock import FolderLock
 from services.operations.condition import Condition
 
 PAUSED = Condition("paused", "trainer by ada: lunch")

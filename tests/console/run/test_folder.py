@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from services.config import digest, load_resolved
+from services.console import lock as locks
 from services.console.errors import ConsoleError
-from services.console.run import lock as locks
+from services.console.lock import FolderLock, InUse
 from services.console.run.folder import RunFolder, check_redis, resolve
-from services.console.run.lock import FolderLock, InUse
-from services.console.run.names import claim_name
+from services.console.run.place import claim_name
 from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.store.connection.login import Login, split_password
@@ -97,8 +97,7 @@ def test_passwords_are_split_from_urls() -> None:
 def test_a_folder_is_locked_by_one_console_and_its_children(tmp_path: Path) -> None:
     with FolderLock(tmp_path) as lock:
         taker = (
-            "import sys; from pathlib import Path; from services.console.run.lock import *\n"
-            "with FolderLock(Path(sys.argv[1])): pass"
+            "import sys; from pathlib import Path; from services.console.lock import *\nwith FolderLock(Path(sys.argv[1])): pass"
         )
         refused = subprocess.run(
             [sys.executable, "-c", taker, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False

@@ -11,17 +11,9 @@ import pytest
 
 from services.config import RunConfig, digest
 from services.console.errors import ConsoleError
+from services.console.gpus import forced_backend, memory_share, sharing, visible_gpus
 from services.console.run.folder import RunFolder, resolve
-from services.console.run.plan import (
-    common_environment,
-    forced_backend,
-    max_generators,
-    memory_share,
-    plan_units,
-    sharing,
-    visible_gpus,
-    wanted_generators,
-)
+from services.console.run.plan import common_environment, max_generators, plan_units, wanted_generators
 from services.runtime.child_processes import ServicePlan
 from services.store.records import RunState, Scale
 from services.tracker.account import OTHERS_S

@@ -14,8 +14,8 @@ from services.config import RunConfig, digest
 from services.console import options as shared
 from services.console.doctor import Finding, note, ok
 from services.console.run import command
-from services.console.run.checked import Options, checked, fresh_or_asked
 from services.console.run.folder import RunFolder
+from services.console.run.load import Options, checked, fresh_or_asked
 from services.console.run.redis_server import start_server
 from services.console.run.resumption import again
 from services.store import Store

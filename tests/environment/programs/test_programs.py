@@ -19,7 +19,7 @@ from services.config.environments import AgentEnvironment, EnvironmentConfig, Py
 from services.console.doctor import Finding, fault
 from services.console.doctor.environments import environments
 from services.console.doctor.preflight import without_repeats
-from services.console.run.interrupts import Work
+from services.console.doctor.work import Work
 from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable

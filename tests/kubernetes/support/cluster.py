@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.console.run.redis_server import find_server
+from services.runtime.redis_process import find_server
 from tests.kubernetes.support import chart
 from tests.kubernetes.support.api_server import ApiServer
 from tests.kubernetes.support.network import Network

@@ -18,10 +18,10 @@ from services.console.doctor.packages import there
 from services.console.doctor.preflight import faults_of, preflight, without_repeats
 from services.console.doctor.rows import data
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.gpus import visible_gpus
 from services.console.printable import printable, safe_json
 from services.console.run import place
 from services.console.run.folder import check_redis
-from services.console.run.plan import visible_gpus
 from services.runtime.process_tools import CONFIG_ENV
 from services.store.connection.login import split_password
 

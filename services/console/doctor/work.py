@@ -1,37 +1,13 @@
-"""Notices every Ctrl-C of a starting command, in every thread. Python prints and ignores the exception if one arrives in a
-finalizer or in a fork hook, and a starting run forks a lot.
-"""
+"""Coroutines of checks that run in threads of their own, and can be cancelled from the main thread."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Coroutine
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-class Interrupts:
-    """Remembers whether Ctrl-C was pressed while it is entered, and raises `KeyboardInterrupt` as Python does."""
-
-    def __enter__(self) -> Self:
-        self._pressed = False
-        self._before = signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def check(self) -> None:
-        """Raise `KeyboardInterrupt` if the exception of a Ctrl-C was ignored."""
-        if self._pressed:
-            raise KeyboardInterrupt
-
-    def _press(self, *_: Any) -> NoReturn:
-        self._pressed = True
-        raise KeyboardInterrupt
 
 
 class Work:

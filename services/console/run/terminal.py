@@ -1,4 +1,5 @@
-"""Keeps a run going when its output cannot be written, because of a closed pipe (`grpo run … | head`) or a full disk.
+"""Keeps a run going when its output cannot be written, because of a closed pipe (`grpo run … | head`) or a full disk, and notices
+every Ctrl-C while it starts.
 
 Guarantees: within `lasting_output`, and when the process ends, nothing that is printed fails.
 """
@@ -7,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, Self, TextIO, cast
 
 
 class _Lasting:
@@ -51,3 +53,27 @@ def _drop_unwritten(stream: TextIO) -> None:
     except OSError:
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), stream.fileno())
+
+
+class Interrupts:
+    """Remembers whether Ctrl-C was pressed while it is entered, and raises `KeyboardInterrupt` as Python does.
+
+    Python prints and ignores the exception if one arrives in a finalizer or in a fork hook, and a starting run forks a lot.
+    """
+
+    def __enter__(self) -> Self:
+        self._pressed = False
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if the exception of a Ctrl-C was ignored."""
+        if self._pressed:
+            raise KeyboardInterrupt
+
+    def _press(self, *_: Any) -> NoReturn:
+        self._pressed = True
+        raise KeyboardInterrupt

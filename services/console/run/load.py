@@ -10,12 +10,12 @@ from pathlib import Path
 from services.config import ConfigError, RunConfig
 from services.config.load import load_with_places
 from services.config.places import KeyPlaces
+from services.console.code import with_kept_code
 from services.console.doctor import Finding
 from services.console.doctor.preflight import LOSS, Check, CheckAgain, faults_of
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.options import confirm
 from services.console.printable import printable
-from services.console.run.code import with_kept_code
 from services.console.run.folder import RunFolder, check_redis
 from services.operations.inspection.checkpoints import restorable
 from services.protocol.errors import StoreError
