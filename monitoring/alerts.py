@@ -262,7 +262,7 @@ ALERTS = (
     Alert(
         "GrpoSpansLost", 'sum by (run) (increase(grpo_pod_spans_total{outcome=~"failed|dropped"}[15m])) > 0', "15m", "info",
         "Spans of run {{ $labels.run }} are lost",
-        "The collector at tracing.endpoint does not answer or is too slow. Nothing else is affected. A lower tracing.share sends "
+        "The collector at tracing.endpoint does not answer or is too slow. Nothing else is affected. A lower samples.share sends "
         "fewer spans.",
     ),
 )  # fmt: skip

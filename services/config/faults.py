@@ -43,6 +43,7 @@ REPLACED = {
     "sync.bucket_mib": "was removed, and buckets have 32 MiB: remove the key",
     "evaluation.final_s": "was removed, and the last round may take 10 minutes: remove the key",
     "admission.overtake": "was removed, and a step waits ten minutes for an older ticket: remove the key",
+    "tracing.share": "was removed, and samples.share is used: set samples.share",
     "sync.drain_deadline_s": "was removed, and half of sync.join_deadline_s or sync.transfer_deadline_s, whichever is less, is "
     "used: remove the key",
     **{
@@ -110,9 +111,12 @@ def explained(fault: Any) -> str:
         names = sorted({name for section in sections for name in section.model_fields})
         near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
         held = [
-            f"{name}.{key}" for section in sections for name, field in section.model_fields.items()
-            for model in models_of(field.annotation) if len(location) == 1 and key in model.model_fields
-        ]  # fmt: skip
+            f"{name}.{key}"
+            for section in sections
+            for name, field in section.model_fields.items()
+            for model in models_of(field.annotation)
+            if len(location) == 1 and key in model.model_fields
+        ]
         meant = held[0] if len(held) == 1 else repr(near[0]) if near else ""
         hint = f"did you mean {meant}?" if meant else f"valid: {', '.join(names)}"
         return f"{key} = {shown(key, fault['input'])} is not a known key; {hint}"

@@ -148,7 +148,14 @@ def to_toml(config: RunConfig) -> str:
 
 
 CARRIED_OUT: dict[str, Any] = {
-    "api": True, "web": True, "tracking": True, "samples": True, "tracing": True, "sync": True, "checkpoint": True, "fleet": True,
+    "api": True,
+    "web": True,
+    "tracking": True,
+    "samples": True,
+    "tracing": True,
+    "sync": True,
+    "checkpoint": True,
+    "fleet": True,
     "run": {"dir"},
     "redis": set(Redis.model_fields) - {"payload_shards"},
     "loss": {"correction_max_gap"},
@@ -157,7 +164,7 @@ CARRIED_OUT: dict[str, Any] = {
         "engine_options": {"gpu_memory_utilization", "kv_cache_memory_bytes"},
     },
     "trainer": set(Trainer.model_fields) - {"mini_batches", "deterministic"},
-}  # fmt: skip
+}
 """Keys that say how and where a run is executed. They may change when it is resumed."""
 
 CHANGEABLE: dict[str, Any] = {"run": {"steps"}, "optimizer": True, "filters": True, "evaluation": True}

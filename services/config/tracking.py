@@ -31,7 +31,8 @@ class Samples(Section):
     keep: int = Field(default=1_000_000, ge=0)
     """Completions to keep in run.dir/run.name/samples; the oldest are deleted first. 0: no sample log."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the prompts whose completions are logged, chosen by a hash of the ticket."""
+    """Share of the prompts whose completions are logged, chosen by a hash of the ticket; and share of the groups that are traced,
+    with `tracing.endpoint`."""
 
 
 class Tracing(Section):
@@ -39,5 +40,3 @@ class Tracing(Section):
 
     endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
     """Endpoint for spans, OTLP over HTTP, such as `http://collector:4318/v1/traces`. Empty: tracing is off."""
-    share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the groups that are traced."""

@@ -26,9 +26,7 @@ def unused_keys(config: RunConfig) -> Iterator[str]:
     """Describe every key that is set without effect: key, value and remedy; those of one reason together. The command line cannot
     remove a key of the file but can set it to its default, so the remedy names both."""
     found: dict[tuple[str, str], list[tuple[str, Any, Any]]] = {}
-    for rules in (
-        _prompts, _scoring, _environments, _replay, _loss, _training, _sync, _evaluation, _surroundings
-    ):  # fmt: skip
+    for rules in (_prompts, _scoring, _environments, _replay, _loss, _training, _sync, _evaluation, _surroundings):
         for key, why, cure in rules(config):
             value, default = _value_and_default(config, key)
             if value != default:
@@ -171,7 +169,6 @@ def _surroundings(config: RunConfig) -> Rules:
     url = config.redis.url
     if url and not url.startswith("rediss://"):
         yield "redis.ca_file", f"with redis.url = {shown('redis.url', url)}", "use rediss://"
-    if not config.samples.keep:
-        yield "samples.share", "with samples.keep = 0", "set samples.keep"
-    if not config.tracing.endpoint:
-        yield "tracing.share", "without tracing.endpoint", "set tracing.endpoint"
+    if not config.samples.keep and not config.tracing.endpoint:
+        why = "with samples.keep = 0 and without tracing.endpoint"
+        yield "samples.share", why, "set one of them"

@@ -9,8 +9,17 @@ import os
 import time
 
 ACTIVITIES: tuple[str, ...] = (
-    "loading", "training", "retraining", "generating", "scoring", "evaluating", "syncing", "saving", "paused", "idle",
-)  # fmt: skip
+    "loading",
+    "training",
+    "retraining",
+    "generating",
+    "scoring",
+    "evaluating",
+    "syncing",
+    "saving",
+    "paused",
+    "idle",
+)
 """`retraining`: steps that were trained before, after a crash. `scoring`: nothing is generated, only scored. `syncing`: weights
 are sent or received, or a generator waits for them. `idle`: a trainer waits for data, a generator for tickets.
 """

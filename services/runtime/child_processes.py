@@ -71,9 +71,15 @@ class ChildProcess:
                 log = stack.enter_context(self.log.open("ab"))
                 self._log_start = log.tell()
             self._process = subprocess.Popen(
-                self.plan.argv, env={**environ, **self.plan.environ}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=die_with_parent, start_new_session=True, pass_fds=pass_fds,
-            )  # fmt: skip
+                self.plan.argv,
+                env={**environ, **self.plan.environ},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
 
     @property
     def pid(self) -> int:

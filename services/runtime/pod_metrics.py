@@ -31,17 +31,28 @@ class PodMetrics(Metrics):
         "loops of the service",
     )
     limits: Gauge = bounded(
-        "gauge", "grpo_pod_loop_limit_seconds", "seconds", "Silence after which the pod counts as dead; +Inf: no limit.", "loop",
+        "gauge",
+        "grpo_pod_loop_limit_seconds",
+        "seconds",
+        "Silence after which the pod counts as dead; +Inf: no limit.",
+        "loop",
         "loops of the service",
-    )  # fmt: skip
+    )
     failures: Counter = bounded(
-        "counter", "grpo_pod_loop_failures_total", "", "Failures after which a loop was restarted.", "loop",
+        "counter",
+        "grpo_pod_loop_failures_total",
+        "",
+        "Failures after which a loop was restarted.",
+        "loop",
         "loops of the service",
-    )  # fmt: skip
+    )
     spans: Mapping[str, Counter] = counters(
-        "grpo_pod_spans_total", "spans", "Trace spans: sent, refused by the collector, or dropped because the queue was full.",
-        "outcome", OUTCOMES,
-    )  # fmt: skip
+        "grpo_pod_spans_total",
+        "spans",
+        "Trace spans: sent, refused by the collector, or dropped because the queue was full.",
+        "outcome",
+        OUTCOMES,
+    )
 
     def show(self, ready: bool, loops: Iterable[Loop], spans: Mapping[str, int]) -> None:
         """Set all metrics to their current values; `spans` by outcome."""

@@ -89,9 +89,12 @@ class RedisProcess:
         config.write_text("".join(f"{key} {value}\n" for key, value in given.items()))
         self._process = subprocess.Popen(
             [self.program, str(config)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            preexec_fn=die_with_parent, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+            start_new_session=True,
+        )
         try:
             self._wait()
         except BaseException:

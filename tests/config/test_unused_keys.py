@@ -61,8 +61,12 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("sync.encoding=delta", [STORE], 'with sync.backend = "store": remove the key: a store always has what changed', []),
     ("sync.kv=recompute", ["sync.in_flight=drain"], 'with sync.in_flight = "drain"', []),
     ("redis.ca_file=c", ["redis.url=redis://h:1"], "with redis.url = 'redis://h:1': use rediss://", ["redis.url=rediss://h:1"]),
-    ("samples.share=0.5", ["samples.keep=0"], "with samples.keep = 0: set samples.keep", ["samples.keep=9"]),
-    ("tracing.share=0.5", [], "without tracing.endpoint: set tracing.endpoint", ["tracing.endpoint='http://h:1'"]),
+    (
+        "samples.share=0.5",
+        ["samples.keep=0"],
+        "with samples.keep = 0 and without tracing.endpoint: set one of them",
+        ["samples.keep=9"],
+    ),
 ]
 """A key and its value, settings with which it has no effect, the message, and settings with which it has an effect."""
 

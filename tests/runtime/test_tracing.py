@@ -51,7 +51,7 @@ async def test_spans_arrive_as_one_trace(tmp_path: Path) -> None:
 
 def test_only_a_share_of_groups_is_traced(tmp_path: Path) -> None:
     with collecting() as collector:
-        config = small_config(tmp_path, None, f"tracing.endpoint={collector.url}", "tracing.share=0.2")
+        config = small_config(tmp_path, None, f"tracing.endpoint={collector.url}", "samples.share=0.2")
         made = OtlpTracing(config, "dataprep", "dataprep-0")
         begun = Counter(bool(made.begin()) for _ in range(2000))
         made.close()
@@ -92,8 +92,3 @@ def test_a_missing_package_is_reported_before_the_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tracing\.endpoint = .* pip install 'grpo\[tracing\]'"):
         check_tracing(config)
-
-
-def test_a_share_without_an_endpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tracing\.share = 0\.5 has no effect without tracing\.endpoint"):
-        small_config(tmp_path, None, "tracing.share=0.5")

@@ -59,16 +59,18 @@ def gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield fault("torch", seen["error"], "install it: pip install 'grpo[trainer]'")
     elif len(seen["gpus"]) < len(shown):
         yield fault(
-            "GPUs", f"the driver reports {len(shown)}, torch {seen['torch']} (CUDA {seen['cuda']}) sees {len(seen['gpus'])}",
+            "GPUs",
+            f"the driver reports {len(shown)}, torch {seen['torch']} (CUDA {seen['cuda']}) sees {len(seen['gpus'])}",
             "install a torch build for this driver's CUDA, or set CUDA_VISIBLE_DEVICES to the GPUs that work",
-        )  # fmt: skip
+        )
     elif shown:
         yield ok("GPUs", f"{', '.join(seen['gpus'])}; torch {seen['torch']}, CUDA {seen['cuda']}")
         if seen["slow"]:
             yield note(
-                "attention", "FlashAttention 4 is not installed: without it, attention takes about 1.7 times as long on this GPU",
+                "attention",
+                "FlashAttention 4 is not installed: without it, attention takes about 1.7 times as long on this GPU",
                 "install it for the trainer: pip install 'flash-attn-4>=4.0.0b36'",
-            )  # fmt: skip
+            )
     else:
         yield note("GPUs", f"none: the run uses the CPU (torch {seen['torch']})")
 

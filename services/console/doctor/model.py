@@ -58,9 +58,10 @@ def model(config: RunConfig) -> Iterator[Finding]:
         found = weights_of(folder)
         assert not isinstance(found, str)
         yield ok(
-            "model", f"{folder}: {found.parameters:,} parameters, context {context_of(folder) or 'unknown'}, "
+            "model",
+            f"{folder}: {found.parameters:,} parameters, context {context_of(folder) or 'unknown'}, "
             f"{largest_token_id(folder) + 1} tokens",
-        )  # fmt: skip
+        )
 
 
 def folder_of(path: str) -> Path | None:

@@ -134,8 +134,11 @@ def without_repeats(found: Sequence[Finding]) -> list[Finding]:
     """
     seen, kept = set[str](), list[Finding]()
     faulty = any(one.state == "fault" and one.detail.startswith("model.path = ") for one in found)
-    unusable = [f"environment {one.what.removeprefix('environment ')!r} cannot be " for one in found
-                if one.state == "fault" and one.what.startswith("environment ")]  # fmt: skip
+    unusable = [
+        f"environment {one.what.removeprefix('environment ')!r} cannot be "
+        for one in found
+        if one.state == "fault" and one.what.startswith("environment ")
+    ]
     for one in found:
         again = one.detail in seen or ("source " in one.what and any(said in one.detail for said in unusable))
         if not (one.state == "fault" and again) and not (faulty and one.what == "model" and one.state == "note"):

@@ -121,9 +121,10 @@ def fleet(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
     yield note("GPUs for this run", "too few: generators share GPUs, using gloo") if shared else ok("GPUs for this run", "enough")
     if gpus and not config.trainer.compile and not config.trainer.against_compile and not config.lora.rank:
         yield note(
-            "compiled training", "trainer.compile = false: a dense model takes about twice as long to train on a GPU",
+            "compiled training",
+            "trainer.compile = false: a dense model takes about twice as long to train on a GPU",
             "set trainer.compile = true, unless the model's code cannot be compiled",
-        )  # fmt: skip
+        )
 
 
 def _weights(config: RunConfig) -> Weights:

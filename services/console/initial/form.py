@@ -101,9 +101,15 @@ KINDS = {
 
 
 def write(
-    file: Path, model: SeenModel, rows: SeenRows | None, reward: SeenReward | None, environment: SeenEnvironment | None,
-    small: bool, longest: int = 0, drop: bool = False,
-) -> None:  # fmt: skip
+    file: Path,
+    model: SeenModel,
+    rows: SeenRows | None,
+    reward: SeenReward | None,
+    environment: SeenEnvironment | None,
+    small: bool,
+    longest: int = 0,
+    drop: bool = False,
+) -> None:
     """Write the configuration; without `rows` prompts come from a reasoning-gym task. `small`: a model of millions of weights.
 
     `longest`: tokens of the longest prompt, if it exceeds what the model's context leaves by default. `drop`: leave out such
@@ -118,9 +124,15 @@ def write(
         judges = _environment(environment) + "\n" * bool(judges) + judges
     rate = "1e-4" if small else "1e-6"
     text = FORM.format(
-        file=file, name=name, model=_line("path", model.path), dtype=model.dtype, pad=" " * (20 - len(model.dtype)), data=data,
-        judges=judges, rate=rate,
-    )  # fmt: skip
+        file=file,
+        name=name,
+        model=_line("path", model.path),
+        dtype=model.dtype,
+        pad=" " * (20 - len(model.dtype)),
+        data=data,
+        judges=judges,
+        rate=rate,
+    )
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

@@ -240,7 +240,7 @@ class _Job:
             totals[child] = totals.get(child, 0) + count
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
         conditions.note(self.folder, conditions.after(outcome.status, outcome.message))
-        await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
+        await self._conclude(observer, mirror, evaluations, summary.Ended(outcome.status, wall_s, totals))
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
@@ -271,9 +271,19 @@ class _Job:
             limit = max_generators(config, self.gpus, len(os.sched_getaffinity(0)))
             await observer.store.run.bound_generators(limit)
             self.launcher = Launcher(
-                self._plan, config.generator.count, limit, observer, mirror, evaluations, display, logs=self.folder.logs,
-                environ=self.environ, lock_fd=self.lock_fd, server=self.server, note=partial(conditions.note, self.folder),
-            )  # fmt: skip
+                self._plan,
+                config.generator.count,
+                limit,
+                observer,
+                mirror,
+                evaluations,
+                display,
+                logs=self.folder.logs,
+                environ=self.environ,
+                lock_fd=self.lock_fd,
+                server=self.server,
+                note=partial(conditions.note, self.folder),
+            )
             for _ in range(self.signals):
                 self.launcher.interrupt()
             try:
@@ -295,30 +305,25 @@ class _Job:
         config = self.config.model_copy(update={"generator": counted})
         return self.planner(config, self.folder.config.resolve(), self.gpus)
 
-    async def _conclude(
-        self, store: Store, observer: Observer, mirror: Mirror, evaluations: Mirror, outcome: LaunchOutcome, wall_s: float,
-        restarts: dict[str, int],
-    ) -> None:  # fmt: skip
+    async def _conclude(self, observer: Observer, mirror: Mirror, evaluations: Mirror, ended: summary.Ended) -> None:
+        """Write the run's results into its folder, and print them."""
         rows = [mirror.rows[step] for step in sorted(mirror.rows)]
-        state = observer.last.state
-        audited = None
+        state, audited = observer.last.state, None
         if state is not None:
             with contextlib.suppress(StoreError, RedisError):
-                audited = await audit_run(store)
+                audited = await audit_run(observer.store)
         evaluated = [evaluations.rows[version] for version in sorted(evaluations.rows)]
-        result = summary.summarise(
-            self.config, rows, state, audited, status=outcome.status, wall_s=wall_s, restarts=restarts, evaluated=evaluated
-        )
+        result = summary.summarise(self.config, rows, state, audited, ended, evaluated)
         self.ended.append(result)
         self._write_results(result, bool(rows))
         for fault in filter(None, (mirror.fault, evaluations.fault)):
             print(f"{printable(fault)}; rerun the same command to add what it lacks", file=sys.stderr, flush=True)
-        print(f"{outcome.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
-        if outcome.status == "stopped":
+        print(f"{ended.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
+        if ended.status == "stopped":
             print(f"  resume it with: {shlex.join(['grpo', *again(sys.argv[1:])])}", flush=True)
         else:
             print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
-        if outcome.status == "finished" and (model := self.folder.path / "model").is_dir():
+        if ended.status == "finished" and (model := self.folder.path / "model").is_dir():
             print(f"  {model}: the trained model, in Hugging Face format", flush=True)
 
     def _write_results(self, result: Mapping[str, Any], plot: bool) -> None:

@@ -58,10 +58,21 @@ class Launcher:
     """Supervises the children that `plan` returns for a number of generators."""
 
     def __init__(
-        self, plan: Callable[[int], Sequence[ServicePlan]], count: int, limit: int, observer: Observer, mirror: Mirror,
-        evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
-        server: RedisServer | None, note: Callable[[Condition], None] = lambda _: None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Callable[[int], Sequence[ServicePlan]],
+        count: int,
+        limit: int,
+        observer: Observer,
+        mirror: Mirror,
+        evaluations: Mirror,
+        display: Display,
+        *,
+        logs: Path,
+        environ: Mapping[str, str],
+        lock_fd: int,
+        server: RedisServer | None,
+        note: Callable[[Condition], None] = lambda _: None,
+    ) -> None:
         """`count`: number of generators until another number is requested. `limit`: the number that the machine allows.
         `note` receives each condition of the run.
         """
@@ -259,10 +270,17 @@ class Launcher:
         drained = child.name.startswith("generator-") and EXIT_OK in codes
         said = printable(most_telling([each.cause() for each in child.pods]))
         decision, self._records[child.name] = supervision.decide(
-            child.name, self._records[child.name], codes, lived_s=now - child.started, committed_step=poll.committed_step,
-            over=bool(poll.finished), redis_served=self._redis_served, cause=said,
-            worked=self._announcer.worked([each.name for each in child.pods]), drained=drained,
-        )  # fmt: skip
+            child.name,
+            self._records[child.name],
+            codes,
+            lived_s=now - child.started,
+            committed_step=poll.committed_step,
+            over=bool(poll.finished),
+            redis_served=self._redis_served,
+            cause=said,
+            worked=self._announcer.worked([each.name for each in child.pods]),
+            drained=drained,
+        )
         if isinstance(decision, supervision.Ended):
             return
         if isinstance(decision, supervision.GiveUp) and not child.plan.essential:

@@ -49,9 +49,13 @@ class RedisServer(RedisProcess):
     def options(self) -> dict[str, str | int]:
         """Return the server's configuration, and write its users file."""
         return {
-            "appendonly": "yes", "save": '""', "maxmemory-policy": "noeviction", **self._access(),
-            "auto-aof-rewrite-min-size": REWRITE_BYTES, **self._options,
-        }  # fmt: skip
+            "appendonly": "yes",
+            "save": '""',
+            "maxmemory-policy": "noeviction",
+            **self._access(),
+            "auto-aof-rewrite-min-size": REWRITE_BYTES,
+            **self._options,
+        }
 
     def start(self) -> None:
         """Start the server and wait until it responds. Raise `StoreError` with the last line of its log if it fails."""

@@ -27,21 +27,31 @@ class Audited:
     places: Mapping[str, Any]  # the complete report
 
 
-def summarise(
-    config: RunConfig, rows: Sequence[Mapping[str, float]], state: RunState | None, audit: Audited | None, *,
-    status: str, wall_s: float, restarts: Mapping[str, int], evaluated: Sequence[Mapping[str, float]] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Return figures over `rows`, the steps in order; None for unknown ones.
+@dataclass(frozen=True)
+class Ended:
+    """How a start of the run ended."""
 
-    `wall_s`: the sum over all starts of the run. `evaluated`: the complete evaluation rounds in order.
-    """
+    status: str
+    wall_s: float  # over all starts of the run
+    restarts: Mapping[str, int]
+
+
+def summarise(
+    config: RunConfig,
+    rows: Sequence[Mapping[str, float]],
+    state: RunState | None,
+    audit: Audited | None,
+    ended: Ended,
+    evaluated: Sequence[Mapping[str, float]] = (),
+) -> dict[str, Any]:
+    """Return figures over `rows`, the steps in order, and `evaluated`, the complete evaluation rounds; None for unknown ones."""
     rewards = _values(rows, figures.REWARD)
     ends = ends_of(len(rewards))
     lags = _values(rows, figures.LAG_MAX)
     fleet = _values(rows, "fleet/generators")
     return {
         "run": config.run.name,
-        "status": status,
+        "status": ended.status,
         "model": config.model.path,
         "seed": config.run.seed,
         "steps": state.committed_step + 1 if state else len(rows),
@@ -56,8 +66,8 @@ def summarise(
         "syncs": state.published_version + 1 if state else 0,
         "tokens_per_s_generated": figures.average_rate(rows, figures.GENERATED),
         "tokens_per_s_trained": figures.average_rate(rows, figures.TRAINED),
-        "wall_s": round(wall_s, 3),
-        "restarts": dict(restarts),
+        "wall_s": round(ended.wall_s, 3),
+        "restarts": dict(ended.restarts),
         "audit": dict(audit.places) if audit else None,
         "evaluations": len(evaluated),
         "evaluation_last": dict(evaluated[-1]) if evaluated else None,

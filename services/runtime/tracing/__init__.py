@@ -56,8 +56,8 @@ class TraceRecorder:
         """Spans by outcome."""
 
     def begin(self, always: bool = False) -> str:
-        """Begin the trace of a ticket about to be issued. Returns its context, empty without tracing. `always` ignores the
-        sampling share.
+        """Begin the trace of a ticket about to be issued. Returns its context, empty without tracing. `always` ignores
+        `samples.share`.
         """
         return ""
 
@@ -65,9 +65,14 @@ class TraceRecorder:
         """End the `issue` spans of started traces, or drop them if their tickets were not issued."""
 
     def record(
-        self, name: str, context: str, started: float, ended: float | None = None,
-        gen_ai: Mapping[str, Attribute] = NOTHING, **attributes: str | int | float,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        context: str,
+        started: float,
+        ended: float | None = None,
+        gen_ai: Mapping[str, Attribute] = NOTHING,
+        **attributes: str | int | float,
+    ) -> None:
         """Record a span of a group's trace, from `started` to `ended` (now), in seconds of `time.monotonic`.
 
         `gen_ai` has attributes under the names of OpenTelemetry's conventions; `attributes` are the project's own, `grpo.…`.
@@ -107,7 +112,7 @@ class OtlpTracing(TraceRecorder):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log every failed request; we log the first
-        self._share, self._random = config.tracing.share, random.Random()  # not the process's own, which may be seeded
+        self._share, self._random = config.samples.share, random.Random()  # not the process's own, which may be seeded
         self._begun: dict[str, Span] = {}
         self._model = config.model.path
         self._queue: queue.Queue[ReadableSpan] = queue.Queue(QUEUED)
@@ -136,9 +141,14 @@ class OtlpTracing(TraceRecorder):
                 span.end()
 
     def record(
-        self, name: str, context: str, started: float, ended: float | None = None,
-        gen_ai: Mapping[str, Attribute] = NOTHING, **attributes: str | int | float,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        context: str,
+        started: float,
+        ended: float | None = None,
+        gen_ai: Mapping[str, Attribute] = NOTHING,
+        **attributes: str | int | float,
+    ) -> None:
         if not (context and (ids := _CONTEXT.fullmatch(context))):
             return
         from opentelemetry.context import Context

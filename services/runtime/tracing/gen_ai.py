@@ -37,19 +37,27 @@ def inference(operation: str, sampling: SamplingSettings, read: int, sampled: in
         finish: Why each completion ended.
     """
     return {
-        "gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.choice.count": len(finish), "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.max_tokens": sampling.max_tokens, "gen_ai.usage.input_tokens": read,
-        "gen_ai.usage.output_tokens": sampled, "gen_ai.response.finish_reasons": list(finish),
-    }  # fmt: skip
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.choice.count": len(finish),
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.usage.input_tokens": read,
+        "gen_ai.usage.output_tokens": sampled,
+        "gen_ai.response.finish_reasons": list(finish),
+    }
 
 
 def agent(name: str, conversation: str, read: int, sampled: int) -> dict[str, Attribute]:
     """Return the attributes of a rollout in the environment `name`; `read` and `sampled` are the tokens of all its turns."""
     return {
-        "gen_ai.operation.name": "invoke_agent", "gen_ai.provider.name": PROVIDER, "gen_ai.agent.name": name,
-        "gen_ai.conversation.id": conversation, "gen_ai.usage.input_tokens": read, "gen_ai.usage.output_tokens": sampled,
-    }  # fmt: skip
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.agent.name": name,
+        "gen_ai.conversation.id": conversation,
+        "gen_ai.usage.input_tokens": read,
+        "gen_ai.usage.output_tokens": sampled,
+    }
 
 
 def tools(calls: Sequence[Mapping[str, Any]], conversation: str) -> dict[str, Attribute]:
