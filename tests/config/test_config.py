@@ -127,9 +127,9 @@ def test_the_former_key_data_source_is_rejected_with_a_remedy(file: Path) -> Non
         assert "data.source is now a list, data.sources: write [[data.sources]] for [data.source]" in message
 
 
-@pytest.mark.parametrize("key", REPLACED.keys() - {"data.source"})
-def test_keys_of_older_versions_are_rejected_with_a_remedy(file: Path, key: str) -> None:
-    assert fault(file, f"{key}=1").endswith(f": {key} = 1 {REPLACED[key]}")
+def test_keys_of_older_versions_are_rejected_with_a_remedy(file: Path) -> None:
+    keys = REPLACED.keys() - {"data.source"}
+    assert [key for key in keys if not fault(file, f"{key}=1").endswith(f": {key} = 1 {REPLACED[key]}")] == []
 
 
 def test_only_verifiers_that_can_decide_have_thresholds(file: Path) -> None:

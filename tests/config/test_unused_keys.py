@@ -71,20 +71,23 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
 """A key and its value, settings with which it has no effect, the message, and settings with which it has an effect."""
 
 
-@pytest.mark.parametrize(("given", "beside", "why", "cure"), UNREAD)
-def test_a_key_without_effect_is_rejected_with_a_working_remedy(
-    tmp_path: Path, given: str, beside: list[str], why: str, cure: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        configured(tmp_path, *beside, given)
-    key, value = given.split("=", 1)
-    assert re.search(
-        rf"{re.escape(key)} = .+ has no effect {re.escape(why)}.*, or remove it(?!, or set it to its default, None)",
-        str(caught.value),
-    ), value
-    config = configured(tmp_path, *cure, given)
-    (tmp_path / "resolved.toml").write_text(to_toml(config))
-    assert load_resolved(tmp_path / "resolved.toml") == config
+def test_keys_without_effect_are_rejected_with_a_working_remedy(tmp_path: Path) -> None:
+    failures = list[str]()
+    for given, beside, why, cure in UNREAD:
+        key = given.partition("=")[0]
+        expected = rf"{re.escape(key)} = .+ has no effect {re.escape(why)}.*, or remove it(?!, or set it to its default, None)"
+        try:
+            configured(tmp_path, *beside, given)
+        except ConfigError as error:
+            if not re.search(expected, str(error)):
+                failures.append(f"{given}: {error}")
+        else:
+            failures.append(f"{given} was accepted")
+        config = configured(tmp_path, *cure, given)
+        (tmp_path / "resolved.toml").write_text(to_toml(config))
+        if load_resolved(tmp_path / "resolved.toml") != config:
+            failures.append(f"{given} is read back differently")
+    assert not failures
 
 
 def test_a_missing_interval_of_evaluation_is_one_fault_that_names_all_its_keys(tmp_path: Path) -> None:
@@ -142,8 +145,6 @@ def test_client_tls_keys_are_allowed_without_certificates(tmp_path: Path) -> Non
     assert (api.ca_file, api.server_name) == ("ca.pem", "pods")
 
 
-@pytest.mark.parametrize(
-    "path", [*sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/config.toml")), "docker/compose.toml"]
-)
-def test_the_examples_set_no_key_without_effect(path: str) -> None:
-    assert load(ROOT / path, environ={}).run.name == tomllib.loads((ROOT / path).read_text())["run"]["name"]
+def test_the_examples_set_no_key_without_effect() -> None:
+    for path in [*ROOT.glob("examples/*/config.toml"), ROOT / "docker" / "compose.toml"]:
+        assert load(path, environ={}).run.name == tomllib.loads(path.read_text())["run"]["name"]
