@@ -240,7 +240,7 @@ class _Job:
             totals[child] = totals.get(child, 0) + count
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
         conditions.note(self.folder, conditions.after(outcome.status, outcome.message))
-        await self._conclude(observer, mirror, evaluations, summary.Ended(outcome.status, wall_s, totals))
+        await self._conclude(observer, mirror, evaluations, summary.Concluded(outcome.status, wall_s, totals))
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
@@ -305,7 +305,7 @@ class _Job:
         config = self.config.model_copy(update={"generator": counted})
         return self.planner(config, self.folder.config.resolve(), self.gpus)
 
-    async def _conclude(self, observer: Observer, mirror: Mirror, evaluations: Mirror, ended: summary.Ended) -> None:
+    async def _conclude(self, observer: Observer, mirror: Mirror, evaluations: Mirror, ended: summary.Concluded) -> None:
         """Write the run's results into its folder, and print them."""
         rows = [mirror.rows[step] for step in sorted(mirror.rows)]
         state, audited = observer.last.state, None

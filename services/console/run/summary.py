@@ -28,7 +28,7 @@ class Audited:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Concluded:
     """How a start of the run ended."""
 
     status: str
@@ -41,7 +41,7 @@ def summarise(
     rows: Sequence[Mapping[str, float]],
     state: RunState | None,
     audit: Audited | None,
-    ended: Ended,
+    ended: Concluded,
     evaluated: Sequence[Mapping[str, float]] = (),
 ) -> dict[str, Any]:
     """Return figures over `rows`, the steps in order, and `evaluated`, the complete evaluation rounds; None for unknown ones."""

@@ -12,7 +12,7 @@ import pytest
 
 from services.console.run import summary
 from services.console.run.mirror import EVALUATED, Mirror
-from services.console.run.summary import Audited, Ended, in_words, summarise
+from services.console.run.summary import Audited, Concluded, in_words, summarise
 from services.operations import figures
 from services.operations.observe import BATCH, Observer
 from services.store import RunState, Store
@@ -146,7 +146,7 @@ async def test_an_observer_counts_failed_prompts_like_the_summary(store: Store) 
 
 def test_a_summary_says_how_many_prompts_failed(tmp_path: Path) -> None:
     audited = Audited(0, 0, 0, {"outcomes": {"failed": 18}})
-    found = summarise(small_config(tmp_path), [], STATE, audited, Ended("finished", 1.0, {}))
+    found = summarise(small_config(tmp_path), [], STATE, audited, Concluded("finished", 1.0, {}))
     assert in_words(found)[-1] == "18 prompts failed and will not be trained on (see grpo inspect deadletter)"
 
 
@@ -171,7 +171,7 @@ def test_a_summary_matches_hand_computed_values(tmp_path: Path) -> None:
     ]
     rows[5].pop(figures.REWARD)
     rows[3]["fleet/generators"] = 2.0
-    found = summarise(config, rows, STATE, Audited(0, 0, 5, {"issued": 9}), Ended("finished", 30.0, {"trainer": 1}))
+    found = summarise(config, rows, STATE, Audited(0, 0, 5, {"issued": 9}), Concluded("finished", 30.0, {"trainer": 1}))
     assert found["reward_first"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5)  # of 11 steps, less than a half each
     assert found["reward_last"] == pytest.approx((7 + 8 + 9 + 10 + 11) / 5)
     expected = {
@@ -186,7 +186,7 @@ def test_a_summary_matches_hand_computed_values(tmp_path: Path) -> None:
 
 
 def test_a_run_that_never_started_has_a_summary(tmp_path: Path) -> None:
-    found = summarise(small_config(tmp_path), [], None, None, Ended("failed", 1.0, {}))
+    found = summarise(small_config(tmp_path), [], None, None, Concluded("failed", 1.0, {}))
     assert (found["steps"], found["reward_first"], found["max_lag"], found["lost"]) == (0, None, None, None)
     assert in_words(found)[1] == "tickets not audited"
     assert summary.read(tmp_path / "nothing.json") == {}
