@@ -87,7 +87,6 @@ OF_PATH: dict[str, Schema] = {
     "redis.appendfsync": {"enum": ["always", "everysec"]},
     "redis.maxMemoryMiB": {"type": "integer", "minimum": 64},
     "redis.external.url": {"type": "string", "pattern": "^$|^rediss?://[^@/]+(/[0-9]+)?$"},
-    "sandbox.warm": {"type": "integer", "minimum": 0},
     "trainer.masterPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
     "security.user": {"type": ["integer", "null"], "minimum": 1},
     "onFinish": {"enum": ["scaleToZero", "keep"]},
@@ -99,7 +98,7 @@ OF_PATH: dict[str, Schema] = {
 """Schemas by path, where the default value does not determine them."""
 
 PODS = (
-    "generator", "trainer", "dataprep", "environment", "judge", "tracker", "scaler", "sandbox",
+    "generator", "trainer", "dataprep", "environment", "judge", "tracker", "scaler",
     "web", "redis", "preload", "check", "smoke",
 )  # fmt: skip
 """Sections of pods: each may set what podDefaults sets for all."""

@@ -1,4 +1,4 @@
-# Dataprep, and everything else that needs no torch: scaler, sandbox service, console, preload, `grpo`.   docker build -f docker/dataprep.Dockerfile -t grpo-dataprep .
+# Dataprep, and everything else that needs no torch: scaler, console, preload, `grpo`.   docker build -f docker/dataprep.Dockerfile -t grpo-dataprep .
 ARG PYTHON=3.11.14-slim-bookworm
 
 FROM docker.io/library/python:${PYTHON} AS build
@@ -27,7 +27,7 @@ COPY --from=build /opt/grpo /opt/grpo
 COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health
 COPY docker/bytecode.py /tmp/bytecode.py
 RUN /opt/grpo/bin/python /tmp/bytecode.py services.console.__main__ services.console.release_check services.dataprep.__main__ \
-        services.dataprep.loop services.dataprep.prompts.catalogue services.environment.pod services.sandbox.__main__ services.scaler.__main__ \
+        services.dataprep.loop services.dataprep.prompts.catalogue services.environment.pod services.scaler.__main__ \
         services.web.__main__ services.web.serving \
     && rm /tmp/bytecode.py
 

@@ -40,7 +40,7 @@ reasoning_gym.create_dataset('basic_arithmetic', size=1, seed=1)[0]
 pyarrow.parquet.write_table(pyarrow.table({'a': [[{'b': 'c'}]]}), '/tmp/check.parquet')
 assert pyarrow.parquet.read_table('/tmp/check.parquet').to_pylist() == [{'a': [{'b': 'c'}]}]
 """
-"""What dataprep, the scaler and the sandbox service need of the reduced libraries."""
+"""What dataprep and the scaler need of the reduced libraries."""
 
 
 def lean(site: Path) -> None:

@@ -14,7 +14,7 @@ SCOPE = 'run=~"$run"'
 UNITS = {"bytes": "bytes", "ratio": "percentunit", "seconds": "s"}
 WIDTH, HEIGHT, COLUMNS = 8, 7, 24
 TITLES = {
-    "run": "The run", "dataprep": "Dataprep", "generator": "Generators", "environment": "Environments", "sandbox": "Sandboxes",
+    "run": "The run", "dataprep": "Dataprep", "generator": "Generators", "environment": "Environments",
     "trainer": "Trainer", "tracker": "Trackers",
     "pod": "All pods",
 }  # fmt: skip

@@ -10,7 +10,6 @@ from services.environment.metrics import EnvironmentMetrics
 from services.generator.metrics import GeneratorMetrics
 from services.runtime.metrics import Declared, Metrics, declarations
 from services.runtime.pod_metrics import PodMetrics
-from services.sandbox.metrics import SandboxMetrics
 from services.tracker.metrics import TrackerMetrics
 from services.trainer.metrics import TrainerMetrics
 
@@ -19,7 +18,6 @@ SECTIONS: dict[str, tuple[type[Metrics], ...]] = {
     "dataprep": (DataprepMetrics, EvaluationMetrics),
     "generator": (GeneratorMetrics,),
     "environment": (EnvironmentMetrics,),
-    "sandbox": (SandboxMetrics,),
     "trainer": (TrainerMetrics,),
     "tracker": (TrackerMetrics,),
     "pod": (PodMetrics,),

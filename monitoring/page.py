@@ -9,7 +9,7 @@ from monitoring.alerts import ALERTS
 
 HEADINGS = {
     "run": "Run (exposed by every dataprep pod, leader or standby)", "dataprep": "Dataprep",
-    "generator": "Generator", "environment": "Environment", "sandbox": "Sandbox service",
+    "generator": "Generator", "environment": "Environment",
     "trainer": "Trainer (rank 0)", "tracker": "Tracker", "pod": "Every pod",
 }  # fmt: skip
 

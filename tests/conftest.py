@@ -89,7 +89,7 @@ FIRST = (
     "trainer/step/test_policy", "trainer/checkpoints/test_layouts", "generator/test_engine", "web/test_page",
     "weights/nccl/test_nccl", "trainer/model/test_reference", "runs/faults/test_sync_faults", "runs/", "trainer/",
     "generator/", "kubernetes/test_releases", "kubernetes/test_chart", "console/run/test_launcher",
-    "environment/programs/test_verifiers_library", "verifiers/test_pool", "sandbox/", "store/test_shards", "test_imports",
+    "environment/programs/test_verifiers_library", "verifiers/test_pool", "store/test_shards", "test_imports",
     "gpu/", "web/", "dataprep/", "operations/test_text", "environment/",
 )  # fmt: skip
 """Parts of the paths of slow tests, the slowest first, so that only short ones are left for the end."""

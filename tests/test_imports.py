@@ -25,7 +25,6 @@ SERVICE_LAYERS = {
     # `grpo web` only serves a page; data, verifiers and environments are tried out before a run
     "console": (*LAYERS, "web", "dataprep", "environment", "generator"),
     "tracker": LAYERS,
-    "sandbox": LAYERS,
     "scaler": LAYERS,
     "web": LAYERS,
 }
@@ -34,7 +33,7 @@ MAY_IMPORT = {layer: {*LAYERS[:i], layer} for i, layer in enumerate(LAYERS)} | {
 }
 LIGHT_WEIGHTS = ("catalogue", "catch_up", "member", "membership", "reaching", "receiver")  # the other modules move tensors
 HEAVY = ("torch", "vllm", "deepspeed", "transformers", "kubernetes")
-OF_CLUSTERS = ("services.scaler", "services.sandbox", "services.runtime.cluster")
+OF_CLUSTERS = ("services.scaler", "services.runtime.cluster")
 """Packages whose modules may import a cluster client, which takes half a second; others import it where they need it."""
 
 
@@ -107,7 +106,7 @@ def loaded_heavy(statement: str, heavy: tuple[str, ...] = HEAVY) -> str:
 def test_light_packages_import_nothing_heavy(of_clusters: bool, loaded: str) -> None:
     modules = [
         name_of(path)
-        for layer in (*LAYERS, "dataprep", "environment", "console", "tracker", "sandbox", "scaler", "web")
+        for layer in (*LAYERS, "dataprep", "environment", "console", "tracker", "scaler", "web")
         for path in modules_of(layer)
         if path.name != "__init__.py" and (layer != "weights" or path.stem in LIGHT_WEIGHTS)
     ]
@@ -127,7 +126,7 @@ def test_packages_with_heavy_modules_import_no_cluster_client(layer: str) -> Non
     ("service", "loaded"),
     [
         *((name, "") for name in ("generator", "environment", "dataprep", "trainer", "console", "tracker", "web")),
-        *((name, "kubernetes") for name in ("sandbox", "scaler")),
+        ("scaler", "kubernetes"),
     ],
 )
 def test_entry_points_import_nothing_heavy(service: str, loaded: str) -> None:

@@ -134,7 +134,7 @@
 {{- if ne (int $v.generator.replicas) 1 }}
 {{- fail (printf "generator.replicas = %d has no effect with role = generators, since the scaler belongs to the run's own release: use kubectl scale" (int $v.generator.replicas)) }}
 {{- end }}
-{{- range $section := list "web" "judge" "sandbox" }}
+{{- range $section := list "web" "judge" }}
 {{- if (index $v $section).enabled }}
 {{- fail (printf "%s.enabled = true has no effect with role = generators: enable it in the run's own release" $section) }}
 {{- end }}
@@ -183,11 +183,11 @@
 
 {{- define "grpo.sandboxChecks" -}}
 {{- $v := .Values }}
-{{- if and $v.sandbox.enabled (not $v.config.environments) }}
-{{- fail "sandbox.enabled = true has no effect without config.environments, whose policy calls the tool python: add one, or set it to false" }}
+{{- if and $v.sandbox.warmPool (not $v.config.environments) }}
+{{- fail (printf "sandbox.warmPool = %s has no effect without config.environments, whose policy calls the tool python: add one, or remove it" $v.sandbox.warmPool) }}
 {{- end }}
-{{- if and (not $v.sandbox.enabled) $v.sandbox.warm }}
-{{- fail (printf "sandbox.warm = %d has no effect with sandbox.enabled = false: set it to true, or remove it" (int $v.sandbox.warm)) }}
+{{- if and $v.sandbox.namespace (not $v.sandbox.warmPool) }}
+{{- fail (printf "sandbox.namespace = %s has no effect without sandbox.warmPool: set it, or remove the namespace" $v.sandbox.namespace) }}
 {{- end }}
 {{- end }}
 

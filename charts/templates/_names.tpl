@@ -139,14 +139,13 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{- if and .Values.scaler.enabled (include "grpo.whole" .) }}true{{ end }}
 {{- end }}
 
-{{/* true if code that the policy writes runs in its own pods. */}}
+{{/* true if code that the policy writes runs in sandboxes of the cluster. */}}
 {{- define "grpo.sandboxed" -}}
-{{- if and .Values.sandbox.enabled (include "grpo.whole" .) }}true{{ end }}
+{{- if and .Values.sandbox.warmPool (include "grpo.whole" .) }}true{{ end }}
 {{- end }}
 
-{{/* Address of the service that manages these pods. */}}
-{{- define "grpo.sandboxUrl" -}}
-http{{ if include "grpo.apiTls" . }}s{{ end }}://{{ .Release.Name }}-sandbox.{{ include "grpo.domain" . }}:{{ .Values.apiPort }}
+{{- define "grpo.sandboxNamespace" -}}
+{{ .Values.sandbox.namespace | default .Release.Namespace }}
 {{- end }}
 
 {{/* Address of the judge for `url` of a verifier. */}}

@@ -206,7 +206,8 @@ envFrom:
 {{- end }}
 {{- end }}
 {{- if and .environments (include "grpo.sandboxed" .root) }}
-- {name: GRPO_SANDBOX_URL, value: {{ include "grpo.sandboxUrl" .root | quote }}}
+- {name: AGENT_SANDBOX_POOL, value: {{ .root.Values.sandbox.warmPool | quote }}}
+- {name: AGENT_SANDBOX_NAMESPACE, value: {{ include "grpo.sandboxNamespace" .root | quote }}}
 {{- end }}
 {{- with .env }}
 {{ . }}

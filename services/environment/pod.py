@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 
 from services.chat.tokenizers import tokenizer_folder
-from services.config import RunConfig
 from services.environment.agent import Door
 from services.environment.chat.format import ChatFormat
 from services.environment.evaluation import EvaluationLoop
@@ -15,24 +13,13 @@ from services.environment.generators import GeneratorFleet
 from services.environment.group import GroupRunner
 from services.environment.loop import EnvironmentLoop
 from services.environment.metrics import EnvironmentMetrics
-from services.environment.programs.frames import SandboxAccess
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramUnusable
-from services.http.credentials import api_tokens
 from services.http.entry import load_pod
-from services.protocol.sandboxes import URL_ENV, derived_token
 from services.runtime.loops import Fatal, Loop, after
 from services.runtime.service import LOOP_LIMIT_S, Service
 from services.verifiers.base import VerifierFailure
 from services.verifiers.scoring import Scoring
-
-
-def sandbox_access(config: RunConfig) -> SandboxAccess | None:
-    """Return how workers reach the service that keeps sandboxes; None: there is none, and a confined process runs code."""
-    url = os.environ.get(URL_ENV)
-    if not url:
-        return None
-    return SandboxAccess(url, derived_token(api_tokens(config).operate), config.api.ca_file, config.api.server_name)
 
 
 class EnvironmentPod:
@@ -42,7 +29,7 @@ class EnvironmentPod:
         config = service.config
         self.service, self.fleet = service, GeneratorFleet(service)
         self.verifiers = Scoring(config, config.all_sources)
-        self.pools = {each.name: ProgramPool(each, sandbox_access(config)) for each in config.environments}
+        self.pools = {each.name: ProgramPool(each) for each in config.environments}
         chat = ChatFormat(tokenizer_folder(config.model.path), config.data)
         metrics = EnvironmentMetrics(service.registry)
         metrics.running.set_function(lambda: sum(pod.rollouts for pool in self.pools.values() for pod in pool.processes))

@@ -141,7 +141,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 class PodStatus(msgspec.Struct, frozen=True):
     """A pod's status, sent with every heartbeat. Produced by every service, consumed by console and trainer."""
 
-    kind: str  # generator | environment | dataprep | trainer | tracker | scaler | sandbox | web
+    kind: str  # generator | environment | dataprep | trainer | tracker | scaler | web
     name: str  # stable name, e.g. generator-0
     boot: str  # random, new with every process
     host: str

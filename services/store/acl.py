@@ -89,7 +89,6 @@ GRANTS: dict[str, Grant] = {
     "console": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
     "web": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
     "scaler": Grant((), ("hgetall",), reads=(":run",)),
-    "sandbox": Grant((), ("hgetall",), reads=(":run", ":claims", ":eval:claims")),
     "autoscaler": Grant((), ("xinfo|groups",), reads=(":run", ":tickets"), pod=False),
 }  # fmt: skip
 """Grants by kind of service. `console` watches and controls a run from outside: `grpo status`, `inspect`, `pause`. `autoscaler`

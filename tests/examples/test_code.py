@@ -14,7 +14,7 @@ from examples.tools.warmstart import warm_start
 from services.config import load
 from services.dataprep.prompts.catalogue import PromptSource
 from services.environment.chat.format import ChatFormat
-from services.environment.code_tool.tool import CodeTool
+from services.environment.programs.code_tool import CodeTool
 
 FOLDER = Path(__file__).parents[2] / "examples" / "code"
 

@@ -274,10 +274,10 @@ def test_pod_defaults_apply_to_all_pods_unless_overridden() -> None:
             "model": {"path": "/srv/grpo/models/b"}, "samples": {"keep": 10},
             "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
         },
-        "sandbox": {"enabled": True},
+        "sandbox": {"warmPool": "python"},
     }  # fmt: skip
     found = list(chart.pods(chart.render(values)))
-    assert len(found) == 13
+    assert len(found) == 12
     for label, template in found:
         pod, meta = template["spec"], template["metadata"]
         assert {"key": "gpu"} in pod["tolerations"], label

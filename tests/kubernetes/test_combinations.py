@@ -92,11 +92,12 @@ def test_the_smoke_test_reaches_the_tools_of_environments() -> None:
 
 def test_further_ports_can_be_allowed() -> None:
     policy = {"apiServerPorts": [8443], "egress": [{"ports": [{"port": 9000}]}]}
-    objects = render({"networkPolicy": policy, **TOOLS, "sandbox": {"enabled": True}})
+    objects = render({"networkPolicy": policy, **TOOLS, "sandbox": {"warmPool": "python"}})
     for component in ("trainer", "generator", "dataprep"):
         assert 9000 in egress_ports(objects, component)
     assert 9000 not in egress_ports(objects, "environment"), "it runs third-party code"
     assert {8443} <= egress_ports(objects, "scaler")
+    assert {8443, 8888} <= egress_ports(objects, "environment")
     assert 6443 not in egress_ports(objects, "scaler")
     assert {443, 6443} <= egress_ports(render(), "scaler")
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.config import load, load_resolved
+from services.environment.programs.cluster_sandbox import NAMESPACE_ENV, POOL_ENV, SandboxTool
 from services.environment.programs.pool import ProgramPool
+from tests.environment.support.sandbox_cluster import sandbox_cluster
 from tests.kubernetes.support import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
@@ -89,6 +91,33 @@ def test_the_pod_reaches_redis_generators_and_listed_egress() -> None:
     policy = chart.named(online, "NetworkPolicy", "demo-internet")
     assert chosen(policy, labels)
     assert not chosen(chart.named(objects, "NetworkPolicy", "demo-internet"), labels)
+
+
+async def test_with_sandboxes_the_role_allows_exactly_the_calls_made(tmp_path: Path) -> None:
+    objects = chart.render({**VALUES, **chart.documented("Sandboxes")})
+    async with sandbox_cluster(tmp_path) as cluster:
+        sandboxes = cluster.sandboxes()
+        tool = SandboxTool(60.0, sandboxes, 60.0)
+        assert await tool.call({"code": "1 + 1"}) == "2"
+        await tool.close()
+        await sandboxes.close()
+    role = chart.named(objects, "Role", "demo-environment")
+    allowed = {(verb, resource) for rule in role["rules"] for verb in rule["verbs"] for resource in rule["resources"]}
+    assert cluster.calls == allowed
+    assert role["metadata"]["namespace"] == "sandboxes"
+    binding = chart.named(objects, "RoleBinding", "demo-environment")
+    assert binding["metadata"]["namespace"] == "sandboxes"
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "demo-environment", "namespace": "ml"}]
+    spec = template(objects, "environment")["spec"]
+    assert (spec["serviceAccountName"], spec["automountServiceAccountToken"]) == ("demo-environment", True)
+    for name in ("environment", "dataprep"):
+        (container,) = template(objects, name)["spec"]["containers"]
+        assert {"name": POOL_ENV, "value": "python"} in container["env"]
+        assert {"name": NAMESPACE_ENV, "value": "sandboxes"} in container["env"]
+    assert not template(objects, "dataprep")["spec"]["automountServiceAccountToken"], "it only names the tool"
+    egress = chart.named(objects, "NetworkPolicy", "demo-environment")["spec"]["egress"]
+    ports = {port["port"] for rule in egress for port in rule["ports"]}
+    assert {443, 8888} <= ports
 
 
 def test_a_judge_admits_environments_that_score() -> None:

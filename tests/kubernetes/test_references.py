@@ -175,7 +175,7 @@ def test_ports_are_served_and_probe_paths_are_routes(objects: list[chart.Object]
 @RELEASES
 def test_every_variable_is_read_by_some_code(objects: list[chart.Object]) -> None:
     code = "\n".join(path.read_text() for path in (chart.ROOT / "services").rglob("*.py"))
-    read = set(re.findall(r'"((?:GRPO|MASTER)_[A-Z_]+)"', code))
+    read = set(re.findall(r'"((?:AGENT|GRPO|MASTER)_[A-Z_]+)"', code))
     for label, template in chart.pods(objects):
         for container in chart.containers(template):
             names = [entry["name"] for entry in container.get("env", [])]
@@ -216,15 +216,13 @@ def hook(container: dict[str, Any]) -> list[str]:
     return container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
 
 
-CALLERS = ("Deployment/demo-scaler", "Deployment/demo-sandbox")
-"""Pods that call the cluster's API."""
-
-
 @RELEASES
 def test_pods_have_minimal_rights(objects: list[chart.Object]) -> None:
     for label, template in chart.pods(objects):
         spec = template["spec"]
-        assert spec["automountServiceAccountToken"] == (label in CALLERS), label
+        sandboxed = "AGENT_SANDBOX_POOL" in str(spec) and label == "Deployment/demo-environment"
+        calls_the_api = label == "Deployment/demo-scaler" or sandboxed
+        assert spec["automountServiceAccountToken"] == calls_the_api, label
         assert spec["securityContext"]["runAsNonRoot"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in chart.containers(template):

@@ -30,12 +30,12 @@ pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install
 OWN = {
     "Deployment/demo-generator": {"generator"}, "Deployment/demo-dataprep": {"dataprep", "console"},
     "StatefulSet/demo-trainer": {"trainer", "console"}, "Deployment/demo-tracker": {"tracker"}, "Deployment/demo-web": {"web"},
-    "Deployment/demo-scaler": {"scaler"}, "Deployment/demo-sandbox": {"sandbox"},
+    "Deployment/demo-scaler": {"scaler"},
     "Pod/demo-smoke": {"console"}, "StatefulSet/demo-redis": set(acl.GRANTS),
     "Job/demo-check": {"console"}, "Deployment/demo-environment": {"environment"},
 }  # fmt: skip
 WHOLE = {
-    "web": {"enabled": True}, "environment": {"internet": True}, "sandbox": {"enabled": True},
+    "web": {"enabled": True}, "environment": {"internet": True},
     "storage": {"data": {"existingClaim": "prompts"}},
     "config": {
         "tracking": {"tensorboard": True}, "environments": [{"name": "e", "kind": "python", "function": "e:E"}],

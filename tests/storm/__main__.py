@@ -21,12 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.storm", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sandboxes", action="store_true", help="the tool is code that runs in pods of a cluster, killed too")
     options = parser.parse_args(argv)
     starter.start("light")
     folder = Path(tempfile.mkdtemp(prefix="storm-")) / "run"
     try:
-        found = asyncio.run(storm(folder, options.kills, options.seed, sandboxes=options.sandboxes))
+        found = asyncio.run(storm(folder, options.kills, options.seed))
     finally:
         starter.stop()
     facts = {"kills": dict(found.kills), "turns": found.turns, "groups": found.groups, "seconds": round(found.seconds, 1)}

@@ -9,21 +9,19 @@ import asyncio
 import hashlib
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from services.chat.tokenizers import load_tokenizer, tokenizer_folder
 from services.config import RunConfig
-from services.config.environments import PythonEnvironment
 from services.config.load import load_resolved
 from services.generator.api import add_routes
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.http.entry import open_service
 from services.runtime.loops import Loop
-from tests.storm.programs import LOOK, note
+from tests.storm.programs import note
 from tests.support.scripted import ScriptedEngine
 
 CALLS = 0.7  # share of the turns that call the tool
@@ -35,21 +33,16 @@ class CallingEngine(ScriptedEngine):
 
     def __init__(self, log: str) -> None:
         super().__init__()
-        self._log, self._code = log, ""
+        self._log = log
 
     async def start(self, config: RunConfig) -> None:
         await super().start(config)
         self.tokenizer = load_tokenizer(tokenizer_folder(config.model.path))
-        [environment] = config.environments
-        if isinstance(environment, PythonEnvironment) and environment.tools:
-            self._code = str(Path(self._log).with_name(LOOK))
 
     def script(self, prompt: list[int], seed: int, max_tokens: int) -> list[int]:
         number = turn_number(prompt, seed)
         calls = number % 1000 < 1000 * CALLS
         call = {"name": "look", "arguments": {"n": number}}
-        if self._code:  # in a sandbox
-            call = {"name": "python", "arguments": {"code": f"exec(open({self._code!r}).read());look({number})"}}
         text = f"<tool_call>{json.dumps(call)}</tool_call>" if calls else f"done {number}"
         ids = self.tokenizer.encode(text + END, add_special_tokens=False).ids
         assert len(ids) < max_tokens, "the engine's replies do not fit"

@@ -19,10 +19,9 @@ from unittest.mock import patch
 
 from services.console.commands.audit import assess
 from services.verifiers.sandbox import scratch
-from tests.kubernetes.support.pod_cluster import PodCluster
 from tests.storm.world import POLL_S, Pod, World, world
 
-PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0, "sandbox": 3.0, "node": 1.0}
+PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0}
 """Maximum seconds from a pod's readiness to its kill. A new leader waits for the lease of the previous one."""
 END_LIMIT_S = 60.0
 
@@ -54,24 +53,19 @@ async def storm(
     seed: int = 0,
     environments: int = 2,
     generators: int = 2,
-    sandboxes: bool = False,
     of_each: Mapping[str, int] | None = None,
 ) -> Storm:
     """Kill at least this many pods of a run, singly and several at a time; let the run settle, and count.
 
-    `of_each`: the minimum number of each kind. `sandboxes`: the tool is code that runs in pods; they and the connections to them
-    are killed, too.
+    `of_each`: the minimum number of each kind.
     """
     found, began = Storm(), time.monotonic()
 
     def enough() -> bool:
         return found.kills.total() >= kills and all(found.kills[kind] >= least for kind, least in (of_each or {}).items())
 
-    async with world(folder, environments, generators, sandboxes) as place:
-        storms = [_kill_again_and_again(place, pod, enough, seed, found) for pod in place.pods]
-        if place.cluster is not None:
-            storms.append(_lose_nodes(place.cluster, enough, seed, found))
-        await asyncio.gather(*storms)
+    async with world(folder, environments, generators) as place:
+        await asyncio.gather(*(_kill_again_and_again(place, pod, enough, seed, found) for pod in place.pods))
         await _progress(place)  # interrupted work is resumed
         await _ended(place)
         await _counted(place, found)
@@ -93,20 +87,6 @@ async def _kill_again_and_again(place: World, pod: Pod, enough: Callable[[], boo
         await place.ready(pod)
 
 
-async def _lose_nodes(cluster: PodCluster, enough: Callable[[], bool], seed: int, found: Storm) -> None:
-    """Lose sandboxes with their nodes, or cut the connections to all of them."""
-    dice = random.Random(f"{seed} node")
-    while not enough():
-        await asyncio.sleep(dice.uniform(0.0, PAUSES_S["node"]))
-        held = await asyncio.to_thread(cluster.held)
-        if held and not enough():
-            try:
-                await asyncio.to_thread(*dice.choice([(cluster.lose, dice.choice(held)), (cluster.cut,)]))
-                found.kills["node"] += 1
-            except KeyError:  # it was deleted in the meantime
-                continue
-
-
 async def _progress(place: World, steps: int = 2) -> None:
     """Wait until this many more steps are trained."""
     state = await place.store.run.state()
@@ -119,11 +99,7 @@ async def _progress(place: World, steps: int = 2) -> None:
 
 async def _ended(place: World) -> None:
     """Terminate environments, then the other pods, and wait for them."""
-    for kind in ("environment", "generator", "dataprep", "sandbox"):
-        if kind == "sandbox" and place.cluster is not None:
-            deadline = time.monotonic() + END_LIMIT_S
-            while await asyncio.to_thread(place.cluster.held) and time.monotonic() < deadline:
-                await asyncio.sleep(POLL_S)
+    for kind in ("environment", "generator", "dataprep"):
         pods = [pod for pod in place.pods if pod.kind == kind]
         for pod in pods:
             place.end(pod, signal.SIGTERM)
@@ -165,10 +141,7 @@ def _left(place: World) -> list[str]:
     deadline = time.monotonic() + END_LIMIT_S
     while (processes := place.processes()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    pods: list[str] = []
-    if place.cluster is not None:  # warm pods, each with one process, are expected
-        pods = place.cluster.held() + [f"process {pid} in a pod" for pid in place.cluster.processes()[len(place.cluster.pods) :]]
     folders = place.folder / "scratch"
     with patch.object(scratch, "YOUNG_S", 0.0), patch.object(scratch.tempfile, "gettempdir", lambda: str(folders)):
         scratch.sweep()
-    return [*pods, *(f"process {pid}" for pid in processes)] + [str(path) for path in folders.iterdir()]
+    return [f"process {pid}" for pid in processes] + [str(path) for path in folders.iterdir()]

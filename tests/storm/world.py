@@ -15,15 +15,10 @@ from pathlib import Path
 
 from services.config import RunConfig, to_toml
 from services.console.run.redis_server import RedisServer
-from services.protocol.sandboxes import URL_ENV
 from services.runtime.loops import end_tasks
-from services.runtime.process_tools import die_with_parent, free_port
-from services.sandbox.settings import RELEASE_ENV, TEMPLATE_ENV, WARM_ENV
+from services.runtime.process_tools import die_with_parent
 from services.store import Store
 from tests.environment.support.templates import FAMILIES, save_family
-from tests.kubernetes.support.pod_cluster import PodCluster
-from tests.sandbox.worlds import TEMPLATE
-from tests.storm.programs import LOOK, looking
 from tests.support.harness import small_config
 
 ENDLESS = 100_000  # steps
@@ -54,10 +49,6 @@ class World:
     config: RunConfig
     store: Store
     pods: list[Pod] = field(default_factory=list[Pod])
-    environ: dict[str, str] = field(default_factory=dict[str, str])
-    """Additional variables of the pods."""
-    cluster: PodCluster | None = None
-    """The cluster with sandboxes, if the policy's code runs in sandboxes."""
 
     @property
     def log(self) -> Path:
@@ -66,7 +57,7 @@ class World:
 
     def start(self, pod: Pod) -> None:
         """Start a pod with its scratch folders in the storm's folder."""
-        environ = {**os.environ, **self.environ, MARK: str(self.folder), "TMPDIR": str(self.folder / "scratch")}
+        environ = {**os.environ, MARK: str(self.folder), "TMPDIR": str(self.folder / "scratch")}
         with (self.folder / f"{pod.name}.log").open("ab") as out:
             pod.process = subprocess.Popen(
                 [sys.executable, "-m", *pod.command], env=environ, stdout=out, stderr=out, preexec_fn=die_with_parent,
@@ -116,29 +107,14 @@ class World:
         return found
 
 
-def _sandboxed(place: World, path: Path) -> None:
-    """Add a cluster with sandboxes, and the service that keeps them."""
-    cluster = place.cluster = PodCluster(place.folder / "cluster", TEMPLATE)
-    port = free_port()
-    own = path.with_name("sandbox.toml")
-    own.write_text(to_toml(place.config.model_copy(update={"api": place.config.api.model_copy(update={"port": port})})))
-    place.environ = {
-        **cluster.environ, URL_ENV: f"http://127.0.0.1:{port}", TEMPLATE_ENV: "demo-sandbox", RELEASE_ENV: "demo", WARM_ENV: "3",
-    }  # fmt: skip
-    (place.folder / LOOK).write_text(looking(str(place.log)))
-    place.pods.insert(0, Pod("sandbox-0", ("tests.storm.sandbox", str(own), "sandbox-0", str(cluster.account))))
-
-
 @asynccontextmanager
-async def world(folder: Path, environments: int, generators: int, sandboxes: bool = False) -> AsyncIterator[World]:
-    """Yield a run whose pods are ready, and leave nothing of it behind. `sandboxes`: its tool runs code in sandboxes."""
+async def world(folder: Path, environments: int, generators: int) -> AsyncIterator[World]:
+    """Yield a run whose pods are ready, and leave nothing of it behind."""
     (folder / "scratch").mkdir(parents=True)
     (folder / "model").mkdir()
     save_family(FAMILIES[0], folder / "model")
     server = RedisServer(folder, appendfsync="no")
     await asyncio.to_thread(server.start)
-    few = ["sampling.group_size=2", "generator.max_num_seqs=4"] if sandboxes else []  # each open rollout has a pod
-    tools = ["python"] if sandboxes else []
     program = f"{Path(__file__).parent / 'programs.py'}:Noted"
     config = small_config(
         folder, server, f"run.steps={ENDLESS}", "data.chat_template=true", "data.max_prompt_tokens=1024", "model.max_tokens=8192",
@@ -146,9 +122,8 @@ async def world(folder: Path, environments: int, generators: int, sandboxes: boo
         "generator.lease_s=1.5", "generator.drain_s=5", "fleet.ttl_s=2", "generator.engine_options.token_s=0.001",
         f'data.sources=[{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "noted"}}]', "verifiers=[]",
         f'environments=[{{name = "noted", kind = "python", function = "{program}", max_turns = 12, '
-        f"tools = {tools}, "
         f'options = {{log = "{folder / "notes"}"}}}}]',
-        *few, prompts=500,
+        prompts=500,
     )  # fmt: skip
     path = folder / "storm.toml"
     path.write_text(to_toml(config))
@@ -162,8 +137,6 @@ async def world(folder: Path, environments: int, generators: int, sandboxes: boo
         else Pod(name, (f"services.{name.partition('-')[0]}", "--config", str(path), "--name", name))
         for name in names
     ]
-    if sandboxes:
-        _sandboxed(place, path)
     training = asyncio.create_task(place.train())
     try:
         for pod in place.pods:
@@ -181,5 +154,3 @@ async def world(folder: Path, environments: int, generators: int, sandboxes: boo
         await end_tasks([training])
         await store.close()
         await asyncio.to_thread(server.stop)
-        if place.cluster is not None:
-            await asyncio.to_thread(place.cluster.close)

@@ -11,7 +11,6 @@ from typing import Any
 
 from services.config.environments import EnvironmentConfig, drives_itself
 from services.dataprep.prompts.errors import DataError
-from services.protocol.sandboxes import URL_ENV
 from services.verifiers.sandbox.interpreters import in_interpreter, inherited
 from services.verifiers.sandbox.process import START_LIMIT_S, worker_environment
 from services.verifiers.sandbox.scratch import Scratch
@@ -27,7 +26,7 @@ def tools_of(environment: EnvironmentConfig | None) -> list[dict[str, Any]]:
     if environment is None or drives_itself(environment):  # it names its tools in each call
         return []
     return json.loads(
-        _asked(environment.name, environment.model_dump_json(), (*inherited(environment), URL_ENV), environment.interpreter)
+        _asked(environment.name, environment.model_dump_json(), tuple(inherited(environment)), environment.interpreter)
     )
 
 

@@ -16,15 +16,6 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=msgspec.to_builtins)
 
 
-class SandboxAccess(msgspec.Struct, array_like=True):
-    """How to reach the service that keeps sandboxes on a cluster."""
-
-    url: str
-    token: str = ""  # valid for sandboxes only
-    ca_file: str = ""
-    server_name: str = ""
-
-
 class ProgramSetup(msgspec.Struct, array_like=True):
     """First frame to a worker: the part of its environment's configuration that it needs."""
 
@@ -41,7 +32,6 @@ class ProgramSetup(msgspec.Struct, array_like=True):
     timeout_s: float = 600.0  # for one reply
     environment: str = ""  # id of an environment of the library verifiers
     max_turns: int = 16  # after which that environment ends the rollout itself
-    sandbox: SandboxAccess | None = None  # for code that the policy writes; None: a confined process runs it
 
 
 class Started(msgspec.Struct, array_like=True):
@@ -66,5 +56,3 @@ class StepDone(msgspec.Struct, array_like=True):
     value: Any = None  # JSON on its way
     error: str = ""
     seconds: float = 0.0  # that its code took
-    lost: bool = False  # whether a sandbox was lost, so that the outcome of the step is unknown
-    suspected: bool = False  # whether the code in it may be the cause

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from services.environment.code_tool.sandboxed import SandboxService, SandboxTool
-from services.environment.code_tool.tool import CodeTool
+from services.environment.programs.cluster_sandbox import ClusterSandboxes, SandboxTool, connected, on_cluster
+from services.environment.programs.code_tool import CodeTool
 from services.environment.programs.command import run_command
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.kind import LIBRARIES, Kind, policy_client
@@ -42,7 +42,7 @@ class Conversing(Kind):
             raise Unusable("options have no effect without function: remove them")
         self._server: list[dict[str, Any]] = []
         self._session: Any = None
-        self._sandboxes = SandboxService(setup.sandbox) if setup.sandbox else None
+        self._sandboxes: ClusterSandboxes | None = None
 
     async def open(self) -> None:
         """List the tools of the server, and try the tool that runs code."""
@@ -54,7 +54,7 @@ class Conversing(Kind):
             if not self._setup.shared:
                 await self._session.close()
                 self._session = None
-        if self._runs_code(self._class) and self._sandboxes is None:
+        if self._runs_code(self._class) and not on_cluster():
             await self._try_code()
 
     async def close(self) -> None:
@@ -62,7 +62,7 @@ class Conversing(Kind):
         if self._session is not None:
             await self._session.close()
         if self._sandboxes is not None:
-            self._sandboxes.close()
+            await self._sandboxes.close()
 
     def shared_tools(self) -> list[dict[str, Any]]:
         """Return the descriptions of the tools that all rollouts have, in the order in which rollouts list them."""
@@ -95,9 +95,11 @@ class Conversing(Kind):
 
     def _code(self, rollout: str) -> CodeTool | SandboxTool:
         setup, wait_limit_s = self._setup, WAIT_SHARE * self._setup.timeout_s
-        if self._sandboxes is None:
+        if not on_cluster():
             return CodeTool(rollout, setup.tool_timeout_s, setup.memory_mib, wait_limit_s)
-        return SandboxTool(rollout, setup.tool_timeout_s, setup.memory_mib, self._sandboxes, wait_limit_s)
+        if self._sandboxes is None:
+            self._sandboxes = connected()
+        return SandboxTool(setup.tool_timeout_s, self._sandboxes, wait_limit_s)
 
 
 class Agent(Kind):

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from services.config.environments import EnvironmentConfig
-from services.environment.programs.frames import SandboxAccess
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
 from services.verifiers.sandbox.scratch import sweep
 
@@ -18,10 +17,9 @@ from services.verifiers.sandbox.scratch import sweep
 class ProgramPool:
     """The processes of one environment."""
 
-    def __init__(self, environment: EnvironmentConfig, sandbox: SandboxAccess | None = None) -> None:
-        """`sandbox`: where code of the policy runs; None: in a confined process."""
+    def __init__(self, environment: EnvironmentConfig) -> None:
         self.environment = environment
-        self.processes = [ProgramProcess(environment, sandbox) for _ in range(environment.processes)]
+        self.processes = [ProgramProcess(environment) for _ in range(environment.processes)]
 
     async def start(self) -> None:
         """Start all processes, after deleting what those of killed pods left behind. Raises `ProgramUnusable`."""

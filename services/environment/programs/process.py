@@ -24,7 +24,7 @@ from services.config.environments import (
     VerifiersEnvironment,
     code_of,
 )
-from services.environment.programs.frames import ProgramSetup, ProgramStep, SandboxAccess, Started, StepDone, as_json
+from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone, as_json
 from services.verifiers.sandbox import guard
 from services.verifiers.sandbox.frames import BadFrame, frame, read_frame
 from services.verifiers.sandbox.interpreters import in_interpreter, inherited
@@ -47,7 +47,7 @@ class ProgramFailed(Exception):
 
 
 class ProcessLost(ProgramFailed):
-    """The process of a rollout's program has ended, and the program with it; or the sandbox in which its code ran."""
+    """The process of a rollout's program has ended, and the program with it."""
 
     def __init__(self, message: str, suspected: bool = False) -> None:
         """`suspected`: the rollout was performing a step then, which may be the cause."""
@@ -62,11 +62,9 @@ class ProgramUnusable(Exception):
 class ProgramProcess:
     """One process, which can be started again."""
 
-    def __init__(self, environment: EnvironmentConfig, sandbox: SandboxAccess | None = None) -> None:
-        """`sandbox`: where code of the policy runs; None: in a confined process."""
+    def __init__(self, environment: EnvironmentConfig) -> None:
         self._environment = environment
         self._setup = setup_of(environment)
-        self._setup.sandbox = sandbox
         self.rollouts = 0
         self._scratch: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -140,8 +138,6 @@ class ProgramProcess:
             raise ProgramFailed(f"{what}: {error}") from None
         finally:
             self._waiting.pop(number, None)
-        if done.lost:
-            raise ProcessLost(f"{what}: {done.error}", done.suspected)
         if done.error:
             raise ProgramFailed(f"{what}: {done.error}")
         return done

@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.environment.chat.messages import normalised_tools
-from services.environment.programs.frames import ProgramSetup, SandboxAccess
+from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply
-from services.protocol.sandboxes import URL_ENV
 from services.runtime.own_code import Unusable, reason_of
 
 
@@ -38,8 +37,6 @@ async def shared_tools(environment: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of an environment in OpenAI's form; an agent names its own in each call."""
     fields = {name: environment[name] for name in ProgramSetup.__struct_fields__ if name in environment}
     setup = ProgramSetup(**fields)
-    if url := os.environ.get(URL_ENV):
-        setup.sandbox = SandboxAccess(url)  # only named, not used
     kind = await opened(setup)
     try:
         return kind.shared_tools()

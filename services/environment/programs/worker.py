@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from services.environment.code_tool.sandboxed import SandboxLost
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone, as_json
 from services.environment.programs.kind import Kind
 from services.environment.programs.kinds import opened
@@ -107,9 +106,6 @@ class ProgramWorker:
             done = StepDone(step.id, await self._do(step))
             done.seconds = time.monotonic() - started
             data = _encoded(done)
-        except SandboxLost as error:
-            seconds = time.monotonic() - started
-            data = frame(StepDone(step.id, error=_told(str(error)), seconds=seconds, lost=True, suspected=error.suspected))
         except BaseException as error:  # anything that a program raises is its failure, reported with the reason
             why = str(error) if isinstance(error, BadReply) else reason_of(error)
             data = frame(StepDone(step.id, error=_told(why), seconds=time.monotonic() - started))

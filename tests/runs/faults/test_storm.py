@@ -16,11 +16,3 @@ async def test_a_storm_of_kills_does_no_harm(tmp_path: Path) -> None:
     assert found.kills.total() >= 20
     assert found.turns > 50
     assert (found.harm, found.faults) == (dict.fromkeys(found.harm, 0), [])
-
-
-async def test_a_storm_of_kills_leaves_no_sandbox(tmp_path: Path) -> None:
-    """Environment pods and the sandbox service are killed, as are whatever sandboxes and connections exist at the time."""
-    least = {"environment": 2, "sandbox": 2}
-    found = await storm(tmp_path / "storm", kills=16, seed=3, generators=1, sandboxes=True, of_each=least)
-    assert found.turns > 30
-    assert (found.harm, found.faults) == (dict.fromkeys(found.harm, 0), [])

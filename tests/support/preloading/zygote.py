@@ -41,7 +41,7 @@ LIGHT = (
     "services.dataprep.identity", "services.dataprep.loop", "services.dataprep.replay.sweeping", "services.dataprep.run_gauges",
     "services.environment.pod", "services.environment.programs.mcp_transport", "services.environment.programs.worker",
     "services.generator.pod", "services.http.entry", "services.operations.observe", "services.runtime.portal",
-    "services.sandbox.api", "services.scaler.workload", "services.store.calls.deadletters", "services.store.calls.evaluation",
+    "services.scaler.workload", "services.store.calls.deadletters", "services.store.calls.evaluation",
     "services.store.calls.fleet", "services.store.calls.inspection", "services.store.calls.monitor",
     "services.store.calls.replay", "services.store.calls.restore", "services.store.calls.samples",
     "services.store.calls.snapshot", "services.store.calls.steps", "services.store.connection.redis_py",

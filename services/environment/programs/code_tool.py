@@ -13,20 +13,83 @@ import contextlib
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from services.environment.code_tool import runner
-from services.environment.code_tool.replies import FULL, LOUD, SLOW, PythonTool, code_of, signal_name, told
+from services.environment.programs import code_runner
+from services.environment.programs.tools import Callee, shortened
 from services.runtime.own_code import Unusable
 from services.runtime.process_tools import processors
 from services.verifiers.sandbox import folder
+from services.verifiers.sandbox.folder import FOLDER_BYTES, FOLDER_ENTRIES
 from services.verifiers.sandbox.scratch import remove
 from services.verifiers.sandbox.script import KEPT_BYTES, OUTPUT_BYTES
 
 LOOK_S = 0.1  # between checks of how full the folder is
 _ROOT = Path(__file__).resolve().parents[3]
 _at_once = asyncio.Semaphore(processors())
+SHOWN_CHARACTERS = 10_000
+DESCRIBED = (
+    "Run Python code and return what it prints, and the value of its last expression. Files in the working directory are kept "
+    "between calls, variables are not. There is no network."
+)
+SLOW, FULL, LOUD = "slow", "full", "loud"
+"""Ways in which a call ends, besides signals."""
+HINTS = {"SIGKILL": ", perhaps for its memory or its processor time"}  # for others, such as SIGXCPU, the description says it
+
+
+class PythonTool(ABC):
+    """The tool `python` of one rollout. Subclasses decide where the code runs."""
+
+    name = "python"
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return its description for chat templates: a JSON schema in OpenAI's form."""
+        schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+        return {"type": "function", "function": {"name": self.name, "description": DESCRIBED, "parameters": schema}}
+
+    @property
+    def tools(self) -> Sequence[Callee]:
+        """Return the tool."""
+        return [self]
+
+    @abstractmethod
+    async def call(self, arguments: object) -> str:
+        """Return the code's output, or the fault."""
+
+
+def code_of(arguments: object) -> tuple[str, str]:
+    """Return the code of a call, and the fault of its arguments, or ""."""
+    code = cast("dict[str, Any]", arguments).get("code") if isinstance(arguments, dict) else None
+    if isinstance(code, str):
+        return code, ""
+    return "", "Error: code: Field required" if code is None else "Error: code: Input should be a valid string"
+
+
+def told(output: str, fault: str, limit_s: float) -> str:
+    """Return the reply to a call: the code's output, and what ended it."""
+    meaning = {
+        "": "",
+        SLOW: f"the code ran longer than {limit_s:g} s",
+        FULL: f"the working directory may have {FOLDER_BYTES >> 20} MiB and {FOLDER_ENTRIES} entries, all of them readable; "
+        "it was emptied",
+        LOUD: f"the code printed more than {OUTPUT_BYTES >> 20} MiB",
+    }
+    said = meaning[fault] if fault in meaning else f"the code was killed by {_described(fault)}"
+    return "\n".join(filter(None, [shortened(output.rstrip(), SHOWN_CHARACTERS), f"Error: {said}" if said else ""]))
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; most real-time signals have none."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
+
+
+def _described(name: str) -> str:
+    known = signal.Signals.__members__.get(name)
+    return name if known is None else f"{name} ({signal.strsignal(known)}){HINTS.get(name, '')}"
 
 
 class CodeTool(PythonTool):
@@ -62,7 +125,7 @@ class CodeTool(PythonTool):
     async def _run(self, code: str) -> str:
         variables = {"HOME": ".", "TMPDIR": ".", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-B", runner.__file__, str(_ROOT), str(os.getpid()), str(self._memory),
+            sys.executable, "-I", "-B", code_runner.__file__, str(_ROOT), str(os.getpid()), str(self._memory),
             str(int(self._limit_s) + 1), f"code-{self._rollout}", env=variables, cwd=self._folder,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
@@ -81,14 +144,14 @@ class CodeTool(PythonTool):
             _kill(process)
             output, cut = await reading
             status = await process.wait()
-        if await asyncio.to_thread(folder.over, self._folder, folder.FOLDER_BYTES, folder.FOLDER_ENTRIES):
+        if await asyncio.to_thread(folder.over, self._folder, FOLDER_BYTES, FOLDER_ENTRIES):
             fault = FULL
             await asyncio.to_thread(remove, self._folder)
-        confined = output.startswith(runner.CONFINED)
-        if status == runner.UNCONFINED and not confined:
+        confined = output.startswith(code_runner.CONFINED)
+        if status == code_runner.UNCONFINED and not confined:
             raise Unusable(
                 'tools = ["python"] needs a kernel with seccomp and Landlock (Linux 5.13, not switched off; '
-                "/sys/kernel/security/lsm names landlock), or on Kubernetes sandbox.enabled"
+                "/sys/kernel/security/lsm names landlock), or sandboxes of a cluster (docs/environments.md)"
             )
         if cut and not fault:
             fault = LOUD
@@ -98,7 +161,7 @@ class CodeTool(PythonTool):
 
     async def _watch(self) -> None:
         """End when the folder has grown too large."""
-        while not await asyncio.to_thread(folder.over, self._folder, folder.FOLDER_BYTES, folder.FOLDER_ENTRIES):
+        while not await asyncio.to_thread(folder.over, self._folder, FOLDER_BYTES, FOLDER_ENTRIES):
             await asyncio.sleep(LOOK_S)
 
     def snapshot(self) -> Any:

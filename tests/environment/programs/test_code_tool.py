@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from services.config.environments import PythonEnvironment
-from services.environment.code_tool import runner
-from services.environment.code_tool.tool import CodeTool
+from services.environment.programs import code_runner as runner
+from services.environment.programs.code_tool import CodeTool
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.kinds import Conversing
 from services.environment.programs.pool import ProgramPool
@@ -143,7 +143,7 @@ async def test_code_beyond_its_limits_is_stopped(
 
 async def test_a_call_that_waits_too_long_for_others_is_answered(tool: CodeTool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait must not count as its own rollout's time, which it would exceed."""
-    monkeypatch.setattr("services.environment.code_tool.tool._at_once", asyncio.Semaphore(1))
+    monkeypatch.setattr("services.environment.programs.code_tool._at_once", asyncio.Semaphore(1))
     other = CodeTool("0-0.1.1", 100.0, 512, wait_limit_s=0.05)
     running = asyncio.create_task(run(tool, "import time; time.sleep(100)"))
     await wait_until(lambda: tool._process is not None)
@@ -159,7 +159,7 @@ async def test_a_call_that_waits_too_long_for_others_is_answered(tool: CodeTool,
 
 UNPRIVILEGED = """
 import asyncio, ctypes, os, sys
-from services.environment.code_tool.tool import CodeTool
+from services.environment.programs.code_tool import CodeTool
 async def main():
     tool = CodeTool("0-0.1.0", 100.0, 512)
     for code in sys.argv[2:]:
@@ -324,6 +324,6 @@ def unconfined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unconfined")
 async def test_a_machine_that_cannot_confine_code_runs_none(tool: CodeTool) -> None:
-    with pytest.raises(Unusable, match=r"needs a kernel with seccomp and Landlock .*, or on Kubernetes sandbox\.enabled"):
+    with pytest.raises(Unusable, match=r"needs a kernel with seccomp and Landlock .*, or sandboxes of a cluster"):
         await run(tool, "1")
     await tool.close()
