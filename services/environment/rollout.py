@@ -155,23 +155,12 @@ class LiveRollout:
 
         Raises `BadMessages`, `RolloutOver`, `ContextFull`, `LeaseLost`, `StoreError`, `GenerationFailed`.
         """
-        with self._room():
-            call = self.recorder.plan(messages, tools, self._context)
-        return await self._turn(call, overrides)
-
-    async def complete_text(self, prompt: str | list[int], overrides: Overrides = RUN) -> TurnReply:
-        """Return the continuation of a text or token ids, committed. Raises like `complete`."""
-        with self._room():
-            call = self.recorder.plan_text(prompt, self._context)
-        return await self._turn(call, overrides)
-
-    @contextlib.contextmanager
-    def _room(self) -> Generator[None]:
         try:
-            yield
+            call = self.recorder.plan(messages, tools, self._context)
         except TooLong as error:
             self.truncated = True
             raise ContextFull(str(error)) from None
+        return await self._turn(call, overrides)
 
     async def _turn(self, call: Call, overrides: Overrides) -> TurnReply:
         turn = self._asked

@@ -43,7 +43,7 @@ class Policy:
         self.asked.append(turn)
         own = hashlib.blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=4).hexdigest()
         text = self.said[turn] if turn < len(self.said) else own
-        ids = np.array(self.chat.encode_plain(text), np.int32)
+        ids = np.array(self.chat.encode_after(-1, text), np.int32)
         ids = ids[: sampling.max_tokens] if turn == self.cut else ids
         finish = "length" if turn == self.cut else "stop"
         return Generated(ids, np.full(len(ids), -0.5, np.float32), [Span(0, 0, len(ids))], finish)

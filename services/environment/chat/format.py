@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from services.chat.templates import TemplateRejection, chat_template
 from services.chat.tokenizers import load_tokenizer
 from services.config.data import Data
-from services.environment.chat.messages import PROMPT, BadMessages
+from services.environment.chat.messages import BadMessages
 from services.environment.chat.parsers.calls import MalformedCall, ToolCall
 from services.environment.chat.parsers.families import PARSERS, family_of
 
@@ -54,7 +54,6 @@ class ChatFormat:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._largest = max(vocabulary.values(), default=-1)
         self._longest = max(map(len, vocabulary), default=1) * (SHRINKS if self._tokenizer.normalizer else 1)
         self._whole = lru_cache(maxsize=CACHED_PROMPTS)(self._tokens_of)
 
@@ -63,9 +62,9 @@ class ChatFormat:
     ) -> str:
         """Return the text of normalised messages, by default up to where the assistant's next message begins.
 
-        Without a chat template, and of a plain prompt, that is their contents one after the other. Raises `BadMessages`.
+        Without a chat template, that is their contents one after the other. Raises `BadMessages`.
         """
-        if self._template is None or messages[0]["role"] == PROMPT:
+        if self._template is None:
             text = "".join(message["content"] for message in messages)
         else:
             try:
@@ -99,17 +98,9 @@ class ChatFormat:
         ids = self._encoded(anchor + text, False)
         return ids[1:] if ids[:1] == [last] else self._encoded(text, False)
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Return the tokens of text that no template made, with those that the tokenizer adds to any text."""
-        return self._encoded(text.encode("utf-8", "replace").decode(), True)
-
     def exceeds(self, text: str, tokens: int) -> bool:
         """Return whether a text certainly has more tokens, without splitting it, which takes 0.4 s per megabyte."""
         return len(text) > self._longest * tokens
-
-    def has_tokens(self, ids: Sequence[int]) -> bool:
-        """Return whether all ids are tokens of the model's tokenizer."""
-        return min(ids, default=0) >= 0 and max(ids, default=0) <= self._largest
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""

@@ -15,10 +15,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-PROMPT = "prompt"
-"""Role of text that a completion continues, without any template."""
-
-
 class BadMessages(ValueError):
     """A conversation that cannot be rendered, for a reason that the caller can act on."""
 

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.environment.chat.messages import BadMessages
-from services.environment.door import anthropic_messages, chat_completions, responses, text_completions
+from services.environment.door import anthropic_messages, chat_completions, responses
 from services.environment.door.fields import overruled
 from services.environment.door.resends import attempt_of, digest_of
 from services.environment.door.rollouts import OpenRollout, Rollouts
@@ -54,7 +54,6 @@ class Dialect:
 
 DIALECTS = {
     "/v1/chat/completions": Dialect("chatcmpl-", chat_completions.read, chat_completions.reply, chat_completions.chunks),
-    "/v1/completions": Dialect("cmpl-", text_completions.read, text_completions.reply, text_completions.chunks),
     "/v1/responses": Dialect("resp_", responses.read, responses.reply, responses.events, done=b""),
     "/v1/messages": Dialect("msg_", anthropic_messages.read, anthropic_messages.reply, anthropic_messages.events, done=b""),
 }
@@ -102,7 +101,8 @@ def _endpoint(rollouts: Rollouts, dialect: Dialect) -> Callable[[Request], Any]:
         asked = await rollout.asked.resent(digest, attempt, gone) if attempt else None
         if asked is None:
             base = {"id": f"{dialect.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": rollouts.model}
-            asked = rollout.asked.begin(digest, attempt, gone, _completed(rollout, question), base)
+            turn = rollout.complete(question.messages, question.tools, question.overrides)
+            asked = rollout.asked.begin(digest, attempt, gone, turn, base)
         completion = await rollout.asked.reply(asked)
         ids: list[int] = completion.generated.tokens.tolist() if question.logprobs else []
         reply = dialect.reply(question, completion, [rollout.chat.piece(token) for token in ids], asked.base)
@@ -113,12 +113,6 @@ def _endpoint(rollouts: Rollouts, dialect: Dialect) -> Callable[[Request], Any]:
         return StreamingResponse(_stream(dialect, question, reply), media_type="text/event-stream", headers=headers)
 
     return endpoint
-
-
-async def _completed(rollout: OpenRollout, question: Question) -> TurnReply:
-    if question.prompt is not None:
-        return await rollout.complete_text(question.prompt, question.overrides)
-    return await rollout.complete(question.messages, question.tools, question.overrides)
 
 
 async def _stream(dialect: Dialect, question: Question, reply: dict[str, Any]) -> AsyncIterator[bytes]:

@@ -32,10 +32,6 @@ class OpenRollout(Protocol):
         """Record and return the policy's reply. Raises `BadMessages`, `RequestRefused`, `GenerationFailed` and `TurnLost`."""
         ...
 
-    async def complete_text(self, prompt: str | list[int], overrides: Overrides) -> TurnReply:
-        """Record and return what follows a text or token ids. Raises like `complete`."""
-        ...
-
 
 class Rollouts(Protocol):
     """The rollouts of a pod."""

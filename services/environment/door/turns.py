@@ -65,7 +65,6 @@ class Question:
 
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # in OpenAI's form
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # in OpenAI's form
-    prompt: str | list[int] | None = None  # instead of messages: text or token ids
     overrides: Overrides = RUN
     stream: bool = False
     usage: bool = False  # whether a stream ends with the usage

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 LIBRARIES = {
-    "mcp": ("mcp", "mcp>=2"), "agent": ("openai", "openai>=2"), "verifiers": ("verifiers", "verifiers>=0.3,<0.5"),
+    "mcp": ("mcp", "mcp>=2"), "agent": ("openai", "openai>=2"), "verifiers": ("verifiers", "verifiers>=0.4,<0.5"),
 }  # fmt: skip
 """Kind -> the module that it needs, and what to install."""
 

@@ -174,7 +174,7 @@ def _kind_of(setup: ProgramSetup) -> Kind:
         case "agent":
             return Agent(setup)
         case "verifiers":
-            from services.environment.programs.verifiers_library.kind import LibraryEnvironment
+            from services.environment.programs.verifiers_library import LibraryEnvironment
 
             return LibraryEnvironment(setup)
         case _:

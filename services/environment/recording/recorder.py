@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from services.environment.chat.format import ChatFormat, Parsed, message_of
-from services.environment.chat.messages import PROMPT, BadMessages, canonical, normalised, normalised_tools
+from services.environment.chat.format import ChatFormat, message_of
+from services.environment.chat.messages import BadMessages, canonical, normalised, normalised_tools
 from services.environment.recording.extension import Reply, extension
 from services.environment.recording.segments import segment_of
 from services.protocol.payloads import Turn
@@ -129,44 +129,6 @@ class Recorder:
             raise TooLong(f"the conversation has {len(text)} characters, which are more than {limit} tokens")
         return text
 
-    def plan_text(self, prompt: str | list[int], limit: int = LONGEST) -> Call:
-        """Return the call to the policy that continues a text or token ids. Changes nothing. Raises like `plan`.
-
-        It extends a turn of this kind if it begins with all tokens of that turn or, where only text was sampled, with their text.
-        """
-        if not prompt or (isinstance(prompt, list) and not self._chat.has_tokens(prompt)):
-            raise BadMessages("prompt must be a non-empty text, or a non-empty list of the model's token ids")
-        if isinstance(prompt, str) and self._chat.exceeds(prompt, limit):
-            raise TooLong(f"the prompt has {len(prompt)} characters, which are more than {limit} tokens")
-        begun = [turn for turn in range(len(self.turns)) if self._begins(turn, prompt)]
-        base = max(begun, key=lambda turn: (self._marks[turn].ids, self._is_last(turn), turn), default=-1)
-        history, kept, before = list[dict[str, Any]](), list[int](), ""
-        if base >= 0:
-            mark = self._marks[base]
-            history = [*mark.history, mark.reply.message]
-            kept = self._ids[mark.segment][: mark.ids]
-            before = self._texts[mark.segment][: mark.text] + mark.reply.message["content"]
-        if isinstance(prompt, list):
-            added = prompt[len(kept) :]
-            rest = self._chat.decode(added)
-        else:
-            rest = prompt[len(before) :]
-            added = self._chat.encode_after(kept[-1], rest) if kept else self._chat.encode_plain(rest)
-        history.append({"role": PROMPT, "content": rest})
-        segment = self._marks[base].segment if base >= 0 and self._is_last(base) else len(self._ids)
-        return Call(kept + added, segment, base, len(kept), history, 1, [], before + rest, _chain(history, [])[-1])
-
-    def _begins(self, turn: int, prompt: str | list[int]) -> bool:
-        """Return whether a plain prompt begins with a turn that also had a plain prompt."""
-        mark = self._marks[turn]
-        if mark.history[0]["role"] != PROMPT:
-            return False
-        if isinstance(prompt, list):
-            return prompt[: mark.ids] == self._ids[mark.segment][: mark.ids]
-        before, reply = self._texts[mark.segment][: mark.text], mark.reply
-        only_text = not reply.end and reply.message["content"] == reply.body
-        return only_text and prompt.startswith(before) and prompt.startswith(reply.body, len(before))
-
     def record(
         self, call: Call, generated: Generated, stop: Sequence[str] = (), own_stop: Sequence[str] = (),
         waited_s: float = 0.0, sampled_s: float = 0.0,
@@ -186,8 +148,7 @@ class Recorder:
             context = []
         sampled = self._sampled(generated.tokens.tolist(), generated.finish, call.text)
         said = _before(sampled.body, (*stop, *own_stop))
-        plain = call.history[0]["role"] == PROMPT
-        parsed = Parsed(said, "", [], "") if plain else self._chat.parse(said, call.tools, thinking=sampled.thinking)
+        parsed = self._chat.parse(said, call.tools, thinking=sampled.thinking)
         number = len(self.turns)
         message = message_of(parsed, [_identifier(number, i) for i in range(len(parsed.calls))])
         turn = Turn(

@@ -50,10 +50,10 @@ OPTIONS = (
     "temperature", "instructions", "metadata", "include", "text", "response_format",
 )  # fmt: skip
 BODIES = st.fixed_dictionaries(
-    {"messages": MESSAGES, "input": TEXT | MESSAGES, "prompt": TEXT | st.lists(st.integers(-2, 500), max_size=4) | VALUES},
+    {"messages": MESSAGES, "input": TEXT | MESSAGES},
     optional={**dict.fromkeys(OPTIONS, VALUES), "tools": TOOLS},
 )
-PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions")
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +92,10 @@ def test_any_json_body_is_answered(client: httpx.Client, path: str, body: dict[s
     assert answered(client, path, json.dumps(body).encode(), family) < 500
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b"\xff", b'"\\ud800"', b"[" * 100_000, b'{"a":' * 100_000, b'{"messages": 1e999}', b"NaN"]
-)
-def test_a_body_that_is_not_an_object_is_rejected(client: httpx.Client, path: str, body: bytes):
-    assert answered(client, path, body, "chatml") == 400
+def test_a_body_that_is_not_an_object_is_rejected(client: httpx.Client):
+    bodies = (b"", b"[]", b"{", b"\xff", b'"\\ud800"', b"[" * 100_000, b'{"a":' * 100_000, b'{"messages": 1e999}', b"NaN")
+    asked = [(path, body) for path in PATHS for body in bodies]
+    assert [(path, body[:20]) for path, body in asked if answered(client, path, body, "chatml") != 400] == []
 
 
 def test_deep_nesting_within_a_body_is_answered(client: httpx.Client):
@@ -109,7 +107,7 @@ def test_deep_nesting_within_a_body_is_answered(client: httpx.Client):
 
 
 def test_valid_bodies_get_a_reply(client: httpx.Client):
-    asked = ({"messages": [{"role": "user", "content": "Hi."}]},) * 2 + ({"input": "Hi."}, {"prompt": "Hi."})
+    asked = ({"messages": [{"role": "user", "content": "Hi."}]},) * 2 + ({"input": "Hi."},)
     for path, body in zip(PATHS, asked, strict=True):
         body |= {"max_tokens": 5, "model": "any", "unheard_of": {}}
         assert answered(client, path, json.dumps(body).encode(), "chatml") == 200

@@ -24,7 +24,7 @@ from services.environment.programs.loaded import BadReply, LoadedProgram, scores
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
 from services.environment.programs.tools import TURN_CALLS, answered, methods_of
-from services.environment.programs.verifiers_library.kind import _with_valid_parts
+from services.environment.programs.verifiers_library import _with_valid_parts
 from services.environment.records import RECORD_BYTES, pack_record, reply_of, unpack_records
 from tests.support.harness import save_tokenizer_folder, small_config
 

@@ -58,10 +58,6 @@ class ScriptedRollout:
         """Return the scripted reply to a conversation."""
         return await self._answer(self.recorder.plan(messages, tools), bool(tools), overrides)
 
-    async def complete_text(self, prompt: str | list[int], overrides: Overrides) -> TurnReply:
-        """Return the scripted continuation of a text."""
-        return await self._answer(self.recorder.plan_text(prompt), False, overrides)
-
     async def _answer(self, call: Call, tools: bool, overrides: Overrides) -> TurnReply:
         if len(call.tokens) > 100_000:
             raise ContextFull(f"the conversation has {len(call.tokens)} tokens")

@@ -9,23 +9,15 @@ import sysconfig
 from pathlib import Path
 
 MODULES = Path(__file__).with_name("verifiers_modules")
-COMMON = (
-    "aiofiles", "connectrpc==0.11.1", "openai-harmony", "prime-pydantic-config", "prime-sandboxes", "prime-tunnel",
-    "protobuf-py==0.1.1", "protobuf-py-ext==0.1.1", "pyqwest", "renderers", "tenacity",
+VERSION = "0.4.0"
+LACKING = (
+    "aiofiles", "connectrpc==0.11.1", "mcp==2.0.0", "openai-harmony", "prime-pydantic-config", "prime-runs", "prime-sandboxes",
+    "prime-traces", "prime-tunnel", "protobuf-py==0.1.1", "protobuf-py-ext==0.1.1", "pyqwest", "renderers", "tenacity",
 )  # fmt: skip
-LACKING = {
-    "0.3.1": (*COMMON, "aiolimiter", "datasets", "httpx-sse", "mcp==1.30.0", "multiprocess", "pandas"),
-    "0.4.0": (*COMMON, "mcp==2.0.0", "prime-runs", "prime-traces"),
-}
-"""Version of verifiers -> the packages that importing it needs beyond the tests' libraries, at resolved versions."""
-LOADED = {
-    "0.3.1": "from verifiers.legacy import load_environment as load; load('classic_single'); load('classic_tools')",
-    "0.4.0": "import v1_single, v1_tools",
-}
-"""Version -> code that loads environments once, to compile the modules that they need: workers write no bytecode."""
+"""Packages that importing verifiers needs beyond the tests' libraries, at resolved versions."""
 
 
-def make_interpreter(folder: Path, version: str) -> Path:
+def make_interpreter(folder: Path) -> Path:
     """Return the Python of a virtual environment with verifiers and the environments of `MODULES`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -34,8 +26,9 @@ def make_interpreter(folder: Path, version: str) -> Path:
     )  # these come after the environment's own packages
     (packages / "modules.pth").write_text(f"{MODULES}\n")
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--only-binary", ":all:"]
-    subprocess.run([*command, "--target", packages, f"verifiers=={version}", *LACKING[version]], check=True)
+    subprocess.run([*command, "--target", packages, f"verifiers=={VERSION}", *LACKING], check=True)
     python = folder / "bin" / "python"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    subprocess.run([python, "-c", f"import gc; gc.disable(); {LOADED[version]}"], env=environ, check=True)
+    # compiles the modules that workers need, which write no bytecode
+    subprocess.run([python, "-c", "import gc; gc.disable(); import v1_single, v1_tools"], env=environ, check=True)
     return python
