@@ -15,7 +15,20 @@ from services.config.base import Section
 
 ROOT = Path(__file__).parent.parent
 SERVICES = ROOT / "services"
-LAYERS = ("protocol", "config", "chat", "algorithm", "store", "runtime", "operations", "http", "weights", "verifiers", "rollouts")
+LAYERS = (
+    "protocol",
+    "config",
+    "chat",
+    "algorithm",
+    "store",
+    "runtime",
+    "operations",
+    "http",
+    "weights",
+    "confined",
+    "verifiers",
+    "rollouts",
+)
 """Each layer may import itself and those before it."""
 SERVICE_LAYERS = {
     "generator": LAYERS,

@@ -50,7 +50,7 @@ class Example:
     def verifiers(self) -> list[tuple[float, Any]]:
         """Return the example's verifiers with their weights."""
         from services.config.verifiers import named
-        from services.verifiers.sandbox.loaded import builtin
+        from services.verifiers.loaded import builtin
 
         return [(verifier.weight, builtin(verifier, self.config.data.sources[0])) for _, verifier in named(self.config.verifiers)]
 

@@ -35,6 +35,11 @@ class CommonEnvironment(Section):
     solved_at: float | None = None
     """Score at which a rollout counts as solved, for pass rates, exclusion and pass@k. Unset: the score is not consulted."""
 
+    @property
+    def inherited(self) -> list[str]:
+        """Return the environment variables that its processes inherit although they look like secrets."""
+        return self.variables
+
 
 class ToolEnvironment(CommonEnvironment):
     """The keys of environments with tools of their own."""
@@ -109,6 +114,11 @@ class McpEnvironment(ToolEnvironment):
         if "@" in urlsplit(text).netloc:
             raise ValueError("contains a user name or password: remove them; token_env names a bearer token")
         return text
+
+    @property
+    def inherited(self) -> list[str]:
+        """Return the environment variables that its processes inherit although they look like secrets."""
+        return [*self.variables, *filter(None, [self.token_env])]
 
     @model_validator(mode="after")
     def _one_server(self) -> Self:

@@ -13,7 +13,7 @@ from services.generator.rollouts.concurrency import REASONS, Limit
 from services.protocol.messages import SYNC_PHASES, Header
 from services.rollouts.holding import FAILURES
 from services.runtime.metrics import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
-from services.verifiers.sandbox.pool import PoolCounts
+from services.verifiers.pool import PoolCounts
 
 ACTIVITIES = ("loading", "generating", "scoring", "evaluating", "syncing", "paused", "idle")
 """Activities of a generator, out of those in services/runtime/activity.py."""

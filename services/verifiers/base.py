@@ -52,6 +52,23 @@ class Job(msgspec.Struct, array_like=True):
         }  # fmt: skip
 
 
+class Setup(msgspec.Struct, array_like=True):
+    """First frame to a worker: what `model_dump(mode="json")` returns for verifiers and sources, and its permissions."""
+
+    verifiers: list[tuple[str, dict[str, Any]]]  # name, configuration
+    sources: list[dict[str, Any]]
+    network: bool = False
+    memory_bytes: int = 0  # of address space; 0: no limit
+    prints: bool = False  # whether what verifiers print is shown
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First frame of a worker: it is ready, or the reason why it cannot be."""
+
+    error: str = ""
+    needs: dict[str, list[str]] = {}  # source -> fields of a group that its verifiers request
+
+
 @dataclass(frozen=True)
 class Scores:
     """The scores of a group of n completions."""

@@ -14,9 +14,9 @@ from services.config import RunConfig
 from services.config.data import Source
 from services.config.verifiers import RemoteVerifier, VerifierConfig, named
 from services.verifiers.base import Job, Scores, VerifierFailure
+from services.verifiers.pool import MEMORY_BYTES, Freedoms, PoolCounts, VerifierPool
 from services.verifiers.remote import RemotePool
 from services.verifiers.results import Verdict, gathered
-from services.verifiers.sandbox.pool import MEMORY_BYTES, Freedoms, PoolCounts, VerifierPool
 from services.verifiers.together import together
 
 

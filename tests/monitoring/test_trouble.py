@@ -22,7 +22,7 @@ from services.runtime.metrics import PhaseClock
 from services.runtime.service import Service
 from services.store import Store
 from services.trainer.metrics import TrainerMetrics
-from services.verifiers.sandbox.pool import PoolCounts
+from services.verifiers.pool import PoolCounts
 from services.weights.member import WeightFollower
 from tests.generator.test_loop import generator, issue
 from tests.support.harness import small_config, ticket, wait_until

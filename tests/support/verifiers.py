@@ -6,7 +6,7 @@ from typing import Any
 
 from services.config.verifiers import VERIFIER, VerifierConfig
 from services.verifiers.base import Job
-from services.verifiers.sandbox.pool import VerifierPool
+from services.verifiers.pool import VerifierPool
 
 
 def verifier(kind: str, **settings: Any) -> VerifierConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.config.data import FileSource
-from services.verifiers.sandbox.pool import VerifierPool
+from services.verifiers.pool import VerifierPool
 from tests.support.verifiers import scored, verifier
 
 FOLDER = Path(__file__).parents[1] / "data" / "gsm8k"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -17,10 +18,10 @@ import pytest
 
 from services.config.data import FileSource, ReasoningGymSource, Source
 from services.config.verifiers import VerifierConfig, named
+from services.confined import scratch
 from services.protocol.entries import encode_entry
-from services.verifiers.base import Job, VerifierFailure
-from services.verifiers.sandbox import scratch
-from services.verifiers.sandbox.pool import VerifierPool
+from services.verifiers.base import Job, Setup, VerifierFailure
+from services.verifiers.pool import Freedoms, ScoringWorker, VerifierPool
 from tests.support.console import lives
 from tests.support.verifiers import scored, verifier
 
@@ -230,7 +231,7 @@ async def test_pending_calls_fail_when_the_pool_closes():
 
 
 async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("services.verifiers.sandbox.process.GRACE_S", 1.0)
+    monkeypatch.setattr("services.verifiers.pool.GRACE_S", 1.0)
     async with running(verifier("exact", timeout_s=1.0)) as pool:
         (pid,) = pool.pids
         os.kill(pid, signal.SIGSTOP)
@@ -291,7 +292,7 @@ async def test_workers_ignore_ctrl_c_and_end_with_the_pool():
 
 
 async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
-    modules = [*(f"builtin.{name}" for name in ("math", "exact", "regex", "reasoning_gym", "length")), "sandbox.worker"]
+    modules = [*(f"builtin.{name}" for name in ("math", "exact", "regex", "reasoning_gym", "length")), "worker"]
     code = "import sys\n" + "".join(f"import services.verifiers.{name}\n" for name in modules)
     code += "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     found = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -301,7 +302,7 @@ async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
 PARENT = """
 import asyncio, sys
 from services.config.verifiers import named
-from services.verifiers.sandbox.pool import VerifierPool
+from services.verifiers.pool import VerifierPool
 from services.config.data import FileSource
 from tests.support.verifiers import scored, verifier
 
@@ -356,8 +357,24 @@ def test_a_scratch_folder_that_cannot_be_locked_is_removed(call: str, tmp_path: 
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
     opened = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as failing:
-        failing.setattr(f"services.verifiers.sandbox.scratch.{call}", fail)
+        failing.setattr(f"services.confined.scratch.{call}", fail)
         with pytest.raises(OSError, match="Too many open files"):
             scratch.Scratch()
     assert not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_the_scratch_folder_is_deleted_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    exact = verifier("exact")
+    setup = Setup([("exact", exact.model_dump(mode="json"))], [SOURCE.model_dump(mode="json")])
+    worker = ScoringWorker(setup, {"main": [("exact", exact)]}, Freedoms())
+    with asyncio.Runner() as runner:
+        runner.run(worker.start())
+        (folder,) = tmp_path.iterdir()
+        assert Path(f"/proc/{worker.pid}/cwd").resolve() == folder
+        if platform.machine() in ("x86_64", "aarch64"):
+            assert "Seccomp:\t2" in Path(f"/proc/{worker.pid}/status").read_text()
+        assert runner.run(worker.score(Job("main", ["a", "b"], "a")))["exact"].scores == [1.0, 0.0]
+        runner.run(worker.kill())
+    assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from services.protocol.entries import decode_entry, encode_entry
 from services.verifiers.base import combine
 from services.verifiers.builtin import quantity
 from services.verifiers.builtin.math import marked_answer
-from services.verifiers.sandbox.loaded import BUILTIN, builtin
+from services.verifiers.loaded import BUILTIN, builtin
 from tests.support.verifiers import verifier
 
 FILE = FileSource(kind="jsonl", path="prompts.jsonl")

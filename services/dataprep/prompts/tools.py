@@ -10,13 +10,12 @@ from functools import cache
 from typing import Any
 
 from services.config.environments import EnvironmentConfig, drives_itself
+from services.confined.scratch import Scratch
+from services.confined.worker import START_LIMIT_S, in_interpreter, worker_environment
 from services.dataprep.prompts.errors import DataError
-from services.verifiers.sandbox.interpreters import in_interpreter, inherited
-from services.verifiers.sandbox.process import START_LIMIT_S, worker_environment
-from services.verifiers.sandbox.scratch import Scratch
 
 ASKED = "services.environment.programs.shared_tools"  # the environment's code runs there, without secrets
-GUARD = "services.verifiers.sandbox.guard"  # ends whatever that code has started
+GUARD = "services.confined.guard"  # ends whatever that code has started
 
 _asking = set[subprocess.Popen[str]]()
 
@@ -26,7 +25,7 @@ def tools_of(environment: EnvironmentConfig | None) -> list[dict[str, Any]]:
     if environment is None or drives_itself(environment):  # it names its tools in each call
         return []
     return json.loads(
-        _asked(environment.name, environment.model_dump_json(), tuple(inherited(environment)), environment.interpreter)
+        _asked(environment.name, environment.model_dump_json(), tuple(environment.inherited), environment.interpreter)
     )
 
 
@@ -41,7 +40,7 @@ def _asked(name: str, environment: str, kept: tuple[str, ...], interpreter: str)
     """Return the tools as JSON; training and evaluation ask for the same ones."""
     scratch = Scratch()
     try:
-        python, variables = in_interpreter(interpreter, scratch.path, worker_environment(str(scratch.path), kept))
+        python, variables = in_interpreter(interpreter, scratch.path, worker_environment(scratch.path, kept))
         with subprocess.Popen(
             [sys.executable, "-S", "-m", GUARD, str(os.getpid()), python, "-m", ASKED],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=scratch.path, env=variables,

@@ -16,14 +16,14 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from services.confined import script
 from services.environment.programs.code_tool import LOUD, SLOW, PythonTool, code_of, signal_name, told
 from services.environment.programs.loaded import BadReply
 from services.runtime.own_code import Unusable
-from services.verifiers.sandbox import script
 
 if TYPE_CHECKING:
-    from k8s_agent_sandbox import AsyncSandboxClient
     from k8s_agent_sandbox.async_sandbox import AsyncSandbox
+    from k8s_agent_sandbox.async_sandbox_client import AsyncSandboxClient
 
 POOL_ENV, NAMESPACE_ENV = "AGENT_SANDBOX_POOL", "AGENT_SANDBOX_NAMESPACE"
 """Variables with the name of the SandboxWarmPool from which sandboxes are claimed, and its namespace. Without a pool, code runs
@@ -62,7 +62,7 @@ class SandboxLost(BadReply):
 class ClusterSandboxes:
     """A worker process's client of the sandboxes of a cluster."""
 
-    def __init__(self, client: AsyncSandboxClient, pool: str, namespace: str) -> None:
+    def __init__(self, client: AsyncSandboxClient[AsyncSandbox], pool: str, namespace: str) -> None:
         self._client, self._pool, self._namespace = client, pool, namespace
 
     async def claim(self, limit_s: float) -> AsyncSandbox:
@@ -88,11 +88,11 @@ def on_cluster() -> bool:
 def connected() -> ClusterSandboxes:
     """Return the client of the sandboxes that the environment variables name. Raises `Unusable` without the library."""
     try:
-        from k8s_agent_sandbox import AsyncSandboxClient
+        from k8s_agent_sandbox.async_sandbox_client import AsyncSandboxClient
         from k8s_agent_sandbox.models import SandboxInClusterConnectionConfig
     except ModuleNotFoundError as error:
         raise Unusable(f"{POOL_ENV} needs the library {error.name}: run python -m pip install '{INSTALL}'") from None
-    client = AsyncSandboxClient(SandboxInClusterConnectionConfig(), cleanup=False)
+    client: AsyncSandboxClient[AsyncSandbox] = AsyncSandboxClient(SandboxInClusterConnectionConfig(), cleanup=False)
     return ClusterSandboxes(client, os.environ[POOL_ENV], os.environ.get(NAMESPACE_ENV, "default"))
 
 

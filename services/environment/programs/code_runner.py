@@ -29,8 +29,8 @@ def main() -> None:
     if os.getppid() != parent:
         return
     sys.path.insert(0, root)
-    from services.verifiers.sandbox.confine import confine_alone
-    from services.verifiers.sandbox.script import run
+    from services.confined.confine import confine_alone
+    from services.confined.script import run
 
     sys.path.remove(root)
     code = sys.stdin.buffer.read().decode(errors="replace")

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from services.confined import folder
+from services.confined.folder import FOLDER_BYTES, FOLDER_ENTRIES
+from services.confined.scratch import remove
+from services.confined.script import KEPT_BYTES, OUTPUT_BYTES
 from services.environment.programs import code_runner
 from services.environment.programs.tools import Callee, shortened
 from services.runtime.own_code import Unusable
 from services.runtime.process_tools import processors
-from services.verifiers.sandbox import folder
-from services.verifiers.sandbox.folder import FOLDER_BYTES, FOLDER_ENTRIES
-from services.verifiers.sandbox.scratch import remove
-from services.verifiers.sandbox.script import KEPT_BYTES, OUTPUT_BYTES
 
 LOOK_S = 0.1  # between checks of how full the folder is
 _ROOT = Path(__file__).resolve().parents[3]

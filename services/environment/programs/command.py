@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from services.confined import guard
+from services.confined.scratch import remove
 from services.environment.programs.loaded import BadReply
-from services.verifiers.sandbox import guard
-from services.verifiers.sandbox.scratch import remove
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Messages between pod and worker: msgpack frames over a socket pair (services/verifiers/sandbox/frames.py)."""
+"""Messages between pod and worker: msgpack frames over a socket pair (services/confined/frames.py)."""
 
 from __future__ import annotations
 

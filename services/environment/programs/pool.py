@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from services.config.environments import EnvironmentConfig
+from services.confined.scratch import sweep
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
-from services.verifiers.sandbox.scratch import sweep
 
 
 class ProgramPool:

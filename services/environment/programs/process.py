@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from services.config import RunConfig
@@ -24,18 +22,14 @@ from services.config.environments import (
     VerifiersEnvironment,
     code_of,
 )
+from services.confined.frames import BadFrame
+from services.confined.worker import Launch, NotStarted, Worker
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone, as_json
-from services.verifiers.sandbox import guard
-from services.verifiers.sandbox.frames import BadFrame, frame, read_frame
-from services.verifiers.sandbox.interpreters import in_interpreter, inherited
-from services.verifiers.sandbox.process import worker_environment
-from services.verifiers.sandbox.scratch import Scratch
 
-START_LIMIT_S = 120.0
+PROBE_LIMIT_S = 120.0
+"""Seconds for an interpreter to import what a worker needs."""
 STOP_LIMIT_S = 5.0
 """Seconds for a process to answer that a step has stopped; after that, its code is blocking it."""
-REAP_LIMIT_S = 10.0
-"""A guard ends its worker within milliseconds; past this limit it is killed."""
 NEEDED = ("msgspec", "pydantic")
 """Libraries that a worker needs in its virtual environment, besides those of its environment's kind."""
 BEGINNINGS = ("start", "restore", "run", "rows")
@@ -66,9 +60,10 @@ class ProgramProcess:
         self._environment = environment
         self._setup = setup_of(environment)
         self.rollouts = 0
-        self._scratch: Scratch | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        launch = Launch(
+            "services.environment.programs.worker", environment.inherited, interpreter=environment.interpreter, guarded=True
+        )
+        self._worker = Worker(launch)
         self._reading: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._programs: set[str] = set()  # rollouts whose programs are in this process
@@ -78,7 +73,7 @@ class ProgramProcess:
     @property
     def pid(self) -> int | None:
         """Process id, or None if there is no process."""
-        return self._process.pid if self._process else None
+        return self._worker.pid
 
     @property
     def alive(self) -> bool:
@@ -97,25 +92,15 @@ class ProgramProcess:
     async def _start(self) -> None:
         await self._end("was restarted")
         try:
-            ours, theirs = socket.socketpair()
-            self._scratch = Scratch()
-            with theirs:
-                self._process = _spawn(self._environment, theirs.fileno(), self._scratch.path)
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-            async with asyncio.timeout(START_LIMIT_S):
-                self._writer.write(frame(self._setup))
-                started = await read_frame(reader, Started)
-        except (TimeoutError, EOFError, OSError, ValueError) as error:
-            await self._end("did not start")
-            why = await asyncio.to_thread(_why_not, self._environment.interpreter, error)
-            raise ProgramUnusable(f"a worker of environment {self._environment.name!r} did not start: {why}") from None
-        except BaseException:
-            await self._end("was not wanted")
-            raise
+            started = await self._worker.start(self._setup, Started)
+        except NotStarted as error:
+            fault = await asyncio.to_thread(_fault_of, self._environment.interpreter)
+            why = f"did not start: {fault}" if fault else str(error)
+            raise ProgramUnusable(f"a worker of environment {self._environment.name!r} {why}") from None
         if started.error:
-            await self._end("could not be used")
+            await self._worker.kill()
             raise ProgramUnusable(f"environment {self._environment.name!r} cannot be used: {started.error}")
-        self._reading = asyncio.create_task(self._read(reader))
+        self._reading = asyncio.create_task(self._read())
 
     async def do(self, rollout: str, what: str, given: Any = None) -> StepDone:
         """Have a rollout's program do something. Raises `ProgramFailed`."""
@@ -163,9 +148,9 @@ class ProgramProcess:
 
     def drop(self, rollout: str) -> None:
         """Have a rollout's program end, without waiting for it."""
-        if self.alive and self._writer is not None and rollout in self._programs:
+        if self.alive and rollout in self._programs:
             self._programs.discard(rollout)
-            self._writer.write(frame(ProgramStep(next(self._numbers), rollout, "close")))
+            self._worker.post(ProgramStep(next(self._numbers), rollout, "close"))
 
     async def kill(self) -> None:
         """End the process, if any, and reap it; everything that waits for it fails."""
@@ -176,15 +161,13 @@ class ProgramProcess:
 
     def _send(self, step: ProgramStep) -> asyncio.Future[StepDone]:
         """Return the answer to a step. Raises TypeError and ValueError for what cannot be encoded."""
-        assert self._writer is not None, "the process is alive"
-        self._writer.write(frame(step))
+        self._worker.post(step)
         answer = self._waiting[step.id] = asyncio.get_running_loop().create_future()
         return answer
 
     async def _end(self, why: str, suspected: bool = True) -> None:
         """End the process, if any; `suspected`: a step running in it may be the cause."""
-        process, writer, reading, scratch = self._process, self._writer, self._reading, self._scratch
-        self._process = self._writer = self._reading = self._scratch = None  # another may be started meanwhile
+        reading, self._reading = self._reading, None  # another process may be started meanwhile
         self._programs.clear()
         if reading is not None and reading is not asyncio.current_task():
             reading.cancel()
@@ -192,18 +175,13 @@ class ProgramProcess:
             if not answer.done():
                 answer.set_exception(ProcessLost(f"its worker process {why}", suspected))
                 answer.exception()  # marks it as retrieved: perhaps nobody waits
-        if writer is not None:
-            writer.close()
-        if process is not None:
-            process.terminate()
-        if process is not None or scratch is not None:
-            await asyncio.shield(asyncio.to_thread(_clear, process, scratch))
+        await self._worker.kill()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self) -> None:
         why = "died"
         try:
             while True:
-                done = await read_frame(reader, StepDone)
+                done = await self._worker.receive(StepDone)
                 answer = self._waiting.get(done.id)
                 if answer is not None and not answer.done():
                     answer.set_result(done)
@@ -238,40 +216,14 @@ def setup_of(environment: EnvironmentConfig) -> ProgramSetup:
     return setup
 
 
-def _spawn(environment: EnvironmentConfig, descriptor: int, scratch: Path) -> subprocess.Popen[bytes]:
-    """Start a worker under a guard, which ends whatever it has started."""
-    variables = worker_environment(str(scratch), inherited(environment))
-    python, variables = in_interpreter(environment.interpreter, scratch, variables)
-    return subprocess.Popen(
-        [
-            *guard.guarded(),
-            python, "-m", "services.environment.programs.worker", str(descriptor), str(scratch),
-        ],
-        env=variables, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        process_group=0,  # keeps Ctrl-C from reaching it
-    )  # fmt: skip
-
-
-def _why_not(interpreter: str, error: Exception) -> str:
-    """Return why a worker did not start, as far as its interpreter's output shows."""
+def _fault_of(interpreter: str) -> str:
+    """Return why no worker can run in another interpreter, or "" if it has what every worker needs."""
     if not interpreter:
-        return f"{error!r}; see its output above"
+        return ""
     try:
-        done = subprocess.run([interpreter, "-c", f"import {', '.join(NEEDED)}"], capture_output=True, timeout=START_LIMIT_S)
+        done = subprocess.run([interpreter, "-c", f"import {', '.join(NEEDED)}"], capture_output=True, timeout=PROBE_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as missing:
         return f"interpreter = {interpreter!r} cannot be run ({missing}): make it with python -m venv, or correct the path"
     if done.returncode:
         return f"interpreter = {interpreter!r} lacks what every worker needs: run {interpreter} -m pip install {' '.join(NEEDED)}"
-    return f"{error!r}; see its output above"
-
-
-def _clear(process: subprocess.Popen[bytes] | None, scratch: Scratch | None) -> None:
-    """Wait for a guard that was told to exit, and for the processes it kills; then delete its worker's folder."""
-    if process is not None:
-        try:
-            process.wait(REAP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    if scratch is not None:
-        scratch.remove()
+    return ""

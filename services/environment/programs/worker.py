@@ -23,13 +23,13 @@ from typing import Any
 
 import msgspec
 
+from services.confined.frames import LENGTH, REPLY_BYTES, frame
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone, as_json
 from services.environment.programs.kind import Kind
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
 from services.environment.programs.tools import shortened
 from services.runtime.own_code import Unusable, reason_of
-from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
 
 THREADS = 512
 """Threads of `asyncio.to_thread`, which agents that block wait in: with Python's default of a few per processor, the wait for one

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from services.config import ConfigError, RunConfig
+from services.confined.scratch import Scratch
 from services.generator.engines.base import QUEUED_S, Gauges
 from services.generator.engines.vllm_arguments import (
     check_cpu_arguments,
@@ -32,7 +33,6 @@ from services.generator.engines.vllm_requests import continued_seed, generated, 
 from services.generator.engines.vllm_weights import WorkerWeights, bounded
 from services.protocol.messages import Round
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
-from services.verifiers.sandbox.scratch import Scratch
 from services.weights.receiver import EngineDead, TransferFailed
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 from services.config.environments import PythonEnvironment
+from services.confined import folder
+from services.confined.confine import OPEN_FILES_ALONE
+from services.confined.scratch import remove
 from services.environment.programs import code_runner as runner
 from services.environment.programs.code_tool import CodeTool
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.kinds import Conversing
 from services.environment.programs.pool import ProgramPool
 from services.runtime.own_code import Unusable
-from services.verifiers.sandbox import folder
-from services.verifiers.sandbox.confine import OPEN_FILES_ALONE
-from services.verifiers.sandbox.scratch import remove
 from tests.environment.programs.test_mcp import say
 from tests.support.harness import wait_until
 
@@ -279,7 +279,7 @@ POD = """
 import asyncio, json, sys
 from services.config.environments import PythonEnvironment
 from services.environment.programs.pool import ProgramPool
-from services.verifiers.sandbox.scratch import remove
+from services.confined.scratch import remove
 async def main():
     made = ProgramPool(PythonEnvironment(name="code", kind="python", tools=["python"], tool_timeout_s=300))
     await made.start()
@@ -308,7 +308,7 @@ async def test_a_killed_pod_leaves_nothing_behind(tmp_path: Path) -> None:
     old = time.time() - 3600
     os.utime(scratch, (old, old))
     swept = subprocess.run(  # noqa: ASYNC221
-        [sys.executable, "-c", "from services.verifiers.sandbox.scratch import sweep; print(sweep())"],
+        [sys.executable, "-c", "from services.confined.scratch import sweep; print(sweep())"],
         env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert (swept.strip(), os.listdir(tmp_path)) == ("1", [])

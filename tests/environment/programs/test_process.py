@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
+from pathlib import Path
 
 import pytest
 
 from services.config.environments import PythonEnvironment
 from services.environment.programs.process import ProcessLost, ProgramProcess
-from services.verifiers.sandbox.frames import LENGTH
+
+GARBAGE = """
+import os, struct, sys
+
+class Garbage:
+    def start(self, row):
+        body = bytes.fromhex(row["body"])
+        os.write(int(sys.argv[1]), struct.pack("<I", len(body)) + body)
+"""
 
 
-@pytest.mark.parametrize(
-    "body", [b"\x92\x01" + b"\x91" * 20_000 + b"\xc0", b"\x93\x01", b"\xc1"], ids=["deep", "cut", "no value"]
-)
-async def test_a_malformed_frame_ends_the_process(body: bytes) -> None:
-    process, reader = ProgramProcess(PythonEnvironment(name="e", kind="python", function="m:C")), asyncio.StreamReader()
-    answer = process._waiting[1] = asyncio.get_running_loop().create_future()
-    reader.feed_data(LENGTH.pack(len(body)) + body)
-    async with asyncio.timeout(10):
-        await process._read(reader)
+async def test_a_malformed_frame_ends_the_process(tmp_path: Path) -> None:
+    (tmp_path / "garbage.py").write_text(GARBAGE)
+    process = ProgramProcess(PythonEnvironment(name="e", kind="python", function=f"{tmp_path}/garbage.py:Garbage"))
+    for body in (b"\x92\x01" + b"\x91" * 20_000 + b"\xc0", b"\x93\x01", b"\xc1"):
+        await process.ensure()
         with pytest.raises(ProcessLost, match="wrote garbage and was killed"):
-            await answer
+            await process.do("0", "start", {"body": body.hex()})
+        assert not process.alive
+    await process.kill()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from k8s_agent_sandbox import AsyncSandboxClient
+from k8s_agent_sandbox.async_sandbox_client import AsyncSandboxClient
 from k8s_agent_sandbox.models import SandboxInClusterConnectionConfig
 from kubernetes_asyncio.client import ApiClient, Configuration
 

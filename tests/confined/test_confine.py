@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from services.config.data import FileSource
-from services.verifiers.base import Job
-from services.verifiers.sandbox.frames import Setup
-from services.verifiers.sandbox.process import WorkerProcess, _spawn
-from tests.support.preloading.starter import PLAIN
-from tests.support.verifiers import verifier
+from services.confined.worker import worker_environment
 
 KNOWN = platform.machine() in ("x86_64", "aarch64")
 
 INSIDE = """
 import fcntl, json, os, resource, socket, subprocess, sys, threading
 from pathlib import Path
-from services.verifiers.sandbox.confine import confine, limit_resources
+from services.confined.confine import confine, limit_resources
 
 scratch, outside = map(Path, sys.argv[1:])
 limit_resources(4 << 30)
@@ -89,31 +83,7 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
     secrets = ("GRPO_API_TOKEN", "GRPO_REDIS_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
     for name in secrets:
         monkeypatch.setenv(name, "hunter2")
-    monkeypatch.setenv(PLAIN, "1")  # so that the environment is the one passed to exec()
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    process = _spawn(0, str(tmp_path), False, ())
-    try:
-        deadline = time.monotonic() + 60
-        while not (environment := Path(f"/proc/{process.pid}/environ").read_bytes()):
-            assert time.monotonic() < deadline, "the kernel shows the environment shortly after exec() has returned"
-    finally:
-        process.kill()
-        process.wait()
+    environment = os.fsencode("\0".join(f"{name}={value}" for name, value in worker_environment(tmp_path, ()).items()))
     assert b"hunter2" not in environment
     assert b"TOKENIZERS_PARALLELISM" in environment
-
-
-def test_the_scratch_folder_is_deleted_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    source = FileSource(kind="jsonl", path="prompts.jsonl")
-    exact = verifier("exact")
-    setup = Setup([("exact", exact.model_dump(mode="json"))], [source.model_dump(mode="json")])
-    worker = WorkerProcess(setup, {"main": [("exact", exact)]})
-    with asyncio.Runner() as runner:
-        runner.run(worker.start())
-        (scratch,) = tmp_path.iterdir()
-        assert Path(f"/proc/{worker.pid}/cwd").resolve() == scratch
-        assert "Seccomp:\t2" in Path(f"/proc/{worker.pid}/status").read_text() or not KNOWN
-        assert runner.run(worker.score(Job("main", ["a", "b"], "a")))["exact"].scores == [1.0, 0.0]
-        runner.run(worker.kill())
-    assert list(tmp_path.iterdir()) == []

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.config.data import Source
 from services.config.verifiers import VerifierConfig
-from services.verifiers.base import Job, VerifierFailure
-from services.verifiers.results import Verdict
-from services.verifiers.sandbox.frames import Setup
-from services.verifiers.sandbox.process import WorkerProcess
-from services.verifiers.sandbox.scratch import sweep
+from services.confined.scratch import sweep
+from services.confined.worker import LOST, Launch, NotStarted, Worker
+from services.verifiers.base import Hello, Job, Setup, VerifierFailure
+from services.verifiers.results import Verdict, fault_of
 
 MEMORY_BYTES = 4 << 30
 """Address space of a worker with built-in verifiers: several times the size that the libraries map, and far below that of a
 tower of powers."""
+
+GRACE_S = 5.0
+"""A worker ends itself at a call's limit. If it does not, because it is stopped or stuck, it is killed this much later."""
 
 
 @dataclass
@@ -69,8 +71,8 @@ class VerifierPool:
         self._verifiers = {
             source.name: [(name, verifier) for name, verifier in verifiers if verifier.scores(source.name)] for source in sources
         }
-        self._workers = [WorkerProcess(setup, self._verifiers, freedoms.inherited, freedoms.withheld) for _ in range(workers)]
-        self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
+        self._workers = [ScoringWorker(setup, self._verifiers, freedoms) for _ in range(workers)]
+        self._idle: asyncio.LifoQueue[ScoringWorker] = asyncio.LifoQueue()
         self._replacing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -133,7 +135,7 @@ class VerifierPool:
         await asyncio.gather(*(worker.kill() for worker in self._workers))
         self._idle.put_nowait(self._workers[0])  # wakes a call that waits for one
 
-    def _hand_back(self, worker: WorkerProcess) -> None:
+    def _hand_back(self, worker: ScoringWorker) -> None:
         if worker.alive or self._closed:
             self._idle.put_nowait(worker)
             return
@@ -141,7 +143,7 @@ class VerifierPool:
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self, worker: WorkerProcess) -> None:
+    async def _replace(self, worker: ScoringWorker) -> None:
         """Restart a dead worker. If that fails, the next group tries again and reports the reason."""
         self.counts.restarts += 1
         try:
@@ -150,6 +152,72 @@ class VerifierPool:
             self.counts.failures += 1
         finally:
             self._idle.put_nowait(worker)
+
+
+class ScoringWorker:
+    """One worker process, which scores one group at a time and can be started again.
+
+    Guarantees: every exchange ends within its limit, with verdicts or with a `VerifierFailure`, after which the process is dead.
+    """
+
+    def __init__(self, setup: Setup, verifiers: Mapping[str, Sequence[tuple[str, VerifierConfig]]], freedoms: Freedoms) -> None:
+        """`verifiers`: source -> its verifiers by name."""
+        self._setup, self._verifiers = setup, verifiers
+        module = "services.verifiers.worker"
+        self._worker = Worker(Launch(module, freedoms.inherited, freedoms.withheld, prints=freedoms.prints))
+        self.needs: dict[str, list[str]] = {}
+        """Source -> fields of a group that its verifiers request, once started."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None if there is no process."""
+        return self._worker.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is running."""
+        return self._worker.alive
+
+    async def start(self) -> None:
+        """Start the process and wait until it is warm. Raises `VerifierFailure`."""
+        try:
+            hello = await self._worker.start(self._setup, Hello)
+        except NotStarted as error:
+            raise VerifierFailure(f"a verifier worker {error}") from None
+        if hello.error:
+            await self.kill()
+            raise VerifierFailure(hello.error)
+        self.needs = hello.needs
+
+    async def score(self, job: Job) -> dict[str, Verdict]:
+        """Return verifier -> its verdict on a group. Raises `VerifierFailure`. Cancelling the call kills the process."""
+        verdicts: dict[str, Verdict] = {}
+        fault = ""
+        verifiers, count = self._verifiers[job.source], len(job.completions)
+        allowed_s = sum(verifier.timeout_s for _, verifier in verifiers) * count + GRACE_S
+        try:
+            async with asyncio.timeout(allowed_s):
+                for name, verifier in verifiers:
+                    verdict = await (self._worker.receive(Verdict) if verdicts else self._worker.exchange(job, Verdict))
+                    verdicts[name] = verdict
+                    if found := verdict.error or fault_of(verdict, count, verifier.bounds):
+                        fault = fault or f"verifier {name!r} failed: {found}"
+                    if verdict.error:  # the worker has ended the group
+                        break
+        except LOST as error:
+            name, verifier = verifiers[min(len(verdicts), len(verifiers) - 1)]
+            why = await self._worker.end(error)
+            raise VerifierFailure(f"verifier {name!r}, timeout_s = {verifier.timeout_s:g}: {why}") from None
+        except BaseException:  # also cancellation: its answer to this group would be taken for the next group's
+            await self.kill()
+            raise
+        if fault:
+            raise VerifierFailure(fault)
+        return verdicts
+
+    async def kill(self) -> None:
+        """End the process, if any, and reap it."""
+        await self._worker.kill()
 
 
 def _encodable(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Messages between pool and worker: msgpack frames over a socket pair, each preceded by its length (4 bytes, little-endian)."""
+"""Messages between a worker process and who started it: msgpack frames over a socket pair, each preceded by its length (4 bytes,
+little-endian)."""
 
 from __future__ import annotations
 
@@ -19,23 +20,6 @@ REPLY_BYTES = 64 << 20
 
 class BadFrame(ValueError):
     """A worker sent a frame that none of our code would send."""
-
-
-class Setup(msgspec.Struct, array_like=True):
-    """First frame to a worker: what `model_dump(mode="json")` returns for verifiers and sources, and its permissions."""
-
-    verifiers: list[tuple[str, dict[str, Any]]]  # name, configuration
-    sources: list[dict[str, Any]]
-    network: bool = False
-    memory_bytes: int = 0  # of address space; 0: no limit
-    prints: bool = False  # whether what verifiers print is shown
-
-
-class Hello(msgspec.Struct, array_like=True):
-    """First frame of a worker: it is ready, or the reason why it cannot be."""
-
-    error: str = ""
-    needs: dict[str, list[str]] = {}  # source -> fields of a group that its verifiers request
 
 
 def frame(message: Any) -> bytes:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from services.verifiers.sandbox import guard
+from services.confined import guard
 
 MANY = """
 import os, sys, time
@@ -47,7 +47,7 @@ def test_a_guard_ends_quickly(code: str) -> None:
 
 SETUID = """
 import os, signal, subprocess
-from services.verifiers.sandbox import guard
+from services.confined import guard
 kill, other, own = os.kill, subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sleep", "60"])
 def refusing(pid, number):
     if pid == other.pid:

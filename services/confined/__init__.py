@@ -1,0 +1,1 @@
+"""Processes for code that is not ours: confined, limited, and ended with everything that they have started."""
