@@ -58,7 +58,7 @@ class Launch:
     """Whether its standard output is shown."""
 
 
-class Worker:
+class ConfinedWorker:
     """A process that can be started again."""
 
     def __init__(self, launch: Launch) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from services.config.data import Source
 from services.config.verifiers import VerifierConfig
 from services.confined.scratch import sweep
-from services.confined.worker import LOST, Launch, NotStarted, Worker
+from services.confined.worker import LOST, ConfinedWorker, Launch, NotStarted
 from services.verifiers.base import Hello, Job, Setup, VerifierFailure
 from services.verifiers.results import Verdict, fault_of
 
@@ -164,7 +164,7 @@ class ScoringWorker:
         """`verifiers`: source -> its verifiers by name."""
         self._setup, self._verifiers = setup, verifiers
         module = "services.verifiers.worker"
-        self._worker = Worker(Launch(module, freedoms.inherited, freedoms.withheld, prints=freedoms.prints))
+        self._worker = ConfinedWorker(Launch(module, freedoms.inherited, freedoms.withheld, prints=freedoms.prints))
         self.needs: dict[str, list[str]] = {}
         """Source -> fields of a group that its verifiers request, once started."""
 

@@ -253,7 +253,7 @@ async def test_a_verifier_that_raises_keeps_its_worker():
 async def test_a_worker_is_reaped_although_its_end_is_cancelled():
     async with running(verifier("exact")) as pool:
         (worker,) = pool._workers
-        process, folder = worker._process, worker._scratch
+        process, folder = worker._worker._process, worker._worker._scratch
         assert process is not None
         assert folder is not None
         ending = asyncio.create_task(worker.kill())

@@ -23,7 +23,7 @@ from services.config.environments import (
     code_of,
 )
 from services.confined.frames import BadFrame
-from services.confined.worker import Launch, NotStarted, Worker
+from services.confined.worker import ConfinedWorker, Launch, NotStarted
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone, as_json
 
 PROBE_LIMIT_S = 120.0
@@ -63,7 +63,7 @@ class ProgramProcess:
         launch = Launch(
             "services.environment.programs.worker", environment.inherited, interpreter=environment.interpreter, guarded=True
         )
-        self._worker = Worker(launch)
+        self._worker = ConfinedWorker(launch)
         self._reading: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._programs: set[str] = set()  # rollouts whose programs are in this process
