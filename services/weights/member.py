@@ -6,7 +6,7 @@ round gives it a full one; every acknowledgement names the round's attempt; whil
 declines at once a round that includes it; a pod that cannot reach the trainer reports so before a group is formed with it, and
 again when it can.
 Waits for: the round in Redis, operators. Unblocked by: the trainer (`sync`), the view (`pause`). Unblocks: the pod's pause
-(services/generator/pausing.py, `frozen`).
+(services/generator/loop.py, `frozen`).
 """
 
 from __future__ import annotations

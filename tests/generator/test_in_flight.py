@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from services.config import ConfigError
 from services.console.run.redis_server import RedisServer
+from services.generator.in_flight import InFlight
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollouts.in_flight import InFlight
 from services.protocol.messages import Span
 from services.rollouts.generated import Generated, SamplingParameters
 from tests.support.harness import small_config, wait_until

@@ -17,7 +17,7 @@ from services.rollouts.generated import Generated, SamplingParameters
 
 
 class InFlight:
-    """Sits between the training worker and the engine."""
+    """Stands between whoever wants completions and the engine."""
 
     def __init__(self, config: RunConfig, engine: Engine, metrics: GeneratorMetrics) -> None:
         self._mode, self._limit_s = config.sync.in_flight, config.sync.drain_deadline_s
