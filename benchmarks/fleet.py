@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import quantiles
@@ -44,8 +44,9 @@ from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import Store
-from services.weights.leader import SyncRounds
-from services.weights.member import WeightFollower
+from services.weights.rounds.leader import SyncRounds
+from services.weights.rounds.member import WeightFollower
+from services.weights.transport import Sender
 
 PROCESSES = 2
 CONNECTED_TOGETHER = 25
@@ -80,34 +81,20 @@ class NoEngine:
         """Do nothing: nothing runs."""
 
 
-class NoTransfer:
-    """The trainer's `WeightSender`, without weights."""
+class NoTransfer(Sender):
+    """A sender without weights."""
 
-    backend, ahead, sweeps = "none", False, False
+    backend = "none"
 
-    @property
-    def sent(self) -> dict[str, float]:
-        return {}
+    def __init__(self) -> None:
+        """Have nothing to send."""
 
-    def label(self, version: int, fence: int) -> None: ...
-
-    def members_hold(self, version: int | None) -> None: ...
-
-    def took(self, seconds: float) -> None: ...
-
-    def sweep(self, readers: Iterable[str]) -> None: ...
-
-    def open(self) -> tuple[str, int]:
+    def open(self, fence: int) -> tuple[str, int]:
+        """Return an address that nobody needs."""
         return "", 0
 
-    def absent(self, ranks: Iterable[int]) -> list[int]:
-        return []
-
-    def connect(self, world_size: int) -> None: ...
-
-    def send(self) -> None: ...
-
-    def close_group(self) -> None: ...
+    def send(self, version: int, fence: int, damaged: bool = False) -> None:
+        """Send nothing."""
 
 
 class Generator:
@@ -225,7 +212,7 @@ def opened(config: RunConfig, slots: int) -> Iterator[tuple[Portal, Store, SyncR
     notifications = Notifications()
     listening = portal.start(notifications.listen(store))
     try:
-        sender: Any = NoTransfer()
+        sender = NoTransfer()
         yield (
             portal,
             store,
@@ -266,7 +253,7 @@ def measure_one(folder: Path, options: argparse.Namespace, count: int) -> dict[s
     server.start()
     slots = int(options.tickets_per_s * (options.seconds + 2))
     config = bare_run(
-        folder, server, "run.name=fleet", f"admission.prompts_per_step={slots}", "sync.backend=gloo", "sync.join_deadline_s=120",
+        folder, server, "run.name=fleet", f"admission.prompts_per_step={slots}", "sync.backend=gloo", "sync.deadline_s=120",
         "fleet.ttl_s=60",
     )  # fmt: skip
     fleet = None

@@ -10,10 +10,9 @@ time, always into the same memory. Several sets of processes are measured one af
 takes 1.6 to 1.9 times as long for as long as they live, because their threads happen to share cores. For every size and number of
 receivers: `round_s`, `bytes_per_s` and `bandwidth_ratio` of a whole round with an existing group, from its opening to the last
 acknowledgement (goal: 0.8 of the bare broadcast's), `pause_share`, the longest pause of a generator over the round (goal: at most
-0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and `join`. These are with `sync.verify =
-false`; the prefix `verified_` marks each of them with checksums, and `delta_` with `sync.encoding = "delta"`, where a fiftieth of
-the bfloat16 weights change in their last bit before each round. The last line is one JSON object; its figures are named
-`<MB>mb_<receivers>.<figure>`. With `--gbit`, everything, including the broadcasts, passes a link of that speed.
+0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and `join`. All are with checksums, which the
+prefix `verified_` of the names says. The last line is one JSON object; its figures are named `<MB>mb_<receivers>.<figure>`. With
+`--gbit`, everything, including the broadcasts, passes a link of that speed.
 """
 
 from __future__ import annotations
@@ -48,17 +47,15 @@ from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.runtime.process_tools import free_port
 from services.store import Store
-from services.trainer.weight_sender import make_weight_sender
-from services.weights.collective import BUCKET_BYTES
-from services.weights.host_memory import lay_end_to_end
-from services.weights.leader import SyncRounds
-from services.weights.member import WeightFollower
-from services.weights.sender import WeightSender
+from services.weights.broadcast.host_memory import lay_end_to_end
+from services.weights.broadcast.sender import BroadcastSender
+from services.weights.buckets import BUCKET_BYTES
+from services.weights.rounds.leader import Send, SyncRounds
+from services.weights.rounds.member import WeightFollower
 from tests.support.scripted import ScriptedEngine
+from tests.support.senders import sender_of
 
 WIDTH = 1024  # of the model's square matrices: 2 MiB each
-MODES: dict[str, dict[str, Any]] = {"": {"verify": False}, "verified_": {}, "delta_": {"encoding": "delta"}}
-"""Prefixes of figures, and the keys of `sync` with which they are measured."""
 
 
 class TimedEngine(ScriptedEngine):
@@ -69,9 +66,9 @@ class TimedEngine(ScriptedEngine):
         await super().pause()
 
     async def receive(self, version: int) -> None:
-        assert self._staged is not None
-        await asyncio.to_thread(self._load, self._staged)
-        self._staged, self.version = None, version
+        assert self.staged is not None
+        await asyncio.to_thread(self._load, self.staged)
+        self.staged, self.version = None, version
 
     def _load(self, staged: dict[str, torch.Tensor]) -> None:
         if not self.weights:
@@ -173,7 +170,7 @@ def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..
     notifications = Notifications()
     listening = portal.start(notifications.listen(store))
 
-    def rounds(sender: WeightSender, send: Callable[[], None]) -> SyncRounds:
+    def rounds(sender: BroadcastSender, send: Send) -> SyncRounds:
         return SyncRounds(config, store, notifications, portal, fence, sender, send, lambda: None)
 
     try:
@@ -193,12 +190,11 @@ def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..
 def measure_one(
     config: RunConfig, folder: Path, megabytes: int, count: int, repeats: int, bucket_bytes: int
 ) -> dict[str, list[float]]:
-    """Return the figures of rounds that send `megabytes` of weights to `count` receivers, in each of `MODES`."""
+    """Return the figures of rounds that send `megabytes` of weights to `count` receivers."""
     torch.set_num_threads(1)  # contention between processes that each use all cores is not measured here
     layers = max(1, round(megabytes * 1e6 / (2 * WIDTH * (WIDTH + 1))))
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(layers)))
     lay_end_to_end(model)
-    figures: dict[str, list[float]] = {}
     with trainer_side(config) as (portal, store, rounds):
         receivers = Receivers(config, folder, count)
         try:
@@ -207,55 +203,38 @@ def measure_one(
             dist.init_process_group("gloo", init_method=address, world_size=count + 1, rank=0)
             while len(portal.call(store.fleet.members(config.fleet.ttl_s))) < count:
                 time.sleep(0.05)
-            for i, (prefix, keys) in enumerate(MODES.items()):
-                sync = config.sync.model_copy(update=keys)
-                sender = make_weight_sender(config.model_copy(update={"sync": sync}), model, 0, bucket_bytes)
-                try:
-                    found = _rounds(rounds, sender, receivers, repeats, (repeats + 2) * i, lambda: change(model))
-                finally:
-                    sender.close_group()
-                figures |= {f"{prefix}{name}": values for name, values in found.items()}
-            return figures
+            sender = sender_of(config, model, bucket_bytes=bucket_bytes)
+            assert isinstance(sender, BroadcastSender)
+            try:
+                return {f"verified_{name}": values for name, values in _rounds(rounds, sender, receivers, repeats).items()}
+            finally:
+                sender.close()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
             receivers.end()
 
 
-@torch.no_grad()
-def change(model: torch.nn.Module) -> None:
-    """Change the last bit of a fiftieth of the weights."""
-    for weight in model.parameters():
-        flat = weight.view(-1).view(torch.int16)
-        flat[torch.randint(0, flat.numel(), (max(1, flat.numel() // 50),))] ^= 1
-
-
 def _rounds(
-    rounds: Callable[..., SyncRounds],
-    sender: WeightSender,
-    receivers: Receivers,
-    repeats: int,
-    version: int,
-    train: Callable[[], None],
+    rounds: Callable[..., SyncRounds], sender: BroadcastSender, receivers: Receivers, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the figures of a group's rounds, alternating with bare broadcasts; `version` is the first."""
+    """Return the figures of a group's rounds, alternating with bare broadcasts."""
     sizes = [bucket.nbytes for bucket in sender.manifest.buckets]
     buffers: dict[int, torch.Tensor] = {}
     spent: list[float] = []
 
-    def send() -> None:
+    def send(version: int, fence: int, damaged: bool) -> None:
         started = time.perf_counter()
-        sender.send()
+        sender.send(version, fence, damaged)
         spent.append(time.perf_counter() - started)
 
     count, standing = len(receivers.processes), rounds(sender, send)
-    first = standing.run(version)
+    first = standing.run(0)
     assert len(first.members) == count
-    receivers.pauses(version)
+    receivers.pauses(0)
     figures: dict[str, list[float]] = {"first_s": [first.total_s]}
     for repeat in range(repeats + 1):
-        version += 1
-        train()
+        version = repeat + 1
         receivers.write(lambda _: sizes)
         started = time.perf_counter()
         _bare(sizes, buffers)

@@ -144,8 +144,8 @@ ALERTS = (
         _while_active("max by (run, pod) (grpo_generator_versions_behind unless grpo_generator_evaluating == 1) > 1"),
         "10m", "warning", f"{POD} does not get the current weights",
         "Until it catches up, it claims no tickets. Its log says why rounds fail there (`weight-sync round failed on this pod`): "
-        "a port of the trainer that it cannot reach, or a deadline that is too short (sync.join_deadline_s, "
-        "sync.transfer_deadline_s). Delete the pod to have it replaced.",
+        "a port of the trainer that it cannot reach, or a deadline that is too short "
+        "(sync.deadline_s). Delete the pod to have it replaced.",
     ),
     Alert(
         "GrpoSyncFails", "sum by (run) (increase(grpo_trainer_sync_failures_total[15m])) > 3", "0m", "warning",
@@ -246,7 +246,7 @@ ALERTS = (
         "GrpoPolicyGap", _while_active(f"{_step_metric('logprob_gap/train/mean')} > 0.2"), "15m", "warning",
         "Generators and trainer of run {{ $labels.run }} disagree on logprobs",
         "With little off-policy data (`staleness/trained/off_policy_share`) this means that they have different weights or "
-        "compute differently: check model.dtype, model.fp32_head, sync.verify, generator.engine_options.",
+        "compute differently: check model.dtype, model.fp32_head, generator.engine_options.",
     ),
     Alert(
         "GrpoLengthDrift", _while_active(f"{_step_metric('length/drift')} < 0.8"), "30m", "warning",

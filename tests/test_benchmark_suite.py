@@ -14,8 +14,8 @@ from benchmarks.suite.fitting import growth, power_law, relative
 from benchmarks.suite.page import write_page
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ("reuse", "kept_kv", "fleet")
-"""Benchmarks outside the suite: one takes half an hour, one a quarter of an hour, and one is part of `growth`."""
+BESIDE = ("reuse", "fleet")
+"""Benchmarks outside the suite: one takes half an hour, and one is part of `growth`."""
 REPORTS = re.compile(r"from benchmarks\.common import .*\breport\b")
 MACHINE = {"cpu": "a processor", "cores": 2, "memory_gib": 24.0, "load": [0.1, 0.1, 0.1]}
 

@@ -16,15 +16,13 @@ half of the free memory: the host of a virtual machine allocates memory at its f
 blake2b digest of its weights equals that of the trainer's; it misses some and catches up. Also `versions_compared`, `versions_s`.
 `sampled`: `versions_sampled`, the share of 1,000 versions of 1.6 MB, applied by a real vLLM, whose completions have the logprobs
 that `transformers` computes from the trainer's weights; `versions_told_apart`, the share where the previous weights give others.
-`pause`: `pause_s_per_gb`, from vLLM's pause until it resumes with the new weights, per GB of weights (goal 0.25).
+`pause`: `pause_s_per_gb`, from vLLM's pause until it resumes with the new weights, per GB of weights; on a CPU it repacks them.
 `lora`: `lora_share`, bytes of a version of adapters of rank 8 over those of the model (goal 0.01).
 `adapters`: `merged_speed`, vLLM's tokens/s with an adapter merged into its weights over those with an adapter served separately
 (adapters.py); `served_update_s`, time to replace a served adapter. Replacing a merged one takes as long as a pause.
 `link`: rounds over a link of 100 Mbit/s and 80 ms (slow_link.py; Redis and an S3 server behind it) and over loopback:
 `slow_link_ratio`, steps/s on the link over those on loopback, with rounds during the steps (goal 0.9); `slow_round_s`,
 `slow_join_s`.
-`kv`: `kv_keep_gain`, time from the end of a round until `--sequences` of 4,000 tokens have all sampled again, `sync.kv` recompute
-over keep (goal 5), with a model of 1.6 MB, since prefills of a larger one take minutes here.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":  # `python benchmarks/weights` from the repository's root
     sys.path.insert(0, str(Path(__file__).parent.parent.parent))
@@ -46,14 +45,14 @@ from safetensors.torch import save_file
 
 from benchmarks.common import arguments, report, run
 from benchmarks.weights import adapters, engine, late
-from services.trainer.weight_sender import make_sender
-from services.weights.collective import Deadline
+from services.weights.deadline import Deadline
+from services.weights.versions.encoder import ShardEncoder
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
-from services.weights.versions.sender import StoreWeightSender
+from tests.support.senders import sender_of
 
 FENCE, WARM, STEPS, RATE, VERSIONS, RANK, LATE = 1, 2, 4, 1e-6, 1500, 8, 7
-PARTS = ("encoding", "late", "versions", "sampled", "lora", "adapters", "pause", "link", "kv")
+PARTS = ("encoding", "late", "versions", "sampled", "lora", "adapters", "pause", "link")
 
 
 class Trained:
@@ -76,8 +75,7 @@ class Trained:
             self.published = copy.deepcopy(self.master).bfloat16()
         trained = [weight for weight in self.master.parameters() if weight.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=RATE if not lora else 10 * RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        self.sender = make_sender(config, self.published, 0, 1, lambda value: [value])
-        assert isinstance(self.sender, StoreWeightSender)
+        self.sender = sender_of(config, self.published)
         self.version = -1
 
     def step(self) -> float:
@@ -98,10 +96,9 @@ class Trained:
         """Publish the next version; return the seconds."""
         began = time.perf_counter()
         self.version += 1
-        self.sender.label(self.version, FENCE)
         if self.version == 0:
-            self.sender.open()
-        self.sender.send()
+            self.sender.open(FENCE)
+        self.sender.send(self.version, FENCE)
         return time.perf_counter() - began
 
     @property
@@ -113,22 +110,21 @@ class Trained:
 def encoding(model: Trained, samples: dict[str, list[float]]) -> None:
     """Measure real steps, each published."""
     model.send()
-    encoder = model.sender._encoder  # pyright: ignore[reportAttributeAccessIssue]
     spent: list[float] = []
-    encode = encoder.encode
+    encode = ShardEncoder.encode
 
-    def timed() -> Any:
+    def timed(encoder: ShardEncoder) -> Any:
         began = time.perf_counter()
-        made = encode()
+        made = encode(encoder)
         spent.append(time.perf_counter() - began)
         return made
 
-    encoder.encode = timed
     for i in range(WARM + STEPS):
-        step_s, send_s = model.step(), model.send()
+        with mock.patch.object(ShardEncoder, "encode", timed):
+            step_s, send_s = model.step(), model.send()
         if i < WARM:
             continue
-        sent = model.sender.sent
+        sent = model.sender.stats
         assert sent["delta"], "a version was written as an anchor"
         for name, value in {
             "delta_share": sent["share"], "changed_share": sent["changed"], "encode_share": spent[-1] / step_s,
@@ -163,7 +159,7 @@ def versions(folder: Path, samples: dict[str, list[float]]) -> None:
     torch.manual_seed(5)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(2)))
     config = engine.make_config(folder)
-    sender: Any = make_sender(config, model, 0, 1, lambda value: [value])
+    sender = sender_of(config, model)
     mirror, same, compared = WeightMirror(), 0, 0
     began = time.perf_counter()
     for version in range(VERSIONS):
@@ -171,12 +167,10 @@ def versions(folder: Path, samples: dict[str, list[float]]) -> None:
             for weight in model.parameters():
                 bits = weight.view(torch.int16)
                 bits += torch.where(torch.rand(weight.shape) < 0.02, torch.randint(-1, 2, weight.shape), 0).to(torch.int16)
-        sender.label(version, FENCE)
         if version == 0:
-            sender.open()
-        sender.send()
-        if sender.sweeps:
-            sender.sweep([])
+            sender.open(FENCE)
+        sender.send(version, FENCE)
+        sender.sweep(list)
         if version % 7 in (3, 4) and version != VERSIONS - 1:
             continue  # the receiver misses some, and catches up with several deltas
         held = dict(VersionReader(str(folder / "volume" / str(FENCE)), mirror).take(Deadline(60), version))
@@ -204,7 +198,7 @@ def lora(folder: Path, tokens: int, samples: dict[str, list[float]]) -> None:
     for _ in range(3):
         model.step()
         model.send()
-        samples.setdefault("lora_share", []).append(model.sender.sent["bytes"] / full)
+        samples.setdefault("lora_share", []).append(model.sender.stats["bytes"] / full)
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
@@ -228,8 +222,6 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         await adapters.adapters(folder / "adapters", samples)
     if "pause" in parts:
         await engine.pause(folder / "pause", samples)
-    if "kv" in parts:
-        await engine.kept(folder / "kv", options.sequences, samples)
     if model is not None and "link" in parts:
         from benchmarks.weights import link
 
@@ -241,7 +233,6 @@ def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per training step, a multiple of 512")
-    parser.add_argument("--sequences", type=int, default=64, help="sequences of the part `kv`, at most 64")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     return run(measure, parser.parse_args())
 

@@ -1,8 +1,7 @@
-"""The parts of benchmarks/weights with a real vLLM: pauses, tokens after an update, and a KV cache that is kept."""
+"""The parts of benchmarks/weights with a real vLLM: pauses, and tokens after an update."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,17 +14,16 @@ from services.config.load import validate
 from services.generator.engines.vllm import VllmEngine
 from services.protocol.messages import Round
 from services.rollouts.generated import SamplingParameters
-from services.trainer.weight_sender import make_sender
 from tests.support.models.tiny_vllm import reference_logprobs
+from tests.support.senders import sender_of
 
-SEQUENCES, LENGTH, PAUSES = 64, 4000, 6
+SEQUENCES, PAUSES = 64, 6
 SAMPLED, EQUAL = 1000, 2e-5  # versions; nats between logprobs that count as equal
 SMALL = {
     "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
 """Sizes of a model of 1.6 MB."""
-BESIDE = {"worker_extension_cls": "tests.weights.buffered_worker.WorkerExtension"}
 
 
 def make_model(folder: Path, **changed: int) -> Any:
@@ -69,21 +67,18 @@ def distinct(model: Any) -> list[torch.Tensor]:
 class Served:
     """A vLLM engine, and a trainer's model that it follows through a version store."""
 
-    def __init__(self, folder: Path, dtype: str, tokens: int, kv: str, sizes: Mapping[str, int], beside: bool = False) -> None:
-        """`sizes` override those of `make_model`. With `beside`, weights are loaded during sampling, even of a small model."""
+    def __init__(self, folder: Path, dtype: str, tokens: int, sizes: Mapping[str, int]) -> None:
+        """`sizes` override those of `make_model`."""
         self.model = make_model(folder, max_position_embeddings=tokens, **sizes).to(getattr(torch, dtype))
         self.nbytes = sum(weight.numel() * weight.element_size() for weight in distinct(self.model))
         self.config = make_config(
             folder,
             dtype,
             tokens,
-            generator={
-                "max_num_seqs": SEQUENCES,
-                "engine_options": {"kv_cache_memory_bytes": 1 << 30, **(BESIDE if beside else {})},
-            },
-            sync={"backend": "store", "folder": str(folder / "volume"), "kv": kv},
+            generator={"max_num_seqs": SEQUENCES, "engine_options": {"kv_cache_memory_bytes": 1 << 30}},
+            sync={"backend": "store", "folder": str(folder / "volume")},
         )
-        self.sender = make_sender(self.config, self.model, 0, 1, lambda value: [value])
+        self.sender = sender_of(self.config, self.model)
         self.engine, self.version = VllmEngine(), -1
 
     async def update(self) -> float:
@@ -92,9 +87,8 @@ class Served:
             for weight in distinct(self.model):
                 weight *= torch.where(torch.rand(weight.shape) < 0.02, 1.01, 1.0).to(weight.dtype)
         self.version += 1
-        self.sender.label(self.version, 1)
-        host, _ = self.sender.open()
-        self.sender.send()
+        host, _ = self.sender.open(1)
+        self.sender.send(self.version, 1)
         await self.engine.join(Round(0, self.version, "join", {}, 0, "store", host, 0, 0, 1), 1)
         await self.engine.stage(self.version)
         began = time.perf_counter()
@@ -106,7 +100,7 @@ class Served:
 
 async def pause(folder: Path, samples: dict[str, list[float]]) -> None:
     """Measure the pauses of an engine with 113 MB of weights."""
-    served = Served(folder, "bfloat16", 512, "recompute", {})
+    served = Served(folder, "bfloat16", 512, {})
     await served.engine.start(served.config)
     try:
         await served.update()  # the first one is an anchor, and allocates memory
@@ -123,7 +117,7 @@ async def sampled(folder: Path, samples: dict[str, list[float]]) -> None:
 
     Also measure the share for which the previous weights give other logprobs: only those prove anything.
     """
-    served = Served(folder, "float32", 512, "recompute", SMALL, beside=True)
+    served = Served(folder, "float32", 512, SMALL)
     await served.engine.start(served.config)
     equal, told_apart, began = 0, 0, time.perf_counter()
     prompt = torch.randint(3, 1024, (32,)).tolist()
@@ -140,39 +134,3 @@ async def sampled(folder: Path, samples: dict[str, list[float]]) -> None:
     samples["versions_sampled"] = [equal / SAMPLED]
     samples["versions_told_apart"] = [told_apart / SAMPLED]
     samples["sampled_s"] = [time.perf_counter() - began]
-
-
-async def kept(folder: Path, sequences: int, samples: dict[str, list[float]]) -> None:
-    """Measure the time from a round until all of `sequences` long sequences sample again, with and without their KV cache."""
-    for kv in ("recompute", "keep"):
-        served = Served(folder / kv, "float32", LENGTH + 256, kv, SMALL)
-        await served.engine.start(served.config)
-        try:
-            await served.update()
-            prompts = torch.randint(3, 1024, (sequences, LENGTH)).tolist()
-            running = [
-                asyncio.create_task(served.engine.generate(f"long-{i}", prompt, i, SamplingParameters(200)))
-                for i, prompt in enumerate(prompts)
-            ]
-            await _all_begun(served.engine, running)
-            await served.update()
-            began, before = time.perf_counter(), _made(served.engine)
-            while any(made <= before.get(name, 0) for name, made in _made(served.engine).items()):
-                await asyncio.sleep(0.005)
-            samples[f"kv_{kv}_s"], samples[f"kv_{kv}_sequences"] = [time.perf_counter() - began], [float(len(before))]
-            await served.engine.abort()
-            await asyncio.gather(*running)
-        finally:
-            await served.engine.close()
-    samples["kv_keep_gain"] = [samples["kv_recompute_s"][0] / samples["kv_keep_s"][0]]
-
-
-def _made(engine: VllmEngine) -> dict[str, int]:
-    """Return the number of tokens so far, by sequence."""
-    return {name: len(partial.tokens) for name, partial in engine.snapshot().items()}
-
-
-async def _all_begun(engine: VllmEngine, running: list[asyncio.Task[Any]]) -> None:
-    """Wait until every sequence that has not ended by then has sampled two tokens; some end early, by sampling the end token."""
-    while len(made := _made(engine)) + sum(task.done() for task in running) < len(running) or min(made.values(), default=2) < 2:
-        await asyncio.sleep(0.05)

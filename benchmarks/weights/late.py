@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from services.weights.collective import Deadline
+from services.weights.deadline import Deadline
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
 
@@ -34,7 +34,7 @@ def seconds(side: str, folder: Path, version: int, expected: Path) -> float:
 def use_memory() -> None:
     """Use half of the free memory, up to `USED_BYTES`, in a process that then ends."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    code = f"from services.weights.collective import huge_pages; huge_pages({min(USED_BYTES, free // 2)})[::4096] = 1"
+    code = f"from services.weights.buckets import huge_pages; huge_pages({min(USED_BYTES, free // 2)})[::4096] = 1"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

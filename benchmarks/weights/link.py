@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ import torch
 from benchmarks.slow_link import SlowLink
 from benchmarks.weights.engine import distinct
 from services.console.run.redis_server import RedisServer
-from services.weights.delivery import Delivery
-from services.weights.outcomes import SyncReport
+from services.weights.rounds.delivery import Delivery
 from tests.support.rounds_world import World, open_world
 from tests.support.servers.s3_server import BUCKET, S3Server
 
@@ -47,7 +45,7 @@ def _rounds(folder: Path, model: Any, port: int, slow: SlowLink | None, step_s: 
     redis = RedisServer(folder)
     redis.start()
     place = f"sync.folder=s3://{BUCKET}/{folder.name}"
-    limits = ("sync.join_deadline_s=60", "sync.transfer_deadline_s=300")
+    limits = ("sync.deadline_s=300",)
     try:
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
         with open_world(folder, redis, "sync.backend=store", place, *limits, model=model) as world:
@@ -55,7 +53,7 @@ def _rounds(folder: Path, model: Any, port: int, slow: SlowLink | None, step_s: 
                 _behind(world, redis, port, slow)
             world.member("generator")
             join_s, rounds, steps = world.train(0).total_s, list[float](), list[float]()
-            delivery = Delivery(world.rounds, world.portal, world.rounds.notifications, _publish(world), lambda: None)
+            delivery = Delivery(world.rounds, lambda: None)
             for version in range(1, ROUNDS + 1):
                 began = time.monotonic()
                 time.sleep(step_s)
@@ -75,13 +73,6 @@ def _rounds(folder: Path, model: Any, port: int, slow: SlowLink | None, step_s: 
             return join_s, rounds, steps
     finally:
         redis.stop()
-
-
-def _publish(world: World) -> Callable[[SyncReport], None]:
-    def publish(report: SyncReport) -> None:
-        world.portal.call(world.store.steps.publish(world.fence, report.version))
-
-    return publish
 
 
 def _behind(world: World, redis: RedisServer, port: int, slow: SlowLink) -> None:

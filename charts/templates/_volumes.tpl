@@ -101,8 +101,8 @@ projected:
     {{- end }}
 {{- end }}
 
-{{/* true if weights pass through the volume of the runs: as files, or in a store of versions that is not a bucket. */}}
+{{/* true if weights pass through the volume of the runs, in a store of versions that is not a bucket. */}}
 {{- define "grpo.weightsVolume" -}}
 {{- $backend := dig "sync" "backend" "auto" .Values.config }}
-{{- or (eq $backend "filesystem") (and (eq $backend "store") (not (contains "://" (dig "sync" "folder" "" .Values.config)))) }}
+{{- and (eq $backend "store") (not (contains "://" (dig "sync" "folder" "" .Values.config))) }}
 {{- end }}

@@ -15,7 +15,7 @@ from services.config.verifiers import check_verifiers
 
 def broken(config: RunConfig) -> Iterator[str]:
     """Return the broken rules, naming the keys, their values and the remedy."""
-    for rule in (_room, _replay, _training, _sync, _tls, _scores, _rewards):
+    for rule in (_room, _replay, _training, _tls, _scores, _rewards):
         yield from rule(config)
     sources, evaluation = config.all_sources, config.evaluation
     room = config.data.max_prompt_tokens, config.model.max_tokens
@@ -97,27 +97,6 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves no step of run.steps = {config.run.steps} for "
             f'optimizer.schedule = "{optimizer.schedule}": lower optimizer.warmup_steps'
-        )
-
-
-def _sync(config: RunConfig) -> Iterator[str]:
-    """Check that the weights' folder is one, and that what changed can be written where the weights are."""
-    if config.sync.backend == "filesystem" and "://" in config.sync.folder:
-        yield (
-            f'sync.folder = {config.sync.folder!r} and sync.backend = "filesystem" are incompatible: it needs a folder; name '
-            'one, or set sync.backend = "store"'
-        )
-    if config.sync.encoding != "sparse":
-        return
-    if config.sync.backend != "nccl":
-        yield (
-            f'sync.encoding = "sparse" and sync.backend = "{config.sync.backend}" are incompatible: it writes into the memory of '
-            'GPUs; set sync.backend = "nccl", or sync.encoding = "delta"'
-        )
-    if config.lora.rank:
-        yield (
-            f'sync.encoding = "sparse" and lora.rank = {config.lora.rank} are incompatible: no rank has a share of '
-            'the weights that merging changes; set sync.encoding = "full", or lora.rank = 0'
         )
 
 

@@ -44,8 +44,15 @@ REPLACED = {
     "evaluation.final_s": "was removed, and the last round may take 10 minutes: remove the key",
     "admission.overtake": "was removed, and a step waits ten minutes for an older ticket: remove the key",
     "tracing.share": "was removed, and samples.share is used: set samples.share",
-    "sync.drain_deadline_s": "was removed, and half of sync.join_deadline_s or sync.transfer_deadline_s, whichever is less, is "
-    "used: remove the key",
+    "sync.drain_deadline_s": "was removed, and unfinished completions are kept when new weights are applied: remove the key",
+    "sync.in_flight": "was removed, and unfinished completions are kept when new weights are applied: remove the key",
+    "sync.kv": "was removed, and unfinished completions keep their KV cache: remove the key",
+    "sync.verify": "was removed, and checksums of the received weights are always compared: remove the key",
+    "sync.verify_loaded": "was removed: remove the key",
+    "sync.encoding": 'was removed, and gloo and nccl send all weights: remove the key, or set sync.backend = "store", which '
+    "stores what changed",
+    "sync.join_deadline_s": "was merged into sync.deadline_s, of which joining has at most 20 s: remove the key",
+    "sync.transfer_deadline_s": "is sync.deadline_s now: set sync.deadline_s",
     **{
         f"sampling.{name}": "was removed, since only the whole distribution can be trained on: with a truncated one the engine's "
         "logprobs would be relative to the tokens that it kept and the trainer's to all, which biases their ratios "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.config.base import Section
 
@@ -61,48 +61,34 @@ class Generator(Section):
 class Sync(Section):
     """Weight-sync rounds between the trainer and the generators."""
 
-    backend: Literal["auto", "gloo", "nccl", "filesystem", "store"] = "auto"
-    """`nccl` for GPUs, `gloo` for CPUs; `auto` chooses one of them. `filesystem` and `store` need no network between the
-    trainer and the generators. `filesystem`: all weights pass through files in `sync.folder`. `store`: `sync.folder` keeps the
-    last versions, each as the changes since the previous one; generators fetch them while they sample, without the trainer."""
+    backend: Literal["auto", "gloo", "nccl", "store"] = "auto"
+    """`nccl` for GPUs, `gloo` for CPUs; `auto` chooses one of them. `store` needs no network between the trainer and the
+    generators: `sync.folder` keeps the last versions, each as the changes since the previous one, and generators fetch them while
+    they sample, without the trainer."""
     folder: str = ""
-    """`filesystem` and `store`: a folder on a volume that the trainer and the generators share, used by this run alone. Empty:
-    `weights` in the run's folder. `store` also takes a URL: `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`."""
-    encoding: Literal["full", "delta", "auto", "sparse"] = "full"
-    """What a round of `gloo`, `nccl` or `filesystem` sends. `full`: all weights. `delta`: the bits that changed, if every member
-    of the round has the version sent last, and all weights otherwise. `auto`: whichever of the two took less time; the other is
-    tried again from time to time. With `delta` and `auto`, the trainer's rank 0 and each rank of a generator keep a copy of the
-    weights in host memory. `sparse`, only with `backend = "nccl"`: as `delta`, but every trainer rank finds on its GPU which
-    values of its share of the weights changed, and keeps a copy of that share there; generators write them into the tensors that
-    they sample with. Nothing passes through host memory. Not yet run between two GPUs. `store` always sends only changes."""
-    in_flight: Literal["keep", "drain", "abort"] = "keep"
-    """What happens to unfinished completions when new weights are applied. `keep` continues them under the new weights and
-    records the policy version of every token; `drain` starts no others and lets them finish first, for up to half of
-    `join_deadline_s` or `transfer_deadline_s`, whichever is less; `abort` restarts them. With `drain` and `abort` every
-    completion has a single version."""
-    kv: Literal["keep", "recompute"] = "keep"
-    """What happens to the KV cache when new weights are applied. `keep` lets unfinished completions continue with their KV
-    cache, computed under older weights; requests that reach the engine later never use it. `recompute` drops it, and they are
-    prefilled again under the new weights, which takes time, but then their later tokens depend on the new weights alone. In
-    both cases the logprobs are those with which the tokens were sampled."""
+    """`store`: a folder on a volume that the trainer and the generators share, used by this run alone, or a URL:
+    `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`. Empty: `weights` in the run's folder."""
     host: str = ""
     """Address at which generators reach trainer rank 0. Empty: the trainer's host name, or 127.0.0.1 in `grpo run`."""
-    verify: bool = True
-    """Compare checksums of the received weights with the trainer's. Over a network this takes a few per cent of a round."""
-    verify_loaded: bool = False
-    """Compare the tensors that vLLM has after loading with the weights that arrived, during the pause. A generator whose tensors
-    differ does not sample until it has loaded other weights. Quantized models and layers that vLLM repacks (on CPUs, all linear
-    layers) are not compared."""
-    join_deadline_s: float = Field(default=20.0, gt=0)
-    """Seconds that a generator has to join a round and pause; after that the round proceeds without it."""
-    transfer_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds that a broadcast or an apply may take; after that the group is dissolved and the round continues in a new epoch."""
+    deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds that a generator has to receive and apply a version; after that the round continues without it. To join a round and
+    to pause it has 20 of them."""
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _not_removed(cls, backend: object) -> object:
+        if backend == "filesystem":
+            raise ValueError('was removed: set "store", which needs the same shared volume and sends less')
+        return backend
 
     @property
-    def drain_deadline_s(self) -> float:
-        """Seconds after which `drain` restarts completions: it leaves as much time for the phase that waits for it."""
-        return min(self.join_deadline_s, self.transfer_deadline_s) / 2
+    def answer_s(self) -> float:
+        """Seconds that a generator has to join a round, and to pause."""
+        return min(ANSWER_S, self.deadline_s)
 
+
+ANSWER_S = 20.0
+"""Limit of the phases of a round in which no weights are sent: they take tenths of a second."""
 
 OWNED_OPTIONS = {
     "logprobs_mode": "the trainer recomputes the logprobs of the distribution that tokens were sampled from",

@@ -176,14 +176,11 @@ class RunConfig(Section):
         return (self.admission.max_staleness + 1) * self.admission.prompts_per_step
 
     @property
-    def weights_folder(self) -> Path:
-        """Folder through which weights pass with `sync.backend = "filesystem"`."""
-        return Path(self.sync.folder or Path(self.run.dir) / self.run.name / "weights")
-
-    @property
     def weights_place(self) -> str:
         """Folder or URL of the versions with `sync.backend = "store"`."""
-        return self.sync.folder if "://" in self.sync.folder else str(self.weights_folder.absolute())
+        if "://" in self.sync.folder:
+            return self.sync.folder
+        return str(Path(self.sync.folder or Path(self.run.dir) / self.run.name / "weights").absolute())
 
     @property
     def data_parallel(self) -> int:

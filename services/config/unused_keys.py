@@ -142,14 +142,8 @@ def _training(config: RunConfig) -> Rules:
 
 
 def _sync(config: RunConfig) -> Rules:
-    sync = config.sync
-    if sync.backend not in ("filesystem", "store"):
-        yield "sync.folder", f'with sync.backend = "{sync.backend}"', 'set sync.backend = "filesystem" or "store"'
-    if sync.backend == "store":
-        yield "sync.encoding", 'with sync.backend = "store"', "remove the key: a store always has what changed"
-    if sync.in_flight != "keep":
-        reason = f'with sync.in_flight = "{sync.in_flight}", which leaves no completion to keep it for'
-        yield "sync.kv", reason, 'set sync.in_flight = "keep"'
+    if config.sync.backend != "store":
+        yield "sync.folder", f'with sync.backend = "{config.sync.backend}"', 'set sync.backend = "store"'
 
 
 def _evaluation(config: RunConfig) -> Rules:

@@ -8,8 +8,8 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.generator.concurrency import REASONS, Limit
 from services.generator.engines.base import Gauges
+from services.generator.rollouts.concurrency import REASONS, Limit
 from services.protocol.messages import SYNC_PHASES, Header
 from services.rollouts.holding import FAILURES
 from services.runtime.metrics import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
@@ -80,9 +80,6 @@ class GeneratorMetrics(Metrics):
     )  # fmt: skip
     handed_back_tokens: Counter = counter(
         "grpo_generator_handed_back_tokens_total", "tokens", "Completion tokens saved with tickets handed back in a drain."
-    )
-    discarded_tokens: Counter = counter(
-        "grpo_generator_discarded_tokens_total", "tokens", "Completion tokens discarded on a change of weights (sync.in_flight)."
     )
     generate_s: Histogram = histogram(
         "grpo_generator_generate_seconds", "seconds", "Time from the claim to the last token of a group."

@@ -11,15 +11,17 @@ import contextlib
 from services.generator.api import add_routes
 from services.generator.engines.base import make_engine
 from services.generator.engines.tokenizer import load_tokenizer
-from services.generator.loop import PARTIAL_EVERY_S, GeneratorLoop
+from services.generator.loop import PARTIAL_EVERY_S, RolloutLoop
 from services.generator.metrics import GeneratorMetrics, VllmMetrics
+from services.generator.pausing import Pausing
+from services.generator.rollouts.evaluation import EvaluationWorker
 from services.http.entry import load_pod
 from services.runtime.loops import Broken, Fatal, Loop, after
 from services.runtime.service import LOOP_LIMIT_S, Service
 from services.verifiers.base import VerifierFailure
 from services.verifiers.scoring import Scoring
-from services.weights.member import WeightFollower
 from services.weights.receiver import EngineDead
+from services.weights.rounds.member import WeightFollower
 
 ACTIVITY_S = 0.1  # between polls of what the pod is doing
 STOPPED = ("pause", "paused", "transfer")
@@ -36,14 +38,17 @@ class GeneratorPod:
         service.registry.register(VllmMetrics())
         self.service, self.engine = service, make_engine(config)
         self.verifiers = Scoring(config, config.all_sources)
-        self.loop = GeneratorLoop(service, self.engine, load_tokenizer(config), self.verifiers, metrics)
-        self.weights = WeightFollower(service, self.engine, metrics, self.loop.evaluation, self.loop.in_flight)
+        tokenizer = load_tokenizer(config)
+        self.evaluation = EvaluationWorker(service, self.engine, tokenizer, self.verifiers, metrics)
+        self.rollouts = RolloutLoop(service, self.engine, tokenizer, self.verifiers, metrics, self.evaluation)
+        self.weights = WeightFollower(service, self.engine, metrics, self.evaluation)
+        self.pausing = Pausing(service, self.weights, (self.rollouts, self.evaluation))
         self._loaded, self._metrics = asyncio.Event(), metrics
-        service.ready = self.loop.why_idle
+        service.ready = self.rollouts.why_idle
 
     async def run(self) -> None:
         """Run the pod from start to end."""
-        add_routes(self.service, self.loop)
+        add_routes(self.service, self.rollouts)
         self._add_loops()
         async with contextlib.AsyncExitStack() as stack:  # which closes each part even if closing another is cancelled
             for part in (self.engine, self.verifiers):
@@ -55,12 +60,14 @@ class GeneratorPod:
         add, config = self.service.add_loop, self.service.config
         lease_limit_s = LOOP_LIMIT_S + config.generator.lease_s
         add("weights", after(self._loaded, self.weights.follow))
-        add("pause", after(self._loaded, lambda loop: self.loop.follow_pause(loop, lambda: self.weights.frozen)))
-        add("leases", after(self._loaded, self.loop.tickets.renew), lease_limit_s)
-        add("partials", after(self._loaded, self.loop.save_partials), LOOP_LIMIT_S + PARTIAL_EVERY_S)
-        add("concurrency", after(self._loaded, self.loop.adapt))
+        add("pause", after(self._loaded, self.pausing.follow))
+        add("leases", after(self._loaded, self.rollouts.renew), lease_limit_s)
+        add("partials", after(self._loaded, self.rollouts.save_partials), LOOP_LIMIT_S + PARTIAL_EVERY_S)
+        add("evaluation", after(self._loaded, self.evaluation.work))
+        add("evaluation leases", after(self._loaded, self.evaluation.renew), lease_limit_s)
+        add("concurrency", after(self._loaded, self.rollouts.adapt))
         add("activity", self._note_activity)
-        add("gauges", after(self._loaded, self.loop.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
+        add("gauges", after(self._loaded, self.rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
 
     async def _work(self, loop: Loop) -> None:
         """Load, claim and complete tickets until stopped, then leave without delaying a sync round.
@@ -73,7 +80,8 @@ class GeneratorPod:
             self.service.say(phase="unsynced", world=self.engine.world)
             self._loaded.set()
         loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
-        await self.loop.work(loop)
+        await self.rollouts.work(loop)
+        await self.evaluation.drain()
         if not self.service.view.ended:
             await self.weights.released(ROUND_S)
 
@@ -95,18 +103,18 @@ class GeneratorPod:
         if not self._loaded.is_set():
             return "loading"
         round_phase = self._metrics.rounds.phase
-        sampling = self.loop.in_flight.busy or self.loop.evaluating
+        sampling = bool(self.rollouts.generating or len(self.rollouts.serving)) or self.rollouts.evaluating
         if status.paused:
             return "paused"
         if round_phase in STOPPED or (round_phase and not sampling):
             return "syncing"
-        if self.loop.evaluating:
+        if self.rollouts.evaluating:
             return "evaluating"
         if sampling:
             return "generating"
-        if self.loop.busy:
+        if self.rollouts.busy:
             return "scoring"
-        behind = self.engine.version < 0 or (state is not None and self.loop.weights != state.published)
+        behind = self.engine.version < 0 or (state is not None and self.rollouts.held != state.published)
         return "syncing" if behind else "idle"
 
     async def _load(self) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 9
 """Schema version of all messages and of the key layout; stored in the run's hash and checked by every service."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to complete. Produced by dataprep, consumed by generators."""
 
-    id: str  # "<epoch>-<index>", index = row in the data set; of an evaluation "<source>:<index>"
+    id: str  # "<epoch>-<index>", index = row in the data set
     seq: int  # position in the run's issue order, from 0
     epoch: int
     index: int
@@ -29,7 +29,6 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     source: str  # name of the prompt source; its verifiers score the completions
     trace: str = ""  # trace context (services/runtime/tracing); empty: no trace
     row: str = ""  # JSON of `Row`, for verifiers that are given it; empty: none is
-    version: int | None = None  # policy version that samples it alone, to evaluate it; None: to train on, by what is published
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -178,9 +177,9 @@ class Round(msgspec.Struct, frozen=True):
     phase: str  # gather | join | pause | transfer | done | failed
     members: dict[str, int]  # member -> first rank in the group; the sender is rank 0
     world_size: int
-    backend: str  # gloo | nccl | filesystem | store
-    host: str  # where members meet the sender, from gather on; for filesystem and store, a folder below the run's weights
-    port: int  # 0 for filesystem and store
+    backend: str  # gloo | nccl | store
+    host: str  # where members meet the sender, from gather on; for store, a folder below the run's weights
+    port: int  # 0 for store
     attempt: int  # grows with every round opened; acknowledgements name it
     trainer_fence: int  # fence of the trainer: weights of one version are the same only if it is the same too
 

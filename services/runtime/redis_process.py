@@ -97,7 +97,7 @@ class RedisProcess:
         )
         try:
             self._wait()
-        except BaseException:  # also Ctrl-C: no server may stay
+        except BaseException:
             self.kill()
             raise
 

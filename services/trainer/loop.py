@@ -37,8 +37,8 @@ from services.trainer.step.policy import Trained
 from services.trainer.throughput import Throughput
 from services.trainer.weight_updates import WeightUpdates
 from services.trainer.worker import Worker
-from services.weights.delivery import DELIVERED
-from services.weights.outcomes import Stopped
+from services.weights.rounds.delivery import DELIVERED
+from services.weights.rounds.leader import Stopped
 
 log = structlog.get_logger()
 

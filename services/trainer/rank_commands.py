@@ -6,10 +6,11 @@ Guarantees: every rank performs the same operations in the same order, so their 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from services.trainer import ranks
 
-Operation = Callable[[int], object]
+Operation = Callable[[Any], object]
 
 
 class RankCommands:
@@ -19,7 +20,7 @@ class RankCommands:
         self._operations = dict(operations)
         self._in_step = True  # whether the others wait for rank 0's next command
 
-    def lead(self, name: str, argument: int = 0) -> object:
+    def lead(self, name: str, argument: Any = 0) -> object:
         """Rank 0: run `name` on all ranks. Returns this rank's result."""
         ranks.from_rank_0((name, argument))
         self._in_step = False

@@ -114,14 +114,3 @@ def request_stop() -> None:
 def stop_requested() -> bool:
     """Return whether any rank has asked rank 0 to stop. Not collective."""
     return dist.is_initialized() and bool(_get_default_store().check([STOP]))
-
-
-def to_rank_0(data: torch.Tensor | None, nbytes: int, source: int) -> torch.Tensor | None:
-    """Send `data`, [nbytes] uint8, from rank `source` to rank 0, which gets it; `source` is not 0. For these two ranks only."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    if data is not None:
-        dist.send(data.to(device), dst=0)
-        return None
-    received = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    dist.recv(received, src=source)
-    return received

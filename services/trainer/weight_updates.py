@@ -11,37 +11,42 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from services.protocol.errors import OutOfOrder
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.rank_commands import RankCommands
 from services.trainer.worker import Worker
-from services.weights.delivery import Delivery
-from services.weights.leader import SyncRounds
-from services.weights.outcomes import Alone, SyncReport
-from services.weights.sender import SendFailed
+from services.weights.rounds.delivery import Delivery
+from services.weights.rounds.leader import Alone, SyncReport, SyncRounds
+from services.weights.transport import SendFailed
 
 
 class WeightUpdates:
     """Sends versions, and measures what they cost the trainer."""
 
     def __init__(
-        self, service: Service, portal: Portal, fence: int, worker: Worker, commands: RankCommands, recovery: Recovery,
-        metrics: TrainerMetrics, tick: Callable[[], None], ending: Callable[[], bool], say: Callable[..., None],
-    ) -> None:  # fmt: skip
+        self,
+        service: Service,
+        portal: Portal,
+        fence: int,
+        worker: Worker,
+        commands: RankCommands,
+        recovery: Recovery,
+        metrics: TrainerMetrics,
+        tick: Callable[[], None],
+        ending: Callable[[], bool],
+        say: Callable[..., None],
+    ) -> None:
         """While no generator takes the weights, `ending` is called and says whether the run is ending.
 
         `tick` is called in every wait; `say` updates the status that the fleet sees.
         """
-        self._store, self._call, self._fence = service.store, portal.call, fence
-        self._commands, self._recovery, self._sender, self._metrics = commands, recovery, worker.sender, metrics
-        self._ending, self._say, self._clock = ending, say, metrics.sync_clock()
+        self._commands, self._recovery, self._sender, self._ending, self._say = commands, recovery, worker.sender, ending, say
         self._rounds = SyncRounds(
-            service.config, service.store, service.notifications, portal, fence, self._sender, self._broadcast, tick, self._begins
+            service.config, service.store, service.notifications, portal, fence, worker.sender, self._send_on_all, tick, metrics
         )
-        self._delivery = Delivery(self._rounds, portal, service.notifications, self._publish, tick)
+        self._delivery = Delivery(self._rounds, tick)
         self._version = 0  # the weights of this process
         self._delivered: SyncReport | None = None  # the last round that ended
         self.spent_s = 0.0
@@ -81,18 +86,14 @@ class WeightUpdates:
         metrics = {"time/sync_s": self.spent_s}
         if (report := self._delivered) is None:
             return metrics | {"fleet/generators": 0.0}
+        stats = self._sender.stats
+        self._say(weights=stats)
         return metrics | {
             "time/transfer_s": report.transfer_s,
             "fleet/generators": float(len(report.members)),
             "sync/attempts": float(report.attempts),
-            **{f"sync/{name}": value for name, value in self._sent().items()},
+            **{f"sync/{name}": value for name, value in stats.items()},
         }
-
-    def _sent(self) -> dict[str, float]:
-        """Return the cost of the last version if it could be a delta, and report it to the fleet."""
-        sent = self._sender.sent
-        self._say(weights=sent)
-        return sent
 
     @contextlib.contextmanager
     def _syncing(self) -> Iterator[None]:
@@ -111,19 +112,9 @@ class WeightUpdates:
             self._delivered = report
             self._recovery.published(report.version)
 
-    def _publish(self, report: SyncReport) -> None:
-        """Publish, unless Redis has lost the commit of a step: the main thread repeats both, if it still can."""
-        with contextlib.suppress(OutOfOrder):
-            self._call(self._store.steps.publish(self._fence, report.version))
-
-    def _broadcast(self) -> None:
+    def _send_on_all(self, version: int, fence: int, damaged: bool) -> None:
         try:
-            self._commands.lead("send", self._version)
+            self._commands.lead("send", (version, fence, damaged))
         except SendFailed:
             self._commands.keep_waiting()  # the other ranks have finished gathering and wait for the next command
             raise
-
-    def _begins(self, phase: str) -> None:
-        self._clock.enter(phase)
-        if phase == "failed":
-            self._metrics.sync_failures.inc()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -23,11 +24,12 @@ from services.runtime.portal import Portal
 from services.store import Store
 from services.trainer import ranks
 from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Saved
+from services.trainer.model import lora
 from services.trainer.step import batches
 from services.trainer.step.logprob_gaps import GapSender
 from services.trainer.step.policy import Policy, Trained
 from services.trainer.step.prefetch import REFUSALS, Fetched, Prefetch
-from services.trainer.weight_sender import make_sender
+from services.weights.transport import make_sender
 
 log = structlog.get_logger()
 
@@ -46,9 +48,10 @@ class Worker:
         self.restored: Saved | None = None
         """The checkpoint that this process restored."""
         self.model_folder = folder / "model"
-        self.sender = make_sender(config, policy.module, policy.world.rank, policy.world.size, ranks.gather)
+        weights = lora.trained_weights(policy.module, config.lora)
+        self.sender = make_sender(config, weights, policy.world.rank, policy.world.size, ranks.gather)
 
-    def operations(self) -> dict[str, Callable[[int], object]]:
+    def operations(self) -> dict[str, Callable[[Any], object]]:
         """Return the operations by name, for `RankCommands`."""
         return {
             "train": self.train, "send": self.send, "save": self.save, "restore": self.restore, "export": self.export,
@@ -102,13 +105,13 @@ class Worker:
 
     def close(self) -> None:
         """Leave the weight group and drop prefetched data. Redis is not used afterwards."""
-        self.sender.close_group()
+        self.sender.close()
         self.prefetch.close()
         self.gaps.close()
 
-    def send(self, _: int) -> None:
-        """Broadcast the weights to the current group. Collective among ranks."""
-        self.sender.send()
+    def send(self, given: tuple[int, int, bool]) -> None:
+        """Send the weights, with the arguments of `Sender.send`. Collective among ranks."""
+        self.sender.send(*given)
 
     def save(self, step: int) -> str:
         """Write the checkpoint after `step`. Collective. Returns why that failed, or an empty string, on every rank."""

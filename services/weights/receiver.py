@@ -23,14 +23,6 @@ class WeightsChanged(TransferFailed):
         self.tensor = tensor
 
 
-class WeightsMisloaded(TransferFailed):
-    """The engine does not hold what was loaded into it, so it must not sample. `tensor` is the first weight that differs."""
-
-    def __init__(self, tensor: str) -> None:
-        super().__init__(f"loaded differs from what arrived: {tensor}")
-        self.tensor = tensor
-
-
 class WeightReceiver(Protocol):
     """Takes complete sets of weights, between `pause` and `resume`."""
 
@@ -47,9 +39,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop sampling; completions stay. Drop the KV cache with `sync.kv = "recompute"`, so that they are prefilled again after
-        `resume`, and where `sync.in_flight` keeps none. Raises `TransferFailed`.
-        """
+        """Stop sampling; completions stay, with their KV cache. Raises `TransferFailed`."""
         ...
 
     async def resume(self) -> None:
@@ -60,7 +50,7 @@ class WeightReceiver(Protocol):
         """Join the weight group of the round's epoch with ranks first_rank … first_rank + world - 1.
 
         Returns when every rank of the group is connected; sampling continues meanwhile. Leaves the previous group first. Raises
-        `TransferFailed` after `sync.join_deadline_s`, or `EngineDead`.
+        `TransferFailed` after `sync.answer_s`, or `EngineDead`.
         """
         ...
 
@@ -72,9 +62,7 @@ class WeightReceiver(Protocol):
     async def stage(self, version: int, limit_s: float | None = None) -> None:
         """Receive one full set of weights while sampling, for `receive` to apply; the current weights stay as they are.
 
-        `limit_s`: instead of `sync.transfer_deadline_s`.
-
-        Call it only if `stages` is true and after joining. Raises like `receive`.
+        `limit_s` replaces `sync.deadline_s`. Call it only if `stages` is true and after joining. Raises like `receive`.
         """
         ...
 
@@ -82,7 +70,7 @@ class WeightReceiver(Protocol):
         """Apply one full set of weights, either staged or received now, and stamp it `version`. Call it only while paused and
         joined.
 
-        Raises `WeightsChanged` if `sync.verify` finds a difference, `TransferFailed` after `sync.transfer_deadline_s` or when the
-        group breaks (see `whole` for both), or `EngineDead`.
+        Raises `WeightsChanged` if a checksum differs, `TransferFailed` after `sync.deadline_s` or when the group breaks (see
+        `whole` for both), or `EngineDead`.
         """
         ...

@@ -298,6 +298,10 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
         (["replay.max_uses=3"], "replay.max_uses = 3 cannot be reached"),
         (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise admission.max_staleness"),
         (["loss.denominator=constant"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
+        (
+            ["sync.backend=filesystem"],
+            "sync.backend = 'filesystem': was removed: set \"store\", which needs the same shared volume",
+        ),
         (["sampling.top_p=0.9"], "sampling.top_p = 0.9 was removed, since only the whole distribution can be trained on"),
         (["sampling.top_k=50"], "remove the key, and lower sampling.temperature or set evaluation.top_k instead"),
         (
@@ -350,19 +354,6 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
         (
             ["lora.rank=4", "reference.kind=polyak", "loss.kl_beta=0.1"],
             'lora.rank = 4 and reference.kind = "polyak" are incompatible: averaging adapters does not average the weights',
-        ),
-        (
-            ["sync.encoding=sparse"],
-            'sync.encoding = "sparse" and sync.backend = "auto" are incompatible: it writes into the memory',
-        ),
-        (
-            ["sync.encoding=sparse", "sync.backend=nccl", "lora.rank=4"],
-            'sync.encoding = "sparse" and lora.rank = 4 are incompatible: no rank has a share of the weights that merging '
-            'changes; set sync.encoding = "full"',
-        ),
-        (
-            ["sync.backend=filesystem", "sync.folder=s3://b/p"],
-            "sync.folder = 's3://b/p' and sync.backend = \"filesystem\" are incompatible: it needs a folder; name one, or set",
         ),
         (
             ["verifiers.0.weight=0"],

@@ -21,7 +21,6 @@ SOURCE, CLASS = "data.sources.0.environment=e", "environments.0.function=f.py:C"
 TOOLS = ["environments=[{kind='python', name='e', tools=['python']}]", SOURCE]
 PLAIN = ["environments=[{kind='python', name='e', function='f.py:C'}]", SOURCE]
 SERVER = ["environments=[{kind='mcp', name='e', command=['true']}]", SOURCE]
-STORE = "sync.backend=store"
 REMOTE = "verifiers=[{kind='http', url='http://h'}]"
 
 
@@ -46,7 +45,7 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("replay.priority=reward", [UNIFORM], 'with replay.sampler = "uniform"', [PRIORITIZED]),
     ("replay.priority=trainer", [PRIORITIZED], "with replay.max_uses = 1", [PRIORITIZED, "replay.max_uses=2"]),
     ("replay.importance_beta=0.4", [UNIFORM], 'with replay.sampler = "uniform"', [PRIORITIZED]),
-    ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=filesystem"]),
+    ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=store"]),
     ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
     ("generator.verifier_workers=3", [REMOTE], "without a verifier that runs on the generator's machine: add one", []),
     ("environments.0.options={a=1}", TURNS, "without function, whose arguments they are: name one", [*TOOLS, CLASS]),
@@ -58,8 +57,6 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("environments.0.memory_mib=99", PLAIN, "without the tool python", [*PLAIN, "environments.0.tools=['python']"]),
     ("environments.0.tool_timeout_s=9", PLAIN, "without the tool python", [*PLAIN, "environments.0.tools=['python']"]),
     ("lora.alpha=8", [], "with lora.rank = 0: set lora.rank", ["lora.rank=4"]),
-    ("sync.encoding=delta", [STORE], 'with sync.backend = "store": remove the key: a store always has what changed', []),
-    ("sync.kv=recompute", ["sync.in_flight=drain"], 'with sync.in_flight = "drain"', []),
     ("redis.ca_file=c", ["redis.url=redis://h:1"], "with redis.url = 'redis://h:1': use rediss://", ["redis.url=rediss://h:1"]),
     (
         "samples.share=0.5",

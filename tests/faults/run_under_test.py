@@ -58,13 +58,13 @@ TIMED = ("replay", "failing")
 
 SCRIPTED = (
     "run.seed=3", "generator.lease_s=2.0", "generator.verifier_workers=1", "generator.drain_s=3",
-    "checkpoint.every_steps=5", "sync.join_deadline_s=5", "sync.transfer_deadline_s=10", "trainer.deterministic=true",
+    "checkpoint.every_steps=5", "sync.deadline_s=10", "trainer.deterministic=true",
     "optimizer.learning_rate=1e-3", 'verifiers=[{kind="regex", pattern="[0-4]"}]',
     'api.token_file=""', 'redis.password_file=""',
 )  # fmt: skip
 VLLM = (
     "run.seed=3", "generator.lease_s=5.0", "generator.drain_s=3", "checkpoint.every_steps=5",
-    "fleet.ttl_s=5", "sync.join_deadline_s=10", "admission.prompts_per_step=8",
+    "fleet.ttl_s=5", "sync.deadline_s=20", "admission.prompts_per_step=8",
     "admission.max_staleness=1", "optimizer.warmup_steps=0",
     f'model.path="{ROOT / "build/arithmetic"}"',
 )  # fmt: skip

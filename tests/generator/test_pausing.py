@@ -11,13 +11,15 @@ from pathlib import Path
 import httpx
 
 from services.console.run.redis_server import RedisServer
-from services.generator.loop import GeneratorLoop
+from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
+from services.generator.pausing import Pausing
+from services.generator.rollouts.evaluation import EvaluationWorker
 from services.http.entry import open_service
 from services.protocol.messages import Round
 from services.runtime.service import Service
 from services.store import Store
-from services.weights.member import WeightFollower
+from services.weights.rounds.member import WeightFollower
 from tests.support import flow
 from tests.support.harness import PlainTokenizer, small_config, ticket, wait_until
 from tests.support.rounds_world import AnyVerifier
@@ -32,7 +34,7 @@ class Pod:
     """A complete generator, except that it takes part in no real sync round."""
 
     service: Service
-    loop: GeneratorLoop
+    loop: RolloutLoop
     engine: ScriptedEngine
     running: asyncio.Task[None]
 
@@ -57,12 +59,14 @@ async def pod(folder: Path, server: RedisServer, name: str = "generator-0") -> A
         await engine.start(config)
         engine.version = 0
         metrics = GeneratorMetrics(service.registry)
-        loop = GeneratorLoop(service, engine, PlainTokenizer(), AnyVerifier(), metrics)  # type: ignore[arg-type]
-        weights = WeightFollower(service, engine, metrics, loop.evaluation, loop.in_flight)
+        given = (service, engine, PlainTokenizer(), AnyVerifier(), metrics)
+        evaluation = EvaluationWorker(*given)  # type: ignore[arg-type]
+        loop = RolloutLoop(*given, evaluation)  # type: ignore[arg-type]
+        weights = WeightFollower(service, engine, metrics, evaluation)
         service.ready = loop.why_idle
         for title, body in (
-            ("leases", loop.tickets.renew), ("weights", weights.follow),
-            ("pause", lambda task: loop.follow_pause(task, lambda: weights.frozen)),
+            ("leases", loop.renew), ("weights", weights.follow), ("evaluation", evaluation.work),
+            ("pause", Pausing(service, weights, (loop, evaluation)).follow),
         ):  # fmt: skip
             service.add_loop(title, body)
         running = asyncio.create_task(service.run(loop.work))
@@ -101,9 +105,9 @@ async def test_keep_freezes_requests_where_they_are(tmp_path: Path, server: Redi
         answer = await ask(one, "/v1/pause", mode="keep", who="tester", why="lunch")
         assert answer["waiting_for"] == []
         assert (answer["mode"], answer["why"]) == ("keep", "tester: lunch")
-        made, held = one.tokens, set(one.loop.tickets.held)
+        made, held = one.tokens, set(one.loop.rollouts)
         await asyncio.sleep(0.5)
-        assert (one.tokens, set(one.loop.tickets.held)) == (made, held), "tokens were sampled during a pause"
+        assert (one.tokens, set(one.loop.rollouts)) == (made, held), "tokens were sampled during a pause"
         assert one.loop.why_idle() == "paused: tester: lunch"
         assert (await ask(one, "/v1/resume"))["waiting_for"] == []
         await wait_until(lambda: _all(store, 4), 60)
@@ -124,7 +128,7 @@ async def test_a_pod_that_receives_weights_can_be_paused(tmp_path: Path, server:
         store, arrived = one.service.store, asyncio.Event()
 
         async def stage(version: int) -> None:
-            one.engine._staged = {}
+            one.engine.staged = {}
             await arrived.wait()
 
         one.engine.stage = stage  # type: ignore[method-assign]
@@ -150,13 +154,13 @@ async def test_drain_lets_requests_finish_and_claims_no_more(tmp_path: Path, ser
         store = one.service.store
         await issue(store, 12)  # a pod holds at most eight
         await wait_until(lambda: one.tokens > 0)
-        begun = len(one.loop.tickets.held)
+        begun = len(one.loop.rollouts)
         answer = await ask(one, "/v1/pause", mode="drain")
         assert answer["waiting_for"] == []
         count = await headers(store)
         assert begun <= count < 12, "running requests were finished, and no more were started"
         assert (await store.run.audit())["tickets"] == 12 - count
-        assert one.engine._go.is_set()
+        assert one.engine.go.is_set()
         await store.run.resume("generator")
         await wait_until(lambda: _all(store, 12), 60)
 
@@ -168,7 +172,7 @@ async def test_abort_hands_tickets_back_with_their_tokens(tmp_path: Path, server
         await wait_until(lambda: one.tokens > 0)
         answer = await ask(one, "/v1/pause", mode="abort")
         assert answer["waiting_for"] == []
-        assert not one.loop.tickets.held
+        assert not one.loop.rollouts
         assert not one.engine.snapshot()
         found = await store.run.audit()
         assert found["tickets"] + found["headers"] == 4
@@ -185,7 +189,7 @@ async def test_a_pause_may_change_its_mode(tmp_path: Path, server: RedisServer) 
         await wait_until(lambda: one.tokens > 0)
         for mode in ("keep", "abort", "keep"):
             assert (await ask(one, "/v1/pause", mode=mode))["waiting_for"] == []
-        assert not one.loop.tickets.held
+        assert not one.loop.rollouts
         await store.run.resume("generator")
         await wait_until(lambda: _all(store, 4), 60)
 
@@ -197,7 +201,7 @@ async def test_a_pod_started_during_a_pause_stays_paused(tmp_path: Path, server:
         await issue(store, 4)
         async with pod(tmp_path, server, "generator-1") as late:
             await wait_until(lambda: late.service.status.paused == "keep")
-            assert not late.engine._go.is_set()
+            assert not late.engine.go.is_set()
             async with httpx.AsyncClient(base_url=late.service.status.url) as http:
                 ready = await http.get("/health/ready")
             assert (ready.status_code, ready.json()["why_not"]) == (503, "paused: REST")

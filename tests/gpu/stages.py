@@ -33,6 +33,5 @@ STAGES = (
     Stage("logprobs", "tests.gpu.numerics:chunked_logprobs", 60),
     Stage("checkpoint", "tests.gpu.training:checkpoint", 120),
     Stage("shared_memory", "tests.gpu.transfer:shared_memory", 60),
-    Stage("patches", "tests.gpu.transfer:patches", 60),
     Stage("deltas", "tests.gpu.transfer:deltas", 60),
 )

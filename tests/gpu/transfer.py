@@ -1,9 +1,8 @@
-"""Stages that move weights: deltas of versions, patches of a model, a collective of two processes, shared memory."""
+"""Stages that move weights: deltas of versions, a collective of two processes, shared memory."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import Any
 
@@ -14,13 +13,7 @@ import torch.multiprocessing as processes
 from torch.multiprocessing.spawn import spawn
 
 from services.runtime.process_tools import free_port
-from services.weights.collective import plan_buckets
-from services.weights.host_memory import describe
-from services.weights.sparse.encoder import ChangeEncoder
-from services.weights.sparse.patch import decode_row
-from services.weights.sparse.placement import trace
 from services.weights.versions import pieces
-from services.weights.versions.encoder import whole_shards
 from tests.gpu.bench import Bench, Figures
 
 LIMIT_S = 60.0
@@ -44,56 +37,6 @@ def deltas(bench: Bench) -> Figures:
         "changed_share": changed / count, "delta_share": encoded.nbytes / (2 * count), "encode_gb_per_s": 2e-9 * count / seconds,
         "compare_gb_per_s": 2e-9 * count / on_device,
     }  # fmt: skip
-
-
-class Fused(torch.nn.Module):
-    """Weights stored as vLLM stores q, k and v: rows of one tensor."""
-
-    def __init__(self, weights: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.fused = torch.nn.Parameter(torch.cat(weights), requires_grad=False)
-        self._rows = weights[0].shape[0]
-
-    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy each weight into its rows."""
-        for i, (_, weight) in enumerate(weights):
-            self.fused.data.narrow(0, i * self._rows, self._rows).copy_(weight)
-
-
-def patches(bench: Bench) -> Figures:
-    """Find the values that a step changed on the device, and write them into a fused tensor (`sync.encoding = "sparse"`)."""
-    torch.manual_seed(3)
-    wide = torch.randn(3, bench.size(8192, 96), bench.size(8192, 64), device=bench.device) * 0.02
-    weights = {str(i): torch.nn.Parameter(each.to(torch.bfloat16)) for i, each in enumerate(wide)}
-    model = Fused([weight.detach() for weight in weights.values()])
-    manifest = plan_buckets([describe(name, weight) for name, weight in weights.items()], sys.maxsize)
-    placement, encoder = trace(model, manifest.tensors, {}), ChangeEncoder(whole_shards(weights, 0, 1), 0)
-    encoder.load()
-    figures: Figures = {}
-    for _ in range(2):  # the first run is slower
-        for weight, each in zip(weights.values(), wide, strict=True):
-            weight.data.copy_(each.add_(1e-6 * torch.randn_like(each).sign()))
-        bench.wait()
-        started = time.perf_counter()
-        rows, data = encoder.encode()
-        bench.wait()
-        encoded = time.perf_counter()
-        found = [placement.find(row.tensor, *decode_row(row, block, 2)) for row, block in zip(rows, data, strict=True)]
-        held = all(bool(each) for _, right in found for each in right)
-        for landings, _ in found:
-            for landing in landings:
-                landing.write()
-        bench.wait()
-        written = time.perf_counter()
-        expected = torch.cat([weight.detach() for weight in weights.values()])
-        nbytes = 2 * expected.numel()
-        figures = {
-            "changed_share": sum(row.changed for row in rows) / expected.numel(),
-            "patch_share": sum(block.numel() for block in data) / nbytes,
-            "encode_gb_per_s": 1e-9 * nbytes / (encoded - started), "write_gb_per_s": 1e-9 * nbytes / (written - encoded),
-            "bit_equal": held and torch.equal(model.fused.view(torch.int16), expected.view(torch.int16)),
-        }  # fmt: skip
-    return figures
 
 
 def collective(bench: Bench) -> Figures:

@@ -188,8 +188,8 @@ def test_the_chart_sets_the_keys_it_controls(tmp_path: Path) -> None:
     assert (config.api.host, config.api.port) == ("0.0.0.0", 8080)
 
 
-def test_the_filesystem_backend_mounts_the_volume_of_runs(tmp_path: Path) -> None:
-    values = chart.changed({"storage": {"runs": {"accessMode": "ReadWriteMany"}}}, "config.sync.backend", "filesystem")
+def test_a_store_of_versions_mounts_the_volume_of_runs(tmp_path: Path) -> None:
+    values = chart.changed({"storage": {"runs": {"accessMode": "ReadWriteMany"}}}, "config.sync.backend", "store")
     objects = chart.render(values)
     check(objects, tmp_path)
     (generator,) = chart.named(objects, "Deployment", "demo-generator")["spec"]["template"]["spec"]["containers"]

@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from services.config import load_resolved
-from services.weights.transports.nccl import VLLM_MODULES
+from services.weights.broadcast.nccl import VLLM_MODULES
 from tests.kubernetes.support import chart
 
 DOCKER = chart.ROOT / "docker"

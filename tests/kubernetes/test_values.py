@@ -189,7 +189,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         "generator.autoscaling.minReplicas = 0 would never start a generator",
     ),
     ({"accelerator": "none", "config": {"sync": {"backend": "nccl"}}}, "config.sync.backend"),
-    ({"config": {"sync": {"backend": "filesystem"}}}, "storage.runs.accessMode"),
+    ({"config": {"sync": {"backend": "store"}}}, "storage.runs.accessMode"),
     ({"trainer": {"ranksPerNode": 3}, "config": {"trainer": {"sequence_parallel": 2}}}, "sequence_parallel"),
     ({"config": {"tracking": {"wandb": "p"}}, "tracker": {"env": {"WANDB_MODE": "online"}}}, "tracker.wandbSecret"),
     ({"trainer": {"gang": "volcano"}}, "name it in trainer.schedulerName"),

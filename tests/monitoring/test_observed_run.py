@@ -39,7 +39,7 @@ ONLY_IN_TROUBLE = {
     "grpo_run_paused", "grpo_redis_memory_limit_bytes", "grpo_dataprep_stale_groups_total",
     "grpo_dataprep_passed_over_steps_total", "grpo_dataprep_overtaking_steps_total", "grpo_dataprep_short_steps_total",
     "grpo_generator_refused_submits_total", "grpo_generator_lost_leases_total", "grpo_generator_failures_total",
-    "grpo_generator_given_up_tickets_total", "grpo_generator_discarded_tokens_total", "grpo_generator_handed_back_total",
+    "grpo_generator_given_up_tickets_total", "grpo_generator_handed_back_total",
     "grpo_generator_handed_back_tokens_total", "grpo_generator_verifier_restarts_total", "grpo_generator_sync_failures_total",
     "grpo_generator_versions_behind", "grpo_trainer_sync_failures_total", "grpo_trainer_failed_checkpoints",
     "grpo_tracker_failures_total", "grpo_tracker_missed_groups", "grpo_trainer_condemned_groups_total",

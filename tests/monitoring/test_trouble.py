@@ -23,7 +23,7 @@ from services.runtime.service import Service
 from services.store import Store
 from services.trainer.metrics import TrainerMetrics
 from services.verifiers.pool import PoolCounts
-from services.weights.member import WeightFollower
+from services.weights.rounds.member import WeightFollower
 from tests.generator.test_loop import generator, issue
 from tests.support.harness import small_config, ticket, wait_until
 
@@ -41,7 +41,7 @@ async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, se
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: value("grpo_generator_rollouts") == 2, 60)
         assert value("grpo_generator_claimed_tickets_total") == 2
-        first = next(iter(loop.tickets.held.values()))
+        first = next(iter(loop.rollouts.values()))
         first.submitting = True  # as if it had just started to submit, which Redis rejects
         await service.store.client.delete(service.store.keys.claims)
         await wait_until(lambda: value("grpo_generator_lost_leases_total") == 1, 60)

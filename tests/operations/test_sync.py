@@ -15,7 +15,7 @@ from services.operations.inspection.sync import inspect_sync
 from services.protocol.messages import PodStatus
 from services.runtime.service import Service
 from services.store import Store
-from services.weights.member import WeightFollower
+from services.weights.rounds.member import WeightFollower
 from tests.support.harness import small_config
 
 

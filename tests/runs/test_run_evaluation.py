@@ -29,7 +29,7 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
     config = small_config(
         folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=3", "checkpoint.every_steps=2", "run.seed=3",
         'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "optimizer.learning_rate=1e-3",
-        "generator.lease_s=2.0", "sync.join_deadline_s=5", f"evaluation.every_steps={EVERY}", "evaluation.samples=2",
+        "generator.lease_s=2.0", "sync.deadline_s=10", f"evaluation.every_steps={EVERY}", "evaluation.samples=2",
         f"evaluation.sources=[{{kind='jsonl', name='held_out', path='{held_out}'}}]", "evaluation.ks=[1, 2]",
         "evaluation.max_generators=2", *overrides,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from tests.support.whole_runs import check_whole, finish, start, steps_done, sum
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 44
-DEADLINE_S = 20.0  # sync.join_deadline_s: members that start during a round respond slowly on a loaded machine
+DEADLINE_S = 20.0  # sync.deadline_s: members that start during a round respond slowly on a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def logged(run: Path, event: str) -> list[dict[str, Any]]:
 
 
 def test_scaling_up_and_down_ends_in_the_same_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = (f"run.steps={STEPS}", "generator.count=1", "generator.drain_s=0.5", f"sync.join_deadline_s={DEADLINE_S}")
+    common = (f"run.steps={STEPS}", "generator.count=1", "generator.drain_s=0.5", f"sync.deadline_s={DEADLINE_S}")
     run, opened = folder / "scaled", dict[str, int]()
     process = start(write_run(folder, "scaled", *common, "generator.engine_options.token_s=0.1"))
 

@@ -18,9 +18,9 @@ from services.runtime.process_tools import free_port
 from services.trainer.ranks import World
 from services.trainer.step import batches
 from services.trainer.step.policy import Policy
-from services.trainer.weight_sender import make_weight_sender
 from tests.support.models.tiny_model import make_payloads
 from tests.support.models.tiny_vllm import assert_greedy, make_config, make_model, reference_logprobs
+from tests.support.senders import sender_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]  # vLLM and DeepSpeed warn
 
@@ -35,16 +35,14 @@ async def test_greedy_completions_match_transformers(tmp_path: Path) -> None:
     make_model(tmp_path / "model", tied=True)
     config = make_config(
         tmp_path / "model", sampling={"max_tokens": 40}, loss={"kl_beta": 0.0}, optimizer={"learning_rate": 3e-3},
-        trainer={"row_tokens": 256}, sync={"backend": "filesystem", "folder": str(tmp_path / "volume")},
+        trainer={"row_tokens": 256}, sync={"backend": "store", "folder": str(tmp_path / "volume")},
     )  # fmt: skip
     engine = VllmEngine()
     await engine.start(config)
     policy = Policy(config, World(port=free_port()))
-    sender = make_weight_sender(config, policy.module, 0)
-    host, port = sender.open()
-    joining = Round(1, 0, "join", {"g": 1}, 2, "filesystem", host, port, 1, 1)
-    sender.connect(2)
-    await engine.join(joining, 1)
+    sender = sender_of(config, policy.module)
+    host, port = sender.open(1)
+    await engine.join(Round(1, 0, "join", {"g": 1}, 2, "store", host, port, 1, 1), 1)
     payloads = make_payloads(4, 4)
     groups = [
         PlanGroup(name, name, len(one.prompt), one.lengths, np.linspace(-1, 1, 4), np.ones(4, bool), np.zeros(4, int))
@@ -56,7 +54,7 @@ async def test_greedy_completions_match_transformers(tmp_path: Path) -> None:
             plan, rank_plans = plan_step(version - 1, groups, Layout(ranks=1, row_tokens=256))
             rows = batches.build(rank_plans[0], payloads, vocabulary=policy.vocabulary, row_tokens=256)
             policy.train(rows, plan)
-        sender.send()
+        sender.send(version, 1)
         await engine.stage(version)
         await engine.pause()
         await engine.receive(version)
@@ -69,6 +67,5 @@ async def test_greedy_completions_match_transformers(tmp_path: Path) -> None:
                 assert {span.version for span in completion.spans} == {version}
                 assert_greedy(judge, prompt, completion.tokens)
                 moved.append(float(reference_logprobs(judge, PROMPTS[0], np.arange(10, 20, dtype=np.int32)).sum()))
-    sender.close_group()
     await engine.close()
     assert len(set(moved)) == len(CHECKED), "training did not change the weights, so equality proves nothing"

@@ -7,32 +7,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
-from services.generator.evaluation import EvaluationDuty
-from services.generator.loop import GeneratorLoop
+from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
+from services.generator.rollouts.evaluation import EvaluationWorker
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import end_tasks
 from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import Store
-from services.trainer.weight_sender import make_sender
 from services.verifiers.base import Job, Scores
-from services.weights.collective import BUCKET_BYTES
-from services.weights.leader import SyncRounds
-from services.weights.member import WeightFollower
-from services.weights.outcomes import SyncReport
-from services.weights.sender import Sender
+from services.weights.buckets import BUCKET_BYTES
+from services.weights.rounds.leader import Send, SyncReport, SyncRounds
+from services.weights.rounds.member import WeightFollower
+from services.weights.transport import Sender
 from tests.support.harness import PlainTokenizer, small_config
 from tests.support.scripted import ScriptedEngine
+from tests.support.senders import sender_of
 
-LIMITS = ("sync.join_deadline_s=20", "sync.transfer_deadline_s=8", "sync.host=127.0.0.1", "sync.backend=gloo")
+LIMITS = ("sync.deadline_s=20", "sync.host=127.0.0.1", "sync.backend=gloo")
 
 
 class AnyVerifier:
@@ -42,21 +40,6 @@ class AnyVerifier:
 
     async def score(self, job: Job) -> Scores:
         return Scores({"exact": [1.0] + [0.0] * (len(job.completions) - 1)}, [])
-
-
-class Pinned:
-    """A member's duty to evaluate, or, for a test, a version that it is kept on without a round."""
-
-    def __init__(self, duty: EvaluationDuty) -> None:
-        self._duty = duty
-        self.forced: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        return self._duty.version if self.forced is None else self.forced
-
-    async def offer(self) -> None:
-        await self._duty.offer()
 
 
 @dataclass
@@ -70,12 +53,13 @@ class World:
     sender: Sender
     rounds: SyncRounds
     model: torch.nn.Module
+    send: Send
     engines: dict[str, ScriptedEngine] = field(default_factory=dict)
-    loops: dict[str, GeneratorLoop] = field(default_factory=dict)
-    pinned: dict[str, Pinned] = field(default_factory=dict)
+    lanes: dict[str, EvaluationWorker] = field(default_factory=dict)
     tasks: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
     metrics: dict[str, GeneratorMetrics] = field(default_factory=dict)
     gathered: set[str] = field(default_factory=set)  # all members of any round
+    watchers: list[Callable[[Round], None]] = field(default_factory=list)  # called with every phase that was opened
 
     def member(self, name: str, engine: ScriptedEngine | None = None, follows: bool = True) -> str:
         """Add a generator. One that does not follow never responds, like a stopped process with a fresh heartbeat."""
@@ -88,12 +72,14 @@ class World:
             await engine.start(self.config)
             await self.store.fleet.beat(status, 60)
             if follows:
-                metrics = self.metrics[name] = GeneratorMetrics(service.registry)
-                work = self.loops[name] = GeneratorLoop(service, engine, PlainTokenizer(), cast("Any", AnyVerifier()), metrics)
-                pinned = self.pinned[name] = Pinned(work.evaluation)
-                follower = WeightFollower(service, engine, metrics, pinned, work.in_flight)
+                shared = (service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
+                lane = self.lanes[name] = EvaluationWorker(*shared)  # type: ignore[arg-type]
+                rollouts = RolloutLoop(*shared, lane)  # type: ignore[arg-type]
+                self.metrics[name] = rollouts.metrics
+                follower = WeightFollower(service, engine, rollouts.metrics, lane)
                 bodies = (
-                    service._listen, service._heartbeat, service.view.follow, follower.follow, work.work, work.tickets.renew,
+                    service._listen, service._heartbeat, service.view.follow, follower.follow,
+                    lane.work, lane.renew, rollouts.work, rollouts.renew,
                 )  # fmt: skip
                 loops = [service.add_loop(f"{name}-{i}", body) for i, body in enumerate(bodies)]
                 self.tasks[name] = [asyncio.create_task(loop.supervise()) for loop in loops]
@@ -106,23 +92,18 @@ class World:
 
         async def end() -> None:
             await end_tasks(self.tasks[name])
-            await self.cancel_tickets(name)
+            for rollout in list(self.lanes[name].rollouts.values()):
+                await self.lanes[name].cancel(rollout)
 
         self.portal.call(end())
 
-    async def cancel_tickets(self, name: str) -> None:
-        """End all work of a member without handing anything back."""
-        tickets = self.loops[name].tickets
-        for held in list(tickets.held.values()):
-            await tickets.cancel(held)
-
     def hold(self, name: str, version: int) -> None:
-        """Keep a member evaluating a version until `release`, without a round."""
-        self.pinned[name].forced = version
+        """Keep a member evaluating a version until `release`: with no room for tickets, it never learns that none are left."""
+        self.lanes[name]._limit, self.lanes[name].version = 0, version
 
     def release(self, name: str) -> None:
         """Return a member to training."""
-        self.pinned[name].forced = None
+        self.lanes[name].version = None
 
     def train(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
         """Sync `version` to the fleet and publish it, as after a step. `ending` is called whenever no generator has taken it."""
@@ -162,17 +143,19 @@ def open_world(
     fence = portal.call(store.run.attach_trainer())
     notifications = Notifications()
     model = model or torch.nn.Linear(8, 4)
-    sender = make_sender(config, model, 0, 1, lambda v: [v], bucket_bytes)
+    sender = sender_of(config, model, bucket_bytes=bucket_bytes)
     listening = portal.start(notifications.listen(store))
-    rounds = SyncRounds(config, store, notifications, portal, fence, sender, sender.send, lambda: None)
-    world = World(config, portal, store, fence, sender, rounds, model)
-    opening = rounds._open
+    rounds = SyncRounds(config, store, notifications, portal, fence, sender, lambda *given: world.send(*given), lambda: None)
+    world = World(config, portal, store, fence, sender, rounds, model, sender.send)
+    opening = store.fleet.set_round
 
-    def opened(current: Round, counts: bool = True) -> None:
+    async def opened(fence: int, current: Round) -> None:
+        await opening(fence, current)
         world.gathered.update(current.members)
-        opening(current, counts)
+        for watcher in world.watchers:
+            watcher(current)
 
-    rounds._open = opened
+    store.fleet.set_round = opened
     try:
         yield world
     finally:
@@ -180,13 +163,14 @@ def open_world(
         async def end() -> None:
             for name in world.tasks:
                 await end_tasks(world.tasks[name])
-            for name in world.loops:
-                await world.cancel_tickets(name)
+            for lane in world.lanes.values():
+                for rollout in list(lane.rollouts.values()):
+                    await lane.cancel(rollout)
             listening.cancel()
             await asyncio.sleep(0)
             await store.restores.delete_run()
             await store.close()
 
-        sender.close_group()
+        sender.close()
         portal.call(end())
         portal.close()

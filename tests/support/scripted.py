@@ -64,16 +64,15 @@ class ScriptedEngine:
         self.version, self.whole, self.world, self.stages = -1, True, 1, True
         self.vocabulary = 1 << 18  # more than any tokenizer has
         self.fetched_bytes: int | None = None
-        self._go = asyncio.Event()
-        self._go.set()
+        self.go = asyncio.Event()
+        self.go.set()
         self._running: dict[str, _Running] = {}
         self._made = 0
         self._waiting: dict[str, float] = {}  # request -> when it began to wait
-        self._connection: Any = None
+        self.connection: Any = None
+        self._receiver: Any = None
         self.weights: dict[str, Any] = {}  # last applied weights, by name
-        self._buffers: dict[int, Any] = {}  # receive buffers
-        self._staged: dict[str, Any] | None = None
-        self._mirror: Any = None  # the copy that deltas are applied to
+        self.staged: dict[str, Any] | None = None
 
     async def start(self, config: RunConfig) -> None:
         options = config.generator.engine_options
@@ -110,13 +109,13 @@ class ScriptedEngine:
 
     async def _make(self, running: _Running, script: list[int]) -> None:
         while len(running.tokens) < len(script) and not running.aborted:
-            await self._go.wait()
+            await self.go.wait()
             if self._held():
                 await asyncio.sleep(HELD_POLL_S)
                 continue
             chunk = script[len(running.tokens) : len(running.tokens) + CHUNK]
             await asyncio.sleep(self._token_s * len(chunk))
-            await self._go.wait()
+            await self.go.wait()
             running.tokens += chunk
             running.versions += [self.version] * len(chunk)
             self._made += len(chunk)
@@ -137,71 +136,52 @@ class ScriptedEngine:
                 self._running[name].aborted = True
 
     async def pause(self) -> None:
-        self._go.clear()
+        self.go.clear()
 
     async def resume(self) -> None:
         if not self.whole:
             raise TransferFailed("weights are not whole")
-        self._go.set()
+        self.go.set()
 
     async def join(self, round: Round, first_rank: int) -> None:
-        from services.weights import collective, shared_folder
-        from services.weights.versions.mirror import WeightMirror
+        import torch
 
-        self._mirror = self._mirror or WeightMirror()
+        from services.weights.buckets import BUCKET_BYTES
+        from services.weights.transport import Address, make_receiver
 
-        limit_s = self._config.sync.join_deadline_s
-
-        def connect() -> tuple[Any, Any]:
-            if round.backend == "store":
-                from services.weights.versions.reader import VersionReader
-
-                return None, VersionReader(f"{self._config.weights_place}/{round.host}", self._mirror)
-            if round.backend == "filesystem":
-                return None, shared_folder.Inbox(self._config.weights_folder / round.host)
-            store = collective.join_store(round.host, round.port, limit_s)
-            group = collective.make_group(store, first_rank, round.world_size, round.host, round.port, limit_s)
-            self._buffers = {}  # those of the last group may belong to the mirror
-            return group, collective.read_manifest(store)
-
+        self._receiver = self._receiver or make_receiver(round.backend, torch.device("cpu"))
+        host = f"{self._config.weights_place}/{round.host}" if round.backend == "store" else round.host
+        address = Address(host, round.port, first_rank, round.world_size, BUCKET_BYTES, self._config.sync.answer_s)
         try:
-            self._connection = await asyncio.to_thread(connect)
+            self.connection = await asyncio.to_thread(self._receiver.connect, address, first_rank)
         except (RuntimeError, TimeoutError) as error:
             raise TransferFailed(str(error)) from None
 
     async def stage(self, version: int, limit_s: float | None = None) -> None:
-        self._staged = None
-        from services.weights import checksums, collective
-        from services.weights.versions import broadcast
+        from services.weights.broadcast.sender import let_go
+        from services.weights.checksums import WeightChanged
+        from services.weights.deadline import Deadline
 
-        if self._connection is None:
+        self.staged = None
+        if self.connection is None:
             raise TransferFailed("no group")
-        group, manifest = self._connection
-
-        deadline = collective.Deadline(limit_s or self._config.sync.transfer_deadline_s)
+        deadline = Deadline(limit_s or self._config.sync.deadline_s)
         try:
-            if self._config.sync.backend == "store":
-                self._staged = dict(await asyncio.to_thread(manifest.take, deadline, version))
-                self.fetched_bytes = manifest.fetched.nbytes
-            elif group is None:
-                self._staged = dict(await asyncio.to_thread(manifest.take, deadline, self._mirror))
-            else:
-                self._staged = dict(
-                    await asyncio.to_thread(broadcast.receive, group, manifest, deadline, self._buffers, self._mirror)
-                )
-        except checksums.WeightChanged as error:
+            self.staged = dict(await asyncio.to_thread(self._receiver.take, self.connection, version, deadline))
+            self.fetched_bytes = self._receiver.fetched_bytes
+        except WeightChanged as error:
             raise WeightsChanged(error.tensor) from None
         except (RuntimeError, TimeoutError) as error:
-            self._connection = None
-            collective.let_go(error)
+            self.connection = None
+            let_go(error)
             raise TransferFailed(str(error)) from None
 
     async def receive(self, version: int) -> None:
-        if self._staged is None:
+        if self.staged is None:
             await self.stage(version)
-        assert self._staged is not None
-        self.weights = {name: weight.clone() for name, weight in self._staged.items()}
-        self._staged, self.version = None, version
+        assert self.staged is not None
+        self.weights = {name: weight.clone() for name, weight in self.staged.items()}
+        self.staged, self.version = None, version
 
     def gauges(self) -> Gauges:
         waiting, now = len(self._waiting), time.monotonic()

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from services.weights.collective import Deadline
-from services.weights.host_memory import describe
+from services.weights.buckets import describe
+from services.weights.deadline import Deadline
 from services.weights.versions.delta import Delta
 from services.weights.versions.encoder import EncodedPart, ShardEncoder, whole_shards
 from services.weights.versions.manifest import DataPart, VersionManifest, Weight, assemble

@@ -29,9 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of faults")
     parser.add_argument("--kinds", default="", help="comma-separated kinds or verbs; default: all that can be done here")
     parser.add_argument("--members", type=int, default=4)
-    parser.add_argument("--join-s", type=float, default=3.0, help="sync.join_deadline_s")
-    parser.add_argument("--transfer-s", type=float, default=4.0, help="sync.transfer_deadline_s")
-    parser.add_argument("--encoding", choices=("full", "delta"), default="full", help="sync.encoding")
+    parser.add_argument("--deadline-s", type=float, default=4.0, help="sync.deadline_s")
     parser.add_argument("--backend", choices=("gloo", "store"), default="gloo", help="sync.backend; a store is a folder")
     parser.add_argument("--folder", type=Path, help="keep everything here; default: a temporary folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -63,14 +61,14 @@ def main(argv: list[str]) -> int:
     outcome = Outcome()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # either signal stops everything
     try:
-        way = (f"sync.backend={options.backend}", f"sync.encoding={options.encoding}")
+        way = (f"sync.backend={options.backend}",)
         if options.backend == "store":
             way = (*way, f"sync.folder={folder / 'versions'}")
-        with open_campaign(folder, names, networks, options.join_s, options.transfer_s, outcome, way) as campaign:
+        with open_campaign(folder, names, networks, options.deadline_s, outcome, way) as campaign:
             campaign.run(sequence(options.seed, options.rounds, kinds, names), tell)
     except KeyboardInterrupt:
         outcome.violations.append("interrupted")
-    found = result(outcome, seed=options.seed, members=options.members, join_s=options.join_s, transfer_s=options.transfer_s)
+    found = result(outcome, seed=options.seed, members=options.members, deadline_s=options.deadline_s)
     found["wall_s"] = round(time.monotonic() - started, 1)
     print(json.dumps(found, indent=2) if options.json else table(found), flush=True)
     if outcome.violations:

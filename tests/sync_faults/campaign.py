@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-import services.weights.transports.gloo as sending
+import services.weights.broadcast.gloo as sending
 from services.console.run.redis_server import RedisServer
 from services.protocol.messages import Round
-from services.weights.host_memory import lay_end_to_end
-from services.weights.outcomes import SyncReport
+from services.weights.broadcast.host_memory import lay_end_to_end
+from services.weights.rounds.leader import SyncReport
 from services.weights.versions.objects import Data, FolderObjects
 from tests.support.rounds_world import World, open_world
 from tests.sync_faults.faults import Fault
@@ -76,10 +76,10 @@ class Campaign:
         self._sent = 0
         self._watching: threading.Thread | None = None
         sync = world.config.sync
-        self.deadline_s = 2 * (sync.join_deadline_s + sync.transfer_deadline_s) + SLACK_S
+        self.deadline_s = 2 * (sync.answer_s + sync.deadline_s) + SLACK_S
         """Limit of a broken attempt and the next one together."""
-        self.short_s = 0.4 * sync.join_deadline_s
-        self.long_s = sync.join_deadline_s + sync.transfer_deadline_s + 1.0
+        self.short_s = 0.4 * sync.answer_s
+        self.long_s = sync.answer_s + sync.deadline_s + 1.0
 
     def run(self, faults: Iterator[Fault], tell: Any) -> None:
         """Apply all faults, unless a check fails."""
@@ -89,7 +89,7 @@ class Campaign:
             hit = self._hit = Hit(fault)
             self.outcome.hits.append(hit)
             if fault.phase in ("gather", "join"):
-                self.world.rounds._membership.breaks()  # a group that persists has neither phase
+                self.world.rounds.membership.breaks()  # a group that persists has neither phase
             report = self._round()
             hit.round_s = report.total_s
             hit.missed += fault.victim not in _names(report)
@@ -159,7 +159,7 @@ class Campaign:
 
     def _await_members(self) -> None:
         deadline = time.monotonic() + LOAD_LIMIT_S
-        while len(self.world.rounds._live()) < len(self.members):
+        while len(self.world.rounds.live()) < len(self.members):
             assert time.monotonic() < deadline, "the members did not start; their logs say why"
             for member in self.members.values():
                 member.start_again_if_it_ended()  # as a kubelet would: on a busy machine its first connection may time out
@@ -180,11 +180,11 @@ class Campaign:
         elif self._armed(current.phase, current.members) and current.phase != "transfer":
             self.strike()
 
-    def sends(self, nbytes: int) -> None:
-        """Handle a bucket or delta about to be sent."""
+    def sends(self) -> None:
+        """Handle a bucket about to be sent."""
         self._sent += 1
         victim = {f"{self._hit.fault.victim}:": 0} if self._hit else {}
-        if (self._sent == MID_BROADCAST or nbytes < BUCKET) and self._armed("transfer", victim):
+        if self._sent == MID_BROADCAST and self._armed("transfer", victim):
             self.strike()
 
     def _watch(self, attempt: int) -> None:
@@ -214,8 +214,7 @@ def open_campaign(
     folder: Path,
     names: Sequence[str],
     networks: bool,
-    join_s: float,
-    transfer_s: float,
+    deadline_s: float,
     outcome: Outcome,
     way: Sequence[str] = (),
 ) -> Iterator[Campaign]:
@@ -224,7 +223,7 @@ def open_campaign(
     network = Networks() if networks else Loopback()
     server = RedisServer(folder / "redis")
     server.start()
-    limits = (f"sync.join_deadline_s={join_s}", f"sync.transfer_deadline_s={transfer_s}", f"sync.host={network.trainer}")
+    limits = (f"sync.deadline_s={deadline_s}", f"sync.host={network.trainer}")
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     lay_end_to_end(model)  # as the trainer does, so that buckets are sent in place
     members: dict[str, Member] = {}
@@ -250,21 +249,18 @@ def open_campaign(
 @contextmanager
 def _watched(world: World, campaign: Campaign) -> Iterator[None]:
     """Notify the campaign of phases and buckets."""
-    opening, broadcast, put = world.rounds._open, sending.begin_broadcast, FolderObjects.put
-
-    def opened(current: Round) -> None:
-        opening(current)
-        campaign.opened(current)
+    broadcast, put = sending.begin_broadcast, FolderObjects.put
 
     def sends(group: Any, buffer: torch.Tensor, deadline: Any) -> Any:
-        campaign.sends(buffer.numel())
+        campaign.sends()
         return broadcast(group, buffer, deadline)
 
     def puts(self: FolderObjects, name: str, data: Data) -> None:
-        campaign.sends(BUCKET)  # a version in a store is a part, a manifest and the catalogue
+        campaign.sends()  # a version in a store is a part, a manifest and the catalogue
         put(self, name, data)
 
-    world.rounds._open, sending.begin_broadcast, FolderObjects.put = opened, sends, puts
+    world.watchers.append(campaign.opened)
+    sending.begin_broadcast, FolderObjects.put = sends, puts
     try:
         yield
     finally:

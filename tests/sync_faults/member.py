@@ -22,11 +22,12 @@ from services.generator.metrics import GeneratorMetrics
 from services.http.entry import open_service
 from services.runtime import logs
 from services.runtime.loops import Loop
+from services.weights.broadcast.gloo import begin_broadcast
+from services.weights.broadcast.sender import let_go
 from services.weights.checksums import WeightChanged, check, checksums
-from services.weights.collective import Deadline, broadcast, let_go
-from services.weights.member import WeightFollower
+from services.weights.deadline import Deadline
 from services.weights.receiver import TransferFailed, WeightsChanged
-from services.weights.versions.broadcast import Heading, adopt, apply
+from services.weights.rounds.member import WeightFollower
 from tests.support.scripted import ScriptedEngine
 
 SAMPLE_S = 0.005
@@ -65,52 +66,37 @@ class StreamingEngine(StagingEngine):
         self.stages = False
 
     async def receive(self, version: int) -> None:
-        if self._connection is None:
+        if self.connection is None:
             raise TransferFailed("no group")
         self.whole = False
         try:
-            await asyncio.to_thread(self._stream, *self._connection)
+            await asyncio.to_thread(self._stream, *self.connection)
         except WeightChanged as error:
             raise WeightsChanged(error.tensor) from None
         except (RuntimeError, TimeoutError) as error:
-            self._connection = None
+            self.connection = None
             let_go(error)
             raise TransferFailed(str(error)) from None
         self.whole, self.version = True, version
         tell(event="applied", version=version, digest=digest(self.weights))
 
-    def _stream(self, group: Any, manifest: Any) -> None:
-        deadline = Deadline(self._config.sync.transfer_deadline_s)
-        heading = self._heading(group, manifest, deadline) if manifest.deltas else None
-        if heading is not None and heading.is_delta:
-            payload = torch.empty(heading.nbytes, dtype=torch.uint8)
-            broadcast(group, payload, deadline)
-            for name, weight in apply(self._mirror, heading, payload):
-                self.weights[name].copy_(weight)
-            return
-        self._mirror.forget()
+    def _stream(self, group: Any, manifest: Any, _: Any) -> None:
+        deadline = Deadline(self._config.sync.deadline_s)
         for bucket in manifest.buckets:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
-            broadcast(group, buffer, deadline)
+            begin_broadcast(group, buffer, deadline).wait()
             for name, weight in bucket.views(buffer):
                 self.weights.setdefault(name, torch.zeros_like(weight)).copy_(weight)
         names = [meta.name for meta in manifest.tensors]
         sent = torch.empty(len(names), 2, dtype=torch.int64)
-        broadcast(group, sent, deadline)
+        begin_broadcast(group, sent, deadline).wait()
         check(names, [checksums(self.weights[name] for name in names)], sent)
-        if heading is not None:
-            adopt(self._mirror, heading, manifest, [(name, weight.clone()) for name, weight in self.weights.items()])
-
-    def _heading(self, group: Any, manifest: Any, deadline: Deadline) -> Heading:
-        encoded = torch.empty(4, dtype=torch.int64)
-        broadcast(group, encoded, deadline)
-        return Heading.decoded(encoded, manifest)
 
 
 async def sample(engine: StagingEngine) -> None:
     """Inspect the weights whenever a token could be sampled."""
     while True:
-        if engine._go.is_set() and engine.weights:
+        if engine.go.is_set() and engine.weights:
             marks = {int(weight.view(-1)[0]) for weight in engine.weights.values()}
             if marks != {engine.version}:
                 tell(event="mixed", version=engine.version, marks=sorted(marks))

@@ -17,7 +17,7 @@ from services.trainer.checkpoints.saving import Saving
 from services.trainer.loop import TrainLoop
 from services.trainer.step.policy import Trained
 from services.trainer.throughput import Throughput
-from services.weights.outcomes import Stopped
+from services.weights.rounds.leader import Stopped
 from tests.support.harness import wait_until
 from tests.support.rounds_world import World, open_world
 from tests.trainer.test_weight_updates import updates_of

@@ -96,7 +96,7 @@ def write_run(folder: Path, steps: int, port: int, token_s: float) -> Path:
         "checkpoint.every_steps=100000",
         'api.token_file=""', 'redis.password_file=""',
         "generator.engine=tests.web.engine:SumsEngine", f"generator.engine_options.token_s={token_s}",
-        "optimizer.learning_rate=1e-3", "sync.join_deadline_s=5", f"data.sources=[{{kind='jsonl', path='{prompts}'}}]",
+        "optimizer.learning_rate=1e-3", "sync.deadline_s=10", f"data.sources=[{{kind='jsonl', path='{prompts}'}}]",
         "verifiers=[{kind='exact', extract='= (\\d+)$'}]", "admission.max_staleness=2", "evaluation.every_steps=4",
         "evaluation.samples=2", "evaluation.ks=[1, 2]", "evaluation.max_generators=1", "evaluation.min_training_generators=1",
         f"evaluation.sources=[{{kind='jsonl', name='held_out', path='{held_out}'}}]", "sampling.max_tokens=40",

@@ -27,12 +27,11 @@ from typing import Any
 
 import torch
 
-from services.weights.collective import Deadline
-from services.weights.sender import SendFailed
+from services.weights.deadline import Deadline
+from services.weights.transport import SendFailed, TrainedWeights, make_sender
 from services.weights.versions import catalogue
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
-from services.weights.versions.sender import StoreWeightSender
 from tests.support.models.tiny_vllm import make_config
 from tests.support.servers.s3_server import S3Server
 
@@ -112,19 +111,18 @@ def write(place: str, fence: int, tell: Tell) -> None:
     """Publish version after version, as a trainer does."""
     config = make_config(Path("nowhere"), sync={"backend": "store", "folder": place})
     model, version = first_of(fence), 0
-    sender = StoreWeightSender(config, dict(model.items()), {name: [name] for name in model}, 0)
+    weights = TrainedWeights(dict(model.items()), {name: [name] for name in model})
+    sender = make_sender(config, weights, 0, 1, lambda value: [value])
     while True:
-        sender.label(version, fence)
         try:
             if version == 0:
-                sender.open()
-            sender.send()
+                sender.open(fence)
+            sender.send(version, fence)
         except SendFailed as error:  # the server is down: retry, as a sync round would
             tell(repeated=str(error)[:200])
             continue
         tell(published=version, fence=fence)
-        if sender.sweeps:
-            sender.sweep([])
+        sender.sweep(list)
         version += 1
         step(fence, version, model)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.weights.collective import Bucket, plan_buckets
-from services.weights.host_memory import HostBuckets, as_they_lie, describe, lay_end_to_end
+from services.weights.broadcast.host_memory import HostBuckets, as_they_lie, lay_end_to_end
+from services.weights.buckets import Bucket, describe, plan_buckets
 from tests.support.models.rank_worker import launch
 from tests.support.models.tiny_model import make_payloads, make_samples
 

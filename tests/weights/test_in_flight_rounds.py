@@ -1,10 +1,8 @@
-"""Completions in progress during weight-sync rounds: what `sync.in_flight` promises of their versions."""
+"""Completions in progress continue through weight-sync rounds, with the version of each token."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
 
 from services.console.run.redis_server import RedisServer
 from services.protocol.messages import Header
@@ -15,9 +13,8 @@ ROUNDS, TICKETS = 3, 3  # rounds, and tickets issued before each
 SLOW = ("generator.engine_options.token_s=0.02", "sampling.max_tokens=64", "model.max_tokens=4096")
 
 
-@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
-def test_only_kept_completions_have_tokens_of_several_versions(tmp_path: Path, server: RedisServer, mode: str) -> None:
-    with open_world(tmp_path, server, f"sync.in_flight={mode}", *SLOW) as world:
+def test_completions_have_tokens_of_several_versions(tmp_path: Path, server: RedisServer) -> None:
+    with open_world(tmp_path, server, *SLOW) as world:
         world.member("a")
         world.train(0)
         fence = world.portal.call(world.store.run.lead("test", 60))
@@ -28,8 +25,7 @@ def test_only_kept_completions_have_tokens_of_several_versions(tmp_path: Path, s
             assert world.portal.call(world.store.tickets.issue(fence, first, given)) == TICKETS
             world.portal.call(wait_until(lambda: sampling(world)))
             assert len(world.train(number + 1).members) == 1
-        mixed = [one.ticket for one in finished(world, fence) if one.oldest != one.newest]
-        assert bool(mixed) == (mode == "keep"), mixed
+        assert any(one.oldest != one.newest for one in finished(world, fence))
 
 
 def sampling(world: World) -> bool:

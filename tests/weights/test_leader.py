@@ -14,18 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import Broken, Fatal
-from services.trainer.weight_sender import make_weight_sender
-from services.weights import collective, leader
-from services.weights.outcomes import Alone
+from services.weights.broadcast.gloo import GlooReceiver, GlooSender
+from services.weights.deadline import Deadline
 from services.weights.receiver import EngineDead, TransferFailed
-from services.weights.sender import SendFailed
+from services.weights.rounds import leader
+from services.weights.rounds.leader import Alone
+from services.weights.transport import Address, SendFailed
 from tests.support.harness import small_config, wait_until
 from tests.support.rounds_world import World, open_world
 from tests.support.scripted import ScriptedEngine
+from tests.support.senders import sender_of
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
 @pytest.fixture
 def hasty(tmp_path: Path, server: RedisServer) -> Iterator[World]:
     """Yield a world with short deadlines, for tests that wait for them."""
-    with open_world(tmp_path, server, "sync.join_deadline_s=4") as world:
+    with open_world(tmp_path, server, "sync.deadline_s=4") as world:
         yield world
 
 
@@ -70,7 +71,7 @@ def test_only_outdated_members_take_part_in_a_catch_up_round(world: World) -> No
 
 
 def test_an_unresponsive_member_is_excluded_at_its_deadline(tmp_path: Path, server: RedisServer) -> None:
-    with open_world(tmp_path, server, "sync.join_deadline_s=4", "fleet.ttl_s=60") as world:  # only the deadline ends the wait
+    with open_world(tmp_path, server, "sync.deadline_s=4", "fleet.ttl_s=60") as world:  # only the deadline ends the wait
         alive = world.member("a")
         world.member("stopped", follows=False)
         report = world.rounds.run(0)
@@ -84,7 +85,7 @@ def test_a_lost_member_is_not_awaited(world: World) -> None:
     report = world.rounds.run(0)
     assert report.members == (alive,)
     assert gone not in report.members
-    assert report.total_s < world.config.sync.join_deadline_s
+    assert report.total_s < world.config.sync.answer_s
 
 
 def status(name: str, unreached: str = "") -> PodStatus:
@@ -181,7 +182,7 @@ def test_a_failed_member_misses_only_that_round(world: World, phase: str, stages
     second = world.rounds.run(1)
     assert world.versions() == {"a": 1, "b": 1}
     assert len(second.members) == 2
-    assert all(engine._go.is_set() for engine in world.engines.values()), "some member stayed paused"
+    assert all(engine.go.is_set() for engine in world.engines.values()), "some member stayed paused"
 
 
 def test_a_fleet_that_fails_as_a_whole_is_retried(world: World) -> None:
@@ -194,15 +195,15 @@ def test_a_fleet_that_fails_as_a_whole_is_retried(world: World) -> None:
 def test_a_fault_of_the_trainers_own_is_retried_once_a_second(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.member("a")
     world.rounds.run(0)
-    attempts, began, merged = list[float](), time.monotonic(), world.sender._merge  # type: ignore[attr-defined]
+    attempts, began, merged = list[float](), time.monotonic(), GlooSender.merge
 
-    def full(weights: Any) -> torch.Tensor:
+    def full(sender: GlooSender, weights: Any) -> torch.Tensor:
         attempts.append(time.monotonic() - began)
         if len(attempts) < 4:
             raise torch.OutOfMemoryError("no memory for a merged weight")
-        return merged(weights)
+        return merged(sender, weights)
 
-    monkeypatch.setattr(world.sender, "_merge", full)
+    monkeypatch.setattr(GlooSender, "merge", full)
     world.rounds.run(1)
     assert world.versions() == {"a": 1}
     rests = [after - before for before, after in pairwise(attempts[:4])]
@@ -213,10 +214,10 @@ def test_a_lost_device_ends_the_trainer(world: World, monkeypatch: pytest.Monkey
     world.member("a")
     world.rounds.run(0)
 
-    def lost(weights: Any) -> torch.Tensor:
+    def lost(*_: Any) -> torch.Tensor:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(world.sender, "_merge", lost)
+    monkeypatch.setattr(GlooSender, "merge", lost)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         world.rounds.run(1)
 
@@ -230,9 +231,8 @@ class Flipping(ScriptedEngine):
 
     async def join(self, round: Round, first_rank: int) -> None:
         await super().join(round, first_rank)
-        group, manifest = self._connection
-        self._connection = self, manifest
-        self._group = group
+        self._group = self.connection.group
+        self.connection = self.connection._replace(group=self)
 
     def broadcast(self, buffers: list[torch.Tensor], options: object) -> Any:
         work = self._group.broadcast(buffers, options)
@@ -254,20 +254,20 @@ def test_corrupted_weights_are_not_applied_and_are_resent(world: World) -> None:
     assert report.members == (good,)
     assert world.versions() == {"a": 1, "b": 0}
     assert torch.equal(world.engines["b"].weights["weight"], before)
-    assert world.rounds._acks()[bad] == ("failed", "corrupted in transfer: weight")
+    assert world.portal.call(world.store.fleet.round())[1][bad] == ("failed", "corrupted in transfer: weight")
     report = world.rounds.catch_up(1)
     assert report is not None
     assert report.members == (bad,)
     for engine in world.engines.values():
         assert torch.equal(engine.weights["weight"], world.model.weight)
-        assert engine._go.is_set(), "some member stayed paused"
+        assert engine.go.is_set(), "some member stayed paused"
 
 
 def test_two_corrupted_transfers_in_a_row_end_the_run(world: World) -> None:
     world.member("a")
     world.member("b", Flipping(2))
     world.rounds.run(0)
-    with pytest.raises(Fatal, match=r"'weight' was corrupted in two consecutive transfers, .* at b:boot.*sync\.verify"):
+    with pytest.raises(Fatal, match=r"'weight' was corrupted in two consecutive transfers, .* at b:boot"):
         world.rounds.run(1)
     assert world.versions() == {"a": 1, "b": -1}
 
@@ -280,24 +280,17 @@ def test_corrupted_transfers_that_are_not_in_a_row_end_nothing(world: World) -> 
     assert world.versions() == {"a": 1}
 
 
-def test_without_verification_corruption_is_not_detected(tmp_path: Path, server: RedisServer) -> None:
-    with open_world(tmp_path, server, "sync.verify=false") as world:
-        world.member("a", Flipping(1))
-        assert world.rounds.run(0).attempts == 1
-        assert not torch.equal(world.engines["a"].weights["weight"], world.model.weight)
-
-
 @pytest.mark.parametrize("stages", [True, False])
 def test_a_staging_engine_samples_while_receiving(world: World, stages: bool) -> None:
     sampled: list[bool] = []
 
     class Watched(ScriptedEngine):
         async def stage(self, version: int, limit_s: float | None = None) -> None:
-            sampled.append(self._go.is_set())
+            sampled.append(self.go.is_set())
             await super().stage(version, limit_s)
 
         async def receive(self, version: int) -> None:
-            assert not self._go.is_set(), "weights must be applied in a pause"
+            assert not self.go.is_set(), "weights must be applied in a pause"
             await super().receive(version)
 
     engine = Watched()
@@ -308,57 +301,6 @@ def test_a_staging_engine_samples_while_receiving(world: World, stages: bool) ->
     assert world.versions() == {"a": 0}
 
 
-@pytest.fixture
-def files(tmp_path: Path, server: RedisServer) -> Iterator[World]:
-    with open_world(tmp_path, server, "sync.backend=filesystem", f"sync.folder={tmp_path}/volume") as world:
-        yield world
-
-
-def test_the_filesystem_backend_uses_the_same_rounds(files: World) -> None:
-    members = {files.member("a"), files.member("b")}
-    for version in range(3):
-        with torch.no_grad():
-            files.model.weight += 1
-        report = files.rounds.run(version)
-        assert (set(report.members), report.attempts) == (members, 1)
-        for engine in files.engines.values():
-            assert torch.equal(engine.weights["weight"], files.model.weight)
-    late = files.member("late")
-    report = files.rounds.run(3)
-    assert late in report.members
-    assert report.epoch == 2
-    assert files.versions() == {"a": 3, "b": 3, "late": 3}
-
-
-def test_a_member_without_the_volume_is_excluded_with_a_reason(files: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elsewhere(ScriptedEngine):
-        async def start(self, config: RunConfig) -> None:
-            elsewhere = config.sync.model_copy(update={"folder": "/nowhere"})
-            await super().start(config.model_copy(update={"sync": elsewhere}))
-
-    good, bad = files.member("a"), files.member("b", Elsewhere())
-    refusals: list[str] = []
-    give_up = files.rounds._give_up
-
-    def heard(*arguments: Any) -> set[str]:
-        refusals.append(files.rounds._acks()[bad][1])
-        return give_up(*arguments)
-
-    monkeypatch.setattr(files.rounds, "_give_up", heard)
-    assert files.rounds.run(0).members == (good,)
-    assert "put sync.folder on a volume that trainer and generators share" in refusals[0]
-
-
-def test_a_failed_write_costs_one_attempt(files: World, tmp_path: Path) -> None:
-    files.member("a")
-    files.rounds.run(0)
-    group = next((tmp_path / "volume").iterdir())
-    (group / "1.0.partial").mkdir()  # path of the next file
-    report = files.rounds.run(1)
-    assert report.attempts == 2
-    assert files.versions() == {"a": 1}
-
-
 def test_a_declining_member_costs_no_deadline(world: World) -> None:
     trains = world.member("a")
     world.member("b")
@@ -367,23 +309,23 @@ def test_a_declining_member_costs_no_deadline(world: World) -> None:
     first, second = world.rounds.run(1), world.rounds.run(2)
     assert first.members == second.members == (trains,)
     assert world.versions() == {"a": 2, "b": 0}
-    assert first.total_s + second.total_s < world.config.sync.join_deadline_s
+    assert first.total_s + second.total_s < world.config.sync.answer_s
     world.release("b")
     assert len(world.rounds.run(3).members) == 2, "a member declines one round, not later ones"
-    assert all(engine._go.is_set() for engine in world.engines.values()), "some member stayed paused"
+    assert all(engine.go.is_set() for engine in world.engines.values()), "some member stayed paused"
 
 
 def test_an_operators_pause_outlasts_a_round(world: World) -> None:
     world.member("a")
     world.portal.call(world.store.run.pause("generator", "a test"))
 
-    world.portal.call(wait_until(lambda: not world.engines["a"]._go.is_set()))
+    world.portal.call(wait_until(lambda: not world.engines["a"].go.is_set()))
     world.rounds.run(0)
     assert world.versions() == {"a": 0}
-    assert not world.engines["a"]._go.is_set()
+    assert not world.engines["a"].go.is_set()
     world.portal.call(world.store.run.resume("generator"))
 
-    world.portal.call(wait_until(world.engines["a"]._go.is_set))
+    world.portal.call(wait_until(world.engines["a"].go.is_set))
 
 
 def test_an_ending_run_waits_for_no_generator(world: World) -> None:
@@ -410,17 +352,18 @@ def test_an_engine_that_dies_during_a_pause_ends_its_process(world: World) -> No
 def test_a_member_that_dies_in_mid_broadcast_is_noticed_at_once(tmp_path: Path) -> None:
     """It is noticed before the deadline: the sender closes its end of the group, whatever the error's traceback refers to."""
     config = small_config(tmp_path, None, "sync.backend=gloo", "sync.host=127.0.0.1")
-    sender = make_weight_sender(config, torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))), 0, 1 << 20)
-    host, port = sender.open()
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    sender = sender_of(config, model, bucket_bytes=1 << 20)
+    host, port = sender.open(1)
     heard: list[BaseException] = []
 
     def member(rank: int) -> None:
-        group = collective.make_group(collective.join_store(host, port, 20), rank, 3, host, port, 20)
-        manifest = collective.read_manifest(collective.join_store(host, port, 20))
+        receiver = GlooReceiver(torch.device("cpu"))
+        connection = receiver.connect(Address(host, port, rank, 3, 1 << 20, 20), rank)
         if rank == 2:
             return  # its connections end like those of a killed process
         try:
-            collective.receive(group, manifest, collective.Deadline(100))
+            receiver.take(connection, 0, Deadline(100))
         except RuntimeError as error:
             heard.append(error)
 
@@ -431,7 +374,7 @@ def test_a_member_that_dies_in_mid_broadcast_is_noticed_at_once(tmp_path: Path) 
     try:
         sender.connect(3)
         with pytest.raises(SendFailed):
-            sender.send()
+            sender.send(0, 1)
         for thread in members:
             thread.join(30)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.weights.membership import Membership, answered, form
+from services.weights.rounds.membership import Membership, answered, form
 
 MEMBERS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 8), min_size=1)
 

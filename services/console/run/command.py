@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from services.config import RunConfig
 from services.config.loss_in_words import loss_in_words
 from services.console.commands.control import who
 from services.console.display.plain import PlainDisplay
-from services.console.display.screen import ScreenDisplay
 from services.console.display.warnings_tail import WarningsTail
 from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
@@ -70,25 +69,30 @@ def run(options: Options, planner: Planner = plan_units, check: Check | None = N
     """Run until finished or stopped, and return the exit code. `check`: the checks of a new run before it is started."""
     ended = list[Mapping[str, Any]]()
     try:
-        output = contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext()
-        with lasting_output(), output, Interrupts() as interrupts:
-            return _start(options, planner, check, interrupts, ended)
-    except InUse as error:
-        raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
-    except KeyboardInterrupt:
-        return EXIT_STOPPED
+        with lasting_output():
+            if not options.as_json:
+                return _run(options, planner, check, ended)
+            with contextlib.redirect_stdout(sys.stderr):
+                return _run(replace(options, screen=False), planner, check, ended)
     finally:
         for result in ended if options.as_json else ():
             print_json(result)
 
 
+def _run(options: Options, planner: Planner, check: Check | None, ended: list[Mapping[str, Any]]) -> int:
+    """Add the summary to `ended`, unless the run could not be started."""
+    try:
+        with Interrupts() as interrupts:
+            return _start(options, planner, check, interrupts, ended)
+    except InUse as error:
+        raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+
+
 def _start(
     options: Options, planner: Planner, check: Check | None, interrupts: Interrupts, ended: list[Mapping[str, Any]]
 ) -> int:
-    """Load and check the configuration, lock the folder and clear up what is in it, start Redis, launch, and conclude.
-
-    Add the summary to `ended`, unless the run could not be started.
-    """
     gpus = visible_gpus(os.environ)
     config, places = checked(
         options,
@@ -116,7 +120,7 @@ def _start(
         if options.fresh:
             folder.clear()
         with _redis(config, folder, url, password) as (config, server):
-            config = written(config, folder, before, step)
+            config = _written(config, folder, before, step)
             for sentence in loss_in_words(config):
                 print(f"loss: {sentence}", flush=True)
             environ = common_environment(os.environ, config, gpus)
@@ -124,7 +128,7 @@ def _start(
             return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step, ended).run())
 
 
-def written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None) -> RunConfig:
+def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None) -> RunConfig:
     """Write the configuration into the run's folder, and record how it differs from that `before`, if the run is resumed.
 
     Raise `ConsoleError`, and write nothing, if the run is beyond its last step.
@@ -245,7 +249,9 @@ class _Job:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
         with contextlib.ExitStack() as stack:
             tail = WarningsTail(self.folder.logs)
-            if self.options.screen and not self.options.as_json and sys.stdout.isatty():
+            if self.options.screen and sys.stdout.isatty():
+                from services.console.display.screen import ScreenDisplay
+
                 display = stack.enter_context(ScreenDisplay(config.run.name, config.run.steps, rows, tail))
             else:
                 display = stack.enter_context(PlainDisplay(config.run.steps, tail))

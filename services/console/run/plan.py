@@ -68,7 +68,7 @@ def max_generators(config: RunConfig, gpus: Sequence[str], cores: int) -> int:
     Generators that share GPUs are limited by both: vLLM's engines by its memory, of which each takes a share that is fixed.
     """
     generator, ranks = config.generator, config.trainer.ranks
-    if gpus and config.sync.backend not in ("gloo", "filesystem", "store") and not sharing(config, gpus):
+    if gpus and config.sync.backend not in ("gloo", "store") and not sharing(config, gpus):
         return (len(gpus) - ranks) // generator.tensor_parallel
     most = GENERATORS_PER_CORE * cores
     if gpus and generator.engine == "vllm":

@@ -27,13 +27,13 @@ from services.generator.engines.vllm_arguments import (
     has_gpu,
     set_environment,
     stop_tokens,
-    transport,
 )
 from services.generator.engines.vllm_requests import continued_seed, generated, last, sampling_params
 from services.generator.engines.vllm_weights import WorkerWeights, bounded
 from services.protocol.messages import Round
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.weights.receiver import EngineDead, TransferFailed
+from services.weights.transport import backend_of
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -67,7 +67,7 @@ class VllmEngine:
         """Load the model, which takes 10-15 s on a CPU."""
         self._config = config
         self.world = config.generator.tensor_parallel
-        self.stages = transport(config, has_gpu()) != "nccl"
+        self.stages = backend_of(config, has_gpu()) != "nccl"
         self._strangers = {child.pid for child in multiprocessing.active_children()}
         await asyncio.to_thread(self._load)
         self._weights = WorkerWeights(self._llm, config, self.stages)
@@ -203,22 +203,16 @@ class VllmEngine:
             await asyncio.sleep(_ABORT_POLL_S)
 
     async def pause(self) -> None:
-        """Stop after the current iteration; keep the requests, and drop the KV cache and the prefix cache unless `sync.kv` keeps
-        them for completions in flight (`sync.in_flight = "keep"`).
-        """
-        async with bounded(self._config.sync.join_deadline_s, "pause"):
+        """Stop after the current iteration; keep the requests with their KV cache."""
+        async with bounded(self._config.sync.answer_s, "pause"):
             # Not `pause_generation`, which then sleeps for 20 ms: outputs may come later, since the core stamps them.
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._keeps_kv)
-
-    @property
-    def _keeps_kv(self) -> bool:
-        return self._config.sync.kv == "keep" and self._config.sync.in_flight == "keep"
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
         """Resume sampling."""
         if not self.whole:
             raise TransferFailed("an update was applied only in part: sampling cannot resume until a complete one arrives")
-        async with bounded(self._config.sync.join_deadline_s, "resume"):
+        async with bounded(self._config.sync.answer_s, "resume"):
             await self._llm.resume_generation()
 
     async def join(self, round: Round, first_rank: int) -> None:
@@ -232,8 +226,7 @@ class VllmEngine:
     async def receive(self, version: int) -> None:
         """Receive the weights, or use the staged ones; apply them and set the version."""
         await self._loaded.receive(version)
-        if self._keeps_kv:
-            await self._send_waiting_again()
+        await self._send_waiting_again()
 
     def gauges(self) -> Gauges:
         """Count the load here: vLLM's own statistics describe its last iteration, not the present moment.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.config import ConfigError, RunConfig
-from services.weights.receivers import OWNER
+from services.weights.transport import OWNER, backend_of
 
 VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
 """Logging configuration of the processes that vLLM starts. It refers to vllm_logging.py, which they import."""
@@ -56,15 +56,10 @@ def set_environment(config: RunConfig, gpu: bool) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # for this process; the file is for the others
 
 
-def transport(config: RunConfig, gpu: bool) -> str:
-    """Return how weights are transferred: `nccl`, `gloo`, `filesystem` or `store`."""
-    return config.sync.backend if config.sync.backend != "auto" else ("nccl" if gpu else "gloo")
-
-
 def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`."""
     generator = config.generator
-    backend = transport(config, gpu)
+    backend = backend_of(config, gpu)
     if backend == "nccl" and not gpu:
         raise ConfigError('sync.backend = "nccl" needs GPUs, but this machine has none: use "gloo" or "auto"')
     arguments: dict[str, Any] = {
@@ -80,7 +75,7 @@ def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
         "disable_log_stats": False,  # its metrics are served with ours (services/generator/metrics.py)
         "enable_prefix_caching": True,  # the completions of a group share their prompt
         "weight_transfer_config": {"backend": f"grpo_{backend}"},
-        "worker_extension_cls": "services.weights.receivers.gloo.WorkerExtension",
+        "worker_extension_cls": "services.weights.vllm_worker.WorkerExtension",
     }
     if gpu:
         arguments["gpu_memory_utilization"] = _GPU_MEMORY_UTILIZATION

@@ -10,23 +10,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
-
-import structlog
+from typing import TYPE_CHECKING, Any
 
 from services.config import RunConfig
 from services.protocol.messages import Round
-from services.weights.collective import BUCKET_BYTES
-from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged, WeightsMisloaded
+from services.weights.buckets import BUCKET_BYTES
+from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-log = structlog.get_logger()
-
 _GRACE_S = 15.0
 """A worker has its own limits; an answer this much later will never come. Long enough for one iteration."""
-_JOIN_POLL_S = 0.02
+_POLL_S = 0.02
 
 
 class WorkerWeights:
@@ -42,12 +38,11 @@ class WorkerWeights:
         self._staged = -1  # the version staged in the workers, ready to be applied
 
     async def join(self, round: Round, first_rank: int) -> None:
-        """Join while generation continues: the worker connects in a thread, and its state is polled."""
-        limit_s = self._config.sync.join_deadline_s
-        places = {"filesystem": self._config.weights_folder.absolute(), "store": self._config.weights_place}
-        folder = f"{places[round.backend]}/{round.host}" if round.backend in places else None
+        """Join while generation continues: the workers connect in threads, and their state is polled."""
+        limit_s = self._config.sync.answer_s
+        host = f"{self._config.weights_place}/{round.host}" if round.backend == "store" else round.host
         info = {
-            "host": folder or round.host,
+            "host": host,
             "port": round.port,
             "first_rank": first_rank,
             "world_size": round.world_size,
@@ -58,36 +53,35 @@ class WorkerWeights:
             deadline = time.monotonic() + limit_s
             await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
             while True:
-                states = set(await self._llm.collective_rpc("weight_group_state"))
-                if states == {"joined"}:
+                states = {state["join"] for state in await self._states()}
+                if states == {"done"}:
                     return
-                if failures := sorted(states - {"joined", "joining"}):
-                    where = f"epoch {round.epoch} at {folder or f'{round.host}:{round.port}'}"
+                if failures := sorted(states - {"done", "running"}):
+                    where = f"epoch {round.epoch} at {host}{f':{round.port}' * bool(round.port)}"
                     raise TransferFailed(f"weight group of {where}: {'; '.join(failures)}")
                 if time.monotonic() > deadline:
                     raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks joined within {limit_s} s")
-                await asyncio.sleep(_JOIN_POLL_S)
+                await asyncio.sleep(_POLL_S)
 
     async def stage(self, version: int, limit_s: float | None = None) -> None:
-        """Receive while generation continues: the worker receives in a thread, and its state is polled."""
+        """Receive while generation continues: the workers receive in threads, and their state is polled."""
         self._staged = -1
-        limit_s = limit_s or self._config.sync.transfer_deadline_s
+        limit_s = limit_s or self._config.sync.deadline_s
         async with bounded(limit_s + _GRACE_S, "weight transfer"):
-            failures = {said for said in await self._llm.collective_rpc("stage_weights", args=(limit_s, version)) if said}
+            failures = {said for said in await self._llm.collective_rpc("stage_weights", args=(version, limit_s)) if said}
             while not failures:
-                states = set(await self._llm.collective_rpc("weight_stage_state"))
-                if states == {"staged"}:
-                    fetched = await self._llm.collective_rpc("weights_fetched")
+                states = await self._states()
+                staging = {state["stage"] for state in states}
+                if staging == {"done"}:
+                    fetched = [state["fetched_bytes"] for state in states]
                     self.fetched_bytes = None if None in fetched else sum(fetched)
                     self._staged = version
                     return
-                if "staging" not in states:
-                    failures = states - {"staged"}
+                if "running" not in staging:
+                    failures = staging - {"done"}
                     break
-                await asyncio.sleep(_JOIN_POLL_S)
-            for changed in await self._llm.collective_rpc("weights_changed"):
-                if changed:
-                    raise WeightsChanged(changed)
+                await asyncio.sleep(_POLL_S)
+            _raise_if_changed(await self._states())
         raise TransferFailed(f"weight transfer of version {version} failed: {'; '.join(sorted(failures))}")
 
     async def receive(self, version: int) -> None:
@@ -100,35 +94,34 @@ class WorkerWeights:
     async def _apply(self, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        limit_s, verify = self._config.sync.transfer_deadline_s, self._config.sync.verify_loaded
+        limit_s = self._config.sync.deadline_s
         async with bounded(limit_s + _GRACE_S, "weight transfer"):
             try:
                 await self._llm.start_weight_update()
-                await self._llm.update_weights(
-                    WeightTransferUpdateRequest(update_info={"timeout_s": limit_s, "verify_loaded": verify})
-                )
-                changed = [name for name in await self._llm.collective_rpc("weights_changed") if name]
-                loaded = await self._llm.collective_rpc("weights_loaded")
-                wrong = [name for name, _, _ in loaded if name]
-                refused = [why for why in await self._llm.collective_rpc("weights_refused") if why]
-                await self._llm.finish_weight_update(None if changed or wrong or refused else str(version))
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"timeout_s": limit_s}))
+                states = await self._states()
+                changed = any(state["changed"] for state in states)
+                await self._llm.finish_weight_update(None if changed else str(version))
             except Exception as error:  # vLLM has no exception type for failures in a worker
                 if self._llm.errored or self._world > 1:  # with several workers, late replies would answer the next call
                     raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
-                self.whole = all(await self._llm.collective_rpc("weights_whole"))
+                self.whole = all(state["whole"] for state in await self._states())
                 raise TransferFailed(f"weight transfer of version {version} failed: {error}") from error
-            if changed or refused:  # one worker may have applied weights that another has not
-                self.whole = self._world == 1 and all(await self._llm.collective_rpc("weights_whole"))
-                if changed:
-                    raise WeightsChanged(changed[0])
-                raise TransferFailed(f"version {version} was not applied: {refused[0]}")
-            if wrong:
-                self.whole = False
-                raise WeightsMisloaded(wrong[0])
-        if verify and not self.loads:
-            log.info("compared loaded weights", compared=sum(n for _, n, _ in loaded), of=sum(n for _, _, n in loaded))
+            if changed:  # one worker may have applied weights that another has not
+                self.whole = self._world == 1 and all(state["whole"] for state in states)
+                _raise_if_changed(states)
         self.version, self.whole = version, True
         self.loads += 1
+
+    async def _states(self) -> list[dict[str, Any]]:
+        """Return the state of each worker's weights (services/weights/vllm_worker.py)."""
+        return await self._llm.collective_rpc("weight_state")
+
+
+def _raise_if_changed(states: list[dict[str, Any]]) -> None:
+    for state in states:
+        if state["changed"]:
+            raise WeightsChanged(state["changed"])
 
 
 @asynccontextmanager

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from services.config import ConfigError
 from services.config.training import Lora
 from services.trainer.model import support
-from services.weights.versions import merge
+from services.weights import merge
+from services.weights.transport import TrainedWeights
 
 ADAPTER = "default"
 """peft's name for the only adapter of a layer."""
@@ -97,6 +98,12 @@ def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         adapter = tuple(layer + matrix for matrix in MATRICES)
         found[name.replace(OWN, ".")] = (name, *adapter) if known.issuperset(adapter) else (name,)
     return found
+
+
+def trained_weights(model: nn.Module, options: Lora) -> TrainedWeights:
+    """Return what a trainer of `model` sends: its parameters, and the weights that they make up."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return TrainedWeights(parameters, sources(parameters), options.scale if options.rank else 0.0)
 
 
 @torch.no_grad()

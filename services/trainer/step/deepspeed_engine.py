@@ -16,7 +16,7 @@ import torch
 from services.config import RunConfig
 from services.config.training import Optimizer
 from services.trainer.model.policy_network import Scorer
-from services.weights.host_memory import lay_end_to_end
+from services.weights.broadcast.host_memory import lay_end_to_end
 
 PERSISTENT_FACTOR = 10
 """ZeRO-3 keeps parameters smaller than this many times the hidden size gathered: norms and biases, not worth a collective

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.weights.buckets import huge_pages
 from services.weights.checksums import checksums
-from services.weights.collective import huge_pages
 from services.weights.versions.manifest import Block, TensorPiece
 from services.weights.versions.pieces import UNCHANGED, EncodedPiece, encode
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from services.weights.collective import TensorMeta
+from services.weights.buckets import TensorMeta
 from services.weights.versions.positions import InvalidVersion
 
 FORMAT = 2

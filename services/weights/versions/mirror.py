@@ -16,12 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from services.weights.buckets import TensorMeta
 from services.weights.checksums import WeightChanged, checksums
-from services.weights.collective import Deadline, TensorMeta
+from services.weights.deadline import Deadline
+from services.weights.merge import merged
 from services.weights.versions.delta import Delta, groups
 from services.weights.versions.encoder import as_tensor, bits
 from services.weights.versions.manifest import TensorPiece, VersionManifest, Weight
-from services.weights.versions.merge import merged
 from services.weights.versions.objects import Target
 from services.weights.versions.pieces import Change
 from services.weights.versions.positions import InvalidVersion
@@ -53,12 +54,6 @@ class WeightMirror:
         return [
             (weight.name, merged([self._tensors[index] for index in weight.sources], weight.scale)) for weight in self._weights
         ]
-
-    def adopt(self, held: tuple[int, int], metas: list[TensorMeta], tensors: list[torch.Tensor], weights: list[Weight]) -> None:
-        """Hold `tensors`, which came whole and have been checked, as those of a version. They are contiguous, in host memory, and
-        belong to the mirror until it forgets them.
-        """
-        self.held, self._metas, self._tensors, self._weights = held, metas, tensors, weights
 
     def load(
         self,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from services.weights.collective import huge_pages
+from services.weights.buckets import huge_pages
 
 _CONNECT = "5s"
 _SILENCE = "60s"  # for one request; a part of 32 MiB takes 3 s at 100 Mbit/s

@@ -1,4 +1,4 @@
-"""Brings a mirror to a version from the store, by the shortest way from what it holds.
+"""The receiver of `sync.backend = "store"`: brings a mirror to a version from the store, by the shortest way from what it holds.
 
 Guarantees: nothing is read that the catalogue does not name; several objects are fetched at a time, those of an anchor straight
 into their place; every wait has a limit; an error leaves the mirror at a version or empty (`WeightMirror.apply`). What comes from
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from services.weights.checksums import WeightChanged
-from services.weights.collective import Deadline
+from services.weights.deadline import Deadline
+from services.weights.transport import Address, Loaded, Receiver
 from services.weights.versions import catalogue, manifest
 from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry
 from services.weights.versions.delta import Delta, alike
@@ -182,3 +183,23 @@ class _Fetch:
 
     def _awaited(self, coming: Future[memoryview]) -> memoryview:
         return coming.result(self._deadline.left.total_seconds())
+
+
+class StoreReceiver(Receiver):
+    """Fetches versions. Its copy of the weights outlives the group, so a worker that missed rounds fetches only the deltas it
+    lacks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._mirror = WeightMirror()
+
+    def connect(self, address: Address, rank: int) -> VersionReader:
+        """Check that the versions at `host` can be read."""
+        return VersionReader(address.host, self._mirror)
+
+    def take(self, connection: VersionReader, version: int, deadline: Deadline) -> Loaded:
+        """Fetch the objects that lead to the version."""
+        weights = connection.take(deadline, version)
+        self.fetched_bytes = connection.fetched.nbytes
+        return weights

@@ -1,4 +1,4 @@
-"""The trainer's side of `sync.backend = "store"`: every rank writes what changed in its share of the weights, rank 0 the rest.
+"""The sender of `sync.backend = "store"`: every rank writes what changed in its share of the weights, rank 0 the rest.
 
 Guarantees: a version that the catalogue names is in the store as a whole, and never changes; a rank that fails leaves no rank
 waiting; a retry of a version writes the same bytes or an anchor; if the store lost what the next delta would need, or members
@@ -19,9 +19,8 @@ import structlog
 import torch
 
 from services.config import RunConfig
-from services.weights.collective import TensorMeta
-from services.weights.host_memory import describe
-from services.weights.sender import SendFailed
+from services.weights.buckets import TensorMeta, describe
+from services.weights.transport import Gather, Sender, SendFailed, TrainedWeights
 from services.weights.versions import catalogue, manifest
 from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry, folder_of
 from services.weights.versions.encoder import EncodedPart, ShardEncoder, partition_shards, rounded, whole_shards
@@ -35,8 +34,6 @@ PAYS = 0.8
 
 Described = list[tuple[DataPart, list[TensorPiece]]]
 """What one rank has written."""
-Gather = Callable[[Any], list[Any]]
-"""Returns the values of all ranks, by rank. Collective."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,8 @@ class Task:
     written: bool  # it was, in an earlier attempt
 
 
-class StoreWeightSender:
-    """Writes versions of a model's weights to a store. Every rank creates one. Its methods are those of `WeightSender`."""
+class StoreSender(Sender):
+    """Writes versions of a model's weights to a store."""
 
     backend = "store"
     ahead = True
@@ -59,14 +56,15 @@ class StoreWeightSender:
     def __init__(
         self,
         config: RunConfig,
-        parameters: Mapping[str, torch.nn.Parameter],
-        sources: Mapping[str, Sequence[str]],
+        weights: TrainedWeights,
         rank: int,
-        ranks: int = 1,
-        gather: Gather = lambda value: [value],
+        ranks: int,
+        gather: Gather,
+        bucket_bytes: int,
     ) -> None:
-        """`parameters` are those of the model; `sources` names those that each weight is made of: itself, or W, A and B."""
+        """`bucket_bytes` is not used: pieces have a size of their own."""
         self._place, self._lead, self._gather = config.weights_place, rank == 0, gather
+        parameters, sources = weights.parameters, weights.sources
         distinct = _distinct(parameters, sources)
         dtypes = _dtypes(parameters, sources)
         self._tensors = [
@@ -75,7 +73,7 @@ class StoreWeightSender:
         ]
         places = {id(parameter): i for i, parameter in enumerate(distinct.values())}
         self._weights = [
-            Weight(name, [places[id(parameters[part])] for part in parts], config.lora.scale if len(parts) > 1 else 0.0)
+            Weight(name, [places[id(parameters[part])] for part in parts], weights.scale if len(parts) > 1 else 0.0)
             for name, parts in sources.items()
         ]
         self._full_nbytes = sum(meta.nbytes for meta in self._tensors)
@@ -89,64 +87,30 @@ class StoreWeightSender:
         self._writer = ThreadPoolExecutor(1, "anchor")
         self._catalogue = Catalogue(0)
         self._based: int | None = None  # rank 0: the version whose bits are the base on all ranks
-        self._label = (0, 0)
-        self._damaged = False  # members found that the store holds other bytes than were written
-        self.sweeps = False
-        """Return whether there may be something to sweep."""
+        self._sweepable = False  # whether the store may hold what nobody needs
         self._last: Entry | None = None  # what the last `send` wrote
 
     @property
-    def sent(self) -> dict[str, float]:
-        """Return what the last `send` took: bytes, share of all bytes, share of the elements that changed, 1 for a delta."""
+    def stats(self) -> dict[str, float]:
+        """Return the cost of the last version that was written."""
         if self._last is None:
             return {}
         share = self._last.nbytes / max(1, self._last.full_nbytes)
         delta = float(self._last.base is not None)
         return {"bytes": float(self._last.nbytes), "share": share, "changed": self._last.changed, "delta": delta}
 
-    def label(self, version: int, fence: int) -> None:
-        """Rank 0: say which version of which trainer the next `send` sends."""
-        self._label = (version, fence)
-        if self._catalogue.fence != fence:
-            self._catalogue, self._based, self.sweeps = Catalogue(fence), None, True
-
-    def members_hold(self, version: int | None) -> None:
-        """Do nothing: members find out themselves what they lack."""
-
-    def took(self, seconds: float) -> None:
-        """Do nothing: the size decides."""
-
-    def arrived_damaged(self) -> None:
-        """Rank 0: take that members could not use what the store holds; nothing more is built on it."""
-        self._damaged = True
-
-    def open(self) -> tuple[str, int]:
-        """Rank 0: write the catalogue. Returns the trainer's folder below the place, and 0.
-
-        Raises `SendFailed` if the store cannot be reached.
-        """
+    def open(self, fence: int) -> tuple[str, int]:
+        """Write the catalogue. Returns the trainer's folder below the place, and 0."""
+        self._begin(fence)
         try:
             self._write_catalogue(self._catalogue)
         except OSError as error:
             raise SendFailed(f"cannot open the store of weights, check sync.folder: {error}") from error
         return str(self._catalogue.fence), 0
 
-    def absent(self, ranks: Iterable[int]) -> list[int]:
-        """Return none: members themselves report that they can read the store."""
-        return []
-
-    def connect(self, world_size: int) -> None:
-        """Do nothing: nobody connects to the trainer."""
-
-    def close_group(self) -> None:
-        """Do nothing: what is in the store stays."""
-
-    def send(self) -> None:
-        """All ranks: write the labelled version, unless an earlier attempt did. Collective.
-
-        Raises `SendFailed`, on rank 0 only.
-        """
-        task: Task = self._gather(self._decide() if self._lead else None)[0]
+    def send(self, version: int, fence: int, damaged: bool = False) -> None:
+        """Write the version, unless an earlier attempt did. A damaged store gets an anchor, and nothing more is built on it."""
+        task: Task = self._gather(self._decide(version, fence, damaged) if self._lead else None)[0]
         if task.written:
             return
         finished = self._finish_anchor()
@@ -161,32 +125,42 @@ class StoreWeightSender:
         if self._lead:
             if encoded and not whole:
                 self._based = task.version
-            self._record(task, whole, [said for said, _ in told if said], [part for _, parts in told for part in parts])
+            problems, parts = [said for said, _ in told if said], [part for _, parts in told for part in parts]
+            self._record(task, whole, damaged, problems, parts)
         if task.anchor_too and not whole and not any(said for said, _ in told):
             self._anchor = (task.version, self._writer.submit(self._write_whole, task))
 
-    def sweep(self, readers: Iterable[str]) -> None:
-        """Rank 0: delete what is not needed, and what readers still need at a later call. `readers`: what the fleet's members
-        announced, read after the last `send`.
+    def sweep(self, readers: Callable[[], Iterable[str]]) -> None:
+        """Delete what is not needed, and what readers still need at a later call.
+
+        What they announced is read after the catalogue has told them what stays.
         """
+        if not self._sweepable:
+            return
         writing = [folder_of(self._anchor[0], anchor=True)] if self._anchor else []
+        announced = list(readers())
         try:
             names = list(self._objects.names())
-            gone = catalogue.garbage(names, self._catalogue, writing, readers)
+            gone = catalogue.garbage(names, self._catalogue, writing, announced)
             self._objects.delete(gone)
         except OSError as error:
             log.warning("failed to sweep the store of weights", error=str(error))
             return
-        self.sweeps = len(gone) < len(catalogue.garbage(names, self._catalogue, writing, ()))
+        self._sweepable = len(gone) < len(catalogue.garbage(names, self._catalogue, writing, ()))
 
-    def _decide(self) -> Task:
-        version, fence = self._label
+    def _begin(self, fence: int) -> None:
+        """Begin with nothing if another trainer wrote what is known."""
+        if self._catalogue.fence != fence:
+            self._catalogue, self._based, self._sweepable = Catalogue(fence), None, True
+
+    def _decide(self, version: int, fence: int, damaged: bool) -> Task:
+        self._begin(fence)
         self._look()
-        if not self._damaged and any(entry.version == version for entry in self._catalogue.entries):
+        if not damaged and any(entry.version == version for entry in self._catalogue.entries):
             return Task(fence, version, None, anchor_too=False, written=True)
         newest = self._catalogue.newest
         again = self._delta is not None and self._delta[:2] == (newest, version) and self._based == version
-        base = newest if newest is not None and not self._damaged and (again or self._based == newest) else None
+        base = newest if newest is not None and not damaged and (again or self._based == newest) else None
         self._based = None  # unless it is written
         return Task(fence, version, base, anchor_too=self._anchor is None and self._catalogue.anchor_due(), written=False)
 
@@ -234,7 +208,7 @@ class StoreWeightSender:
         if self._anchor is None:
             return None
         (version, writing), self._anchor = self._anchor, None
-        self.sweeps = True  # what the anchor makes superfluous, or what is left of it
+        self._sweepable = True  # what the anchor makes superfluous, or what is left of it
         try:
             return version, writing.result()
         except (OSError, RuntimeError, MemoryError) as error:
@@ -252,20 +226,20 @@ class StoreWeightSender:
         except OSError as error:
             log.warning("failed to record an anchor of the weights; a later version gets one", error=str(error))
 
-    def _record(self, task: Task, whole: bool, problems: list[str], parts: Described) -> None:
+    def _record(self, task: Task, whole: bool, damaged: bool, problems: list[str], parts: Described) -> None:
         """Rank 0: write the manifest, then the catalogue. Raises `SendFailed`."""
-        self.sweeps |= whole or bool(problems)
+        self._sweepable |= whole or bool(problems)
         if problems:
             raise SendFailed(f"failed to write version {task.version}: {'; '.join(problems)}")
         self._based = task.version
-        sound = Catalogue(task.fence) if self._damaged else self._catalogue
+        sound = Catalogue(task.fence) if damaged else self._catalogue
         try:
             entry = self._describe(task.version, None if whole else task.base, parts)
             self._write_catalogue(sound.with_entry(entry).trimmed())
         except OSError as error:
-            self.sweeps = True
+            self._sweepable = True
             raise SendFailed(f"failed to write version {task.version}: {error}") from error
-        self._last, self._damaged = entry, False
+        self._last = entry
 
     def _describe(self, version: int, base: int | None, parts: Described) -> Entry:
         made = manifest.assemble(version, self._catalogue.fence, base, self._tensors, self._weights, parts)

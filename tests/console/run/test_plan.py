@@ -59,7 +59,7 @@ def test_too_few_gpus_are_shared_using_gloo(tmp_path: Path) -> None:
     assert sharing(few, ["3"])
     assert forced_backend(few, ["3"]) == "gloo"
     assert [forced_backend(few, gpus) for gpus in ([], list("012345678"))] == ["", ""]
-    assert forced_backend(config(tmp_path, "generator.count=2", "sync.backend=filesystem"), ["3"]) == ""
+    assert forced_backend(config(tmp_path, "generator.count=2", "sync.backend=store"), ["3"]) == ""
     assert not sharing(few, ["0", "1", "2"])
     assert not sharing(few, [])
     assert seen(plan_units(few, Path("c"), ["3"])) == {

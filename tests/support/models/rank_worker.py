@@ -189,8 +189,8 @@ def decay(model: Path, stage: int) -> dict[str, float]:
 
 def in_place(model: Path, sections: Any, payloads: Any, samples: Any, layout: Any) -> list[bool]:
     """Train a step; return, for each bucket of several weights, whether it is sent from the weights' own memory."""
-    from services.weights.collective import plan_buckets
-    from services.weights.host_memory import HostBuckets, as_they_lie, describe
+    from services.weights.broadcast.host_memory import HostBuckets, as_they_lie
+    from services.weights.buckets import describe, plan_buckets
 
     policy = _policy(model, sections)
     _train(policy, payloads, samples, layout, 0)

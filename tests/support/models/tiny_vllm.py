@@ -61,7 +61,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         "verifiers": [{"kind": "exact"}],
         "sampling": {"max_tokens": 192},
         "generator": {"max_num_seqs": 32},
-        "sync": {"host": "127.0.0.1", "join_deadline_s": 10.0, "transfer_deadline_s": 20.0, "kv": "recompute"},
+        "sync": {"host": "127.0.0.1", "deadline_s": 20.0},
     }
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}

@@ -52,9 +52,9 @@ LIGHT = (
 HEAVY = (
     "torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto", "deepspeed",
     "deepspeed.module_inject.auto_ep_layer", "peft", "services.trainer.worker", "services.trainer.loop",
-    "services.trainer.step.policy", "services.trainer.weight_sender", "vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
+    "services.trainer.step.policy", "vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor",
-    "vllm.model_executor.models.qwen3", "services.generator.engines.vllm", "services.weights.receivers.gloo",
+    "vllm.model_executor.models.qwen3", "services.generator.engines.vllm", "services.weights.vllm_worker",
     "matplotlib.backends.backend_agg", "matplotlib.pyplot", "PIL.PngImagePlugin",
     "deepspeed.runtime.sequence_parallel.ulysses_sp", "torch.profiler", "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",

@@ -47,29 +47,30 @@ def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, r
 
 def _transfer(policy: Any) -> dict[str, torch.Tensor]:
     """Return the weights that a receiver ends up with; {} on ranks that do not send. Uses a real gloo group in this process."""
-    from services.trainer.weight_sender import make_weight_sender
+    from tests.support.senders import sender_of
 
     sync = policy.config.sync.model_copy(update={"host": "127.0.0.1", "backend": "gloo"})
     config = policy.config.model_copy(update={"sync": sync})
-    sender = make_weight_sender(config, policy.module, policy.world.rank, BUCKET_BYTES)
+    sender = sender_of(config, policy.module, policy.world.rank, bucket_bytes=BUCKET_BYTES)
     if policy.world.rank > 0:
-        sender.send()
+        sender.send(0, 1)
         return {}
     received: dict[str, torch.Tensor] = {}
-    receiver = threading.Thread(target=_receive, args=(*sender.open(), received))
+    receiver = threading.Thread(target=_receive, args=(*sender.open(1), received))
     receiver.start()
     sender.connect(2)
-    sender.send()
+    sender.send(0, 1)
     receiver.join()
-    sender.close_group()
+    sender.close()
     return received
 
 
 def _receive(host: str, port: int, received: dict[str, torch.Tensor]) -> None:
-    from services.weights import collective
+    from services.weights.broadcast.gloo import GlooReceiver
+    from services.weights.deadline import Deadline
+    from services.weights.transport import Address
 
-    store = collective.join_store(host, port, 20)
-    group = collective.make_group(store, 1, 2, host, port, 20)
-    manifest = collective.read_manifest(store)
-    assert len(manifest.buckets) > 2
-    received |= dict(collective.receive(group, manifest, collective.Deadline(20)))
+    receiver = GlooReceiver(torch.device("cpu"))
+    connection = receiver.connect(Address(host, port, 1, 2, BUCKET_BYTES, 20), 1)
+    assert len(connection.manifest.buckets) > 2
+    received |= dict(receiver.take(connection, 0, Deadline(20)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.weights.receivers.gloo import WorkerExtension as WorkerExtension
+from services.weights.vllm_worker import WorkerExtension as WorkerExtension
 from tests.weights.nccl.nccl_wire import wired
 
 _wired = wired()

@@ -1,6 +1,6 @@
 """Weights over the NCCL path into a real vLLM, with the NCCL library replaced by gloo (nccl_wire.py).
 
-vLLM's communicators and packed broadcast, `WeightSender` and `NcclWeightTransferEngine` are those used on a GPU.
+vLLM's communicators and packed broadcast and both ends of the transport are those used on a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import services.generator.engines.vllm as vllm_engine
 import services.generator.engines.vllm_weights as vllm_weights
 from services.generator.engines.vllm import VllmEngine
 from services.rollouts.generated import SamplingParameters
+from services.weights.broadcast import nccl
 from services.weights.receiver import TransferFailed, WeightsChanged
-from services.weights.transports import nccl
 from tests.support.models.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb
-from tests.weights.test_weight_transfer import PROMPT, Pair, damage_deltas
+from tests.weights.test_weight_transfer import PROMPT, Pair
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,18 +41,19 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     config = make_config(
         folder,
         generator={"max_num_seqs": 32, "engine_options": worker},
-        sync={"join_deadline_s": 20.0, "transfer_deadline_s": 30.0},
+        sync={"deadline_s": 30.0},
     )
     with pytest.MonkeyPatch.context() as patch, wired():
-        patch.setattr(vllm_engine, "transport", lambda config, gpu: "nccl")
+        patch.setattr(vllm_engine, "backend_of", lambda config, gpu: "nccl")
         for module in (vllm_weights, nccl):
             patch.setattr(module, "BUCKET_BYTES", BUCKET_BYTES)
         engine = VllmEngine()
         await engine.start(config)
         assert not engine.stages
         pair = Pair(engine, model, config.model_copy(update={"sync": config.sync.model_copy(update={"backend": "nccl"})}))
+        pair.limits = [vars(config.sync), vars(pair.config.sync)]
         yield pair
-        pair.sender.close_group()
+        pair.sender.close()
         await engine.close()
 
 
@@ -64,39 +65,6 @@ async def test_the_engine_matches_transformers_after_every_update(pair: Pair) ->
             await pair.update()
             assert (pair.engine.version, pair.engine.whole) == (pair.version, True)
             await pair.assert_equal()
-
-
-async def test_a_damaged_delta_leaves_the_engine_consistent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pair.deltas():
-        await pair.follow_by_deltas()
-        version = pair.version
-        damage_deltas(monkeypatch)
-        perturb(pair.model, 402, share=0.02)
-        with pytest.raises(TransferFailed):
-            await pair.update()
-        monkeypatch.undo()
-        assert (pair.engine.version, pair.engine.whole) == (version, True), "unlike after a failed transfer of all weights"
-        await pair.engine.resume()
-        await pair.make_group()
-        await pair.update()
-        await pair.assert_equal()
-
-
-async def test_an_engine_that_repacks_its_weights_gets_all_of_them(pair: Pair) -> None:
-    """On a CPU, every engine repacks; for patches see tests/weights/sparse."""
-    from services.trainer.weight_sender import make_sender
-
-    before, sync = pair.sender, pair.config.sync.model_copy(update={"encoding": "sparse"})
-    sparse = pair.config.model_copy(update={"sync": sync})
-    pair.sender = make_sender(sparse, pair.model, 0, 1, lambda value: [value], BUCKET_BYTES)  # type: ignore[assignment]
-    await pair.make_group()
-    for seed in range(2):
-        perturb(pair.model, 500 + seed, share=0.02)
-        await pair.update()
-        assert not pair.sender.sent["delta"]
-        await pair.assert_equal()
-    pair.sender.close_group()
-    pair.sender = before
 
 
 async def test_corrupted_weights_are_never_sampled_from(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,15 +97,20 @@ async def test_corrupted_weights_are_never_sampled_from(pair: Pair, monkeypatch:
     await pair.assert_equal()
 
 
-async def test_a_full_update_repairs_a_timed_out_transfer(pair: Pair) -> None:
+def short_deadline(pair: Pair, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let transfers take only so long, on both sides."""
+    for limits in pair.limits:
+        monkeypatch.setitem(limits, "deadline_s", seconds)
+
+
+async def test_a_full_update_repairs_a_timed_out_transfer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender never sends: the member's limit ends the broadcast in the worker, which stays responsive."""
-    config = pair.engine._loaded._config
-    pair.engine._loaded._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
     await pair.make_group()
     await pair.engine.pause()
+    short_deadline(pair, monkeypatch, 1.0)
     with pytest.raises(TransferFailed, match="no complete update within 1"):
         await pair.engine.receive(77)
-    pair.engine._loaded._config = config
+    monkeypatch.undo()
     assert not pair.engine.whole
     assert pair.engine.version != 77
     with pytest.raises(TransferFailed, match="applied only in part"):
@@ -149,15 +122,14 @@ async def test_a_full_update_repairs_a_timed_out_transfer(pair: Pair) -> None:
     await pair.assert_equal()
 
 
-async def test_a_sender_times_out_if_a_member_never_receives(pair: Pair) -> None:
-    from services.weights.sender import SendFailed
+async def test_a_sender_times_out_if_a_member_never_receives(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.weights.transport import SendFailed
 
     await pair.make_group()
-    sync = pair.sender._sync
-    pair.sender._sync = sync.model_copy(update={"transfer_deadline_s": 1.0})
-    with pytest.raises(SendFailed, match=r"longer than sync\.transfer_deadline_s = 1"):
-        pair.sender.send()
-    pair.sender._sync = sync
+    short_deadline(pair, monkeypatch, 1.0)
+    with pytest.raises(SendFailed, match=r"longer than sync\.deadline_s = 1"):
+        pair.sender.send(pair.version + 1, 1)
+    monkeypatch.undo()
     running = await pair.engine.generate("goes-on", PROMPT, 5, SamplingParameters(16))
     assert len(running.tokens)
     await pair.make_group()

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from services.trainer.model import lora
-from services.trainer.weight_sender import make_sender
-from services.weights.collective import Deadline
+from services.weights.deadline import Deadline
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
 from tests.support.models.tiny_vllm import make_config, make_model
+from tests.support.senders import sender_of
 from tests.support.versions import assert_same_bits
 
 
@@ -21,7 +21,7 @@ def test_only_adapters_are_sent_and_merged_bitwise(tmp_path: Path, dtype: torch.
     model = make_model(tmp_path, tied=True).to(dtype)
     config = make_config(tmp_path, sync={"backend": "store", "folder": f"{tmp_path}/volume"}, lora={"rank": 2, "alpha": 8.0})
     lora.attach(model, config.lora, str(tmp_path))
-    sender = make_sender(config, model, 0, 1, lambda value: [value])
+    sender = sender_of(config, model)
     adapters = [weight for name, weight in model.named_parameters() if ".lora_" in name]
     mirror = WeightMirror()
     for version in range(3):
@@ -30,15 +30,14 @@ def test_only_adapters_are_sent_and_merged_bitwise(tmp_path: Path, dtype: torch.
             with torch.no_grad():
                 for weight in adapters:
                     weight += torch.randn_like(weight) * 0.1
-        sender.label(version, 3)
-        sender.open()
-        sender.send()
+        sender.open(3)
+        sender.send(version, 3)
         held = dict(VersionReader(f"{tmp_path}/volume/3", mirror).take(Deadline(10), version))
         state = dict(model.named_parameters(remove_duplicate=False))
         expected = {name: weight.detach() for name, weight in lora.merged_state(state, config.lora).items()}
         assert_same_bits({name: held[name] for name in expected}, expected)
         assert "lm_head.weight" in held
-    sent = sender.sent
+    sent = sender.stats
     assert sent["delta"]
     assert sent["bytes"] <= sum(weight.numel() * dtype.itemsize for weight in adapters)
     assert {weight.dtype for weight in adapters} == {torch.float32}, "trained in float32, but sent in the model's dtype"

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.weights.checksums import WeightChanged
-from services.weights.collective import Deadline
+from services.weights.deadline import Deadline
 from services.weights.versions import delta as delta_module
 from services.weights.versions import encoder
 from services.weights.versions import mirror as mirror_module

@@ -162,7 +162,7 @@ def test_rounds_and_latecomers_use_a_bucket(
 
     model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     place = f"sync.folder={bucket}-rounds"
-    with open_world(tmp_path, server, "sync.backend=store", place, "sync.transfer_deadline_s=20", model=model) as world:
+    with open_world(tmp_path, server, "sync.backend=store", place, "sync.deadline_s=20", model=model) as world:
         world.member("a")
         for version in range(3):
             step(world, version)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from services.weights.checksums import WeightChanged
-from services.weights.collective import Deadline
+from services.weights.deadline import Deadline
 from services.weights.versions import catalogue, encoder, manifest, reader
 from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry
 from services.weights.versions.mirror import NOTHING, WeightMirror

@@ -79,7 +79,7 @@ def test_a_region_follows_rounds_and_joins_late(
     tmp_path: Path, redis: RedisServer, bucket: S3Server, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(700, 700)
-    limits = ("sync.join_deadline_s=30", "sync.transfer_deadline_s=30")
+    limits = ("sync.deadline_s=30",)
     with (
         SlowLink(BITS_PER_S, ROUND_TRIP_S) as link,
         open_world(tmp_path / "run", redis, "sync.backend=store", f"sync.folder={bucket.url}", *limits, model=model) as world,

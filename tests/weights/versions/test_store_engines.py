@@ -34,17 +34,16 @@ class Publishing:
     """An engine, and a trainer that publishes its model's versions for it."""
 
     def __init__(self, engine: VllmEngine, model: Any, config: Any) -> None:
-        from services.trainer.weight_sender import make_sender
+        from tests.support.senders import sender_of
 
-        self.engine, self.model = engine, model
-        self.sender = make_sender(config, model, 0, 1, lambda value: [value])
+        self.engine, self.model, self.config = engine, model, config
+        self.sender = sender_of(config, model)
         self.version = -1
 
     def publish(self) -> str:
         self.version += 1
-        self.sender.label(self.version, FENCE)
-        folder, _ = self.sender.open()
-        self.sender.send()
+        folder, _ = self.sender.open(FENCE)
+        self.sender.send(self.version, FENCE)
         return folder
 
     async def apply(self, folder: str) -> None:
@@ -66,7 +65,7 @@ class Publishing:
 async def publishing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Publishing]:
     folder = tmp_path_factory.mktemp("store")
     model = make_model(folder, tied=True)
-    sync = {"backend": "store", "folder": str(folder / "volume"), "join_deadline_s": 3.0, "kv": "keep"}
+    sync = {"backend": "store", "folder": str(folder / "volume"), "deadline_s": 10.0}
     config = make_config(folder, sync=sync)
     engine = VllmEngine()
     await engine.start(config)
@@ -95,7 +94,7 @@ async def test_vllm_keeps_its_weights_when_a_version_is_damaged(publishing: Publ
     before, model = publishing.version, copy.deepcopy(publishing.model)
     perturb(publishing.model, 99)
     folder = publishing.publish()
-    path = Path(publishing.sender._place) / folder / f"{publishing.version}.{'delta'}" / "0.0"  # type: ignore[attr-defined]
+    path = Path(publishing.config.weights_place) / folder / f"{publishing.version}.{'delta'}" / "0.0"
     if not path.exists():
         path = path.parents[1] / f"{publishing.version}.anchor" / "0.0"
     whole = path.read_bytes()
@@ -117,9 +116,9 @@ import deepspeed, torch
 import torch.distributed as dist
 from pathlib import Path
 from services.trainer import ranks
-from services.trainer.weight_sender import make_sender
 from tests.support.models.tiny_vllm import make_config, make_model
 from tests.support.models.two_ranks import zero_engine
+from tests.support.senders import sender_of
 rank, root, stage = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2])
 folder = root / str(rank)
 torch.set_num_threads(1)
@@ -127,16 +126,15 @@ torch.manual_seed(0)
 model = make_model(folder, tied=True).bfloat16()
 config = make_config(folder, sync={"backend": "store", "folder": str(root / "volume")})
 engine = zero_engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4), {"stage": stage}, bf16={"enabled": True})
-sender = make_sender(config, engine.module, rank, 2, ranks.gather)
+sender = sender_of(config, engine.module, rank, 2, ranks.gather)
 for version in range(3):
     if version:
         tokens = torch.arange(2 + version + rank, 60 + version + rank).unsqueeze(0)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     if rank == 0:
-        sender.label(version, 4)
-        sender.open()
-    sender.send()
+        sender.open(4)
+    sender.send(version, 4)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         if rank == 0:
             torch.save({n: w.detach().clone() for n, w in model.named_parameters(remove_duplicate=False)}, root / f"{version}.pt")
@@ -149,7 +147,7 @@ print("sent", flush=True)
 async def test_ranks_write_their_own_partitions(tmp_path: Path, stage: int) -> None:
     import torch
 
-    from services.weights.collective import Deadline
+    from services.weights.deadline import Deadline
     from services.weights.versions.mirror import WeightMirror
     from services.weights.versions.reader import VersionReader
     from tests.support.versions import assert_same_bits

@@ -24,11 +24,15 @@ from structlog.testing import capture_logs
 from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus, Round
-from services.weights import catch_up, member
 from services.weights.checksums import WeightChanged
 from services.weights.receiver import TransferFailed
+from services.weights.rounds import catch_up, member
+from services.weights.transport import SendFailed
 from services.weights.versions import catalogue
 from services.weights.versions.catalogue import CATALOGUE, Catalogue
+from services.weights.versions.delta import Delta
+from services.weights.versions.mirror import WeightMirror
+from services.weights.versions.objects import FolderObjects
 from tests.support.harness import wait_until
 from tests.support.rounds_world import World, open_world
 from tests.support.scripted import ScriptedEngine
@@ -48,7 +52,7 @@ def announced(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what another reader announces: everything, until it is cleared. Anchors are frequent."""
     found, sweep = [f"{world.fence}/0"], world.sender.sweep
     monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
-    monkeypatch.setattr(world.sender, "sweep", lambda readers: sweep([*readers, *found]))
+    monkeypatch.setattr(world.sender, "sweep", lambda readers: sweep(lambda: [*readers(), *found]))
     return found
 
 
@@ -62,6 +66,11 @@ def step(world: World, seed: int) -> None:
 
 def known(world: World, tmp_path: Path) -> Catalogue:
     return catalogue.decode((tmp_path / "volume" / str(world.fence) / CATALOGUE).read_bytes(), world.fence)
+
+
+def count(metric: Any) -> float:
+    """Return the value of a counter."""
+    return metric.collect()[0].samples[0].value
 
 
 def assert_equal(world: World, *names: str) -> None:
@@ -98,8 +107,8 @@ def test_a_latecomer_fetches_the_weights_without_the_trainer(world: World) -> No
     assert_equal(world, "late")
     assert world.rounds.catch_up(2) is None
     registry = world.metrics["late"]
-    assert registry.catch_ups._value.get() == 1
-    assert registry.fetched_bytes._value.get() > SIZE * SIZE * 2, "an anchor and two deltas"
+    assert count(registry.catch_ups) == 1
+    assert count(registry.fetched_bytes) > SIZE * SIZE * 2, "an anchor and two deltas"
     status = world.portal.call(world.store.fleet.members(60))
     step(world, 3)
     assert len(world.train(3).members) == len(status) == 2, "it takes part in the next round"
@@ -115,10 +124,14 @@ def test_a_member_that_missed_rounds_fetches_the_missing_deltas(world: World, mo
         step(world, version)
         world.train(version)
     assert world.versions() == {"a": 3, "b": 0}
-    mirror = world.engines["b"]._mirror
     applied: list[int | None] = []
-    apply = mirror.apply
-    monkeypatch.setattr(mirror, "apply", lambda delta, last: (applied.append(delta.manifest.base), apply(delta, last))[1])
+    apply = WeightMirror.apply
+
+    def noted(mirror: WeightMirror, delta: Delta, last: bool) -> None:
+        applied.append(delta.manifest.base)
+        apply(mirror, delta, last)
+
+    monkeypatch.setattr(WeightMirror, "apply", noted)
     world.release("b")
 
     world.portal.call(wait_until(lambda: world.versions()["b"] == 3))
@@ -181,7 +194,7 @@ def test_weights_that_cannot_be_applied_are_fetched_ever_more_seldom(world: Worl
     for (before, after), pause_s in zip(pairwise(tried), (0.1, 0.2, 0.4, 0.4, 0.4), strict=True):
         assert after - before >= pause_s
     assert [log["error"] for log in logs if log["log_level"] == "warning"] == ["no memory"]
-    assert world.metrics["late"].sync_failures._value.get() == 5
+    assert count(world.metrics["late"].sync_failures) == 5
     assert_equal(world)
 
 
@@ -204,7 +217,7 @@ def test_a_fetching_member_declines_rounds(world: World) -> None:
         step(world, version)
         report = world.train(version)
         assert report.members == (alive,)
-        assert report.total_s < world.config.sync.join_deadline_s
+        assert report.total_s < world.config.sync.answer_s
     world.portal.loop.call_soon_threadsafe(released.set)
 
     world.portal.call(wait_until(lambda: world.versions()["late"] == 2))
@@ -254,7 +267,7 @@ def test_a_lone_member_that_declined_applies_what_it_fetched(closes: bool, world
     assert world.train(1, lambda: time.monotonic() > deadline).members == (late,)
     release.result(5)
     assert world.versions()["late"] == 1
-    assert world.metrics["late"].catch_ups._value.get() == 1
+    assert count(world.metrics["late"].catch_ups) == 1
     assert_equal(world, "late")
 
 
@@ -295,7 +308,7 @@ def test_what_a_reader_kept_is_deleted_once_it_is_done(
     step(world, 6)
     world.train(6)
     assert not (folder / "0.anchor").exists()
-    assert not world.sender.sweeps
+    world.sender.sweep(lambda: pytest.fail("there is nothing to sweep"))
 
 
 def test_versions_that_are_all_written_whole_are_swept(world: World, tmp_path: Path) -> None:
@@ -332,8 +345,15 @@ def test_a_failed_write_costs_an_attempt_but_no_anchor(world: World, tmp_path: P
     step(world, 1)
     (tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0").mkdir(parents=True)  # where its data is to be written
     begun = tmp_path / "volume" / str(world.fence) / "1.delta"
-    rounds, wait = world.rounds, world.rounds._wait
-    rounds._wait = lambda seconds, whole=False: (shutil.rmtree(begun), wait(0.0))[1]  # type: ignore[method-assign]
+
+    def send(version: int, fence: int, damaged: bool) -> None:
+        try:
+            world.sender.send(version, fence, damaged)
+        except SendFailed:
+            shutil.rmtree(begun)
+            raise
+
+    world.send = send
     report = world.train(1)
     assert report.attempts == 2
     assert [entry.base for entry in known(world, tmp_path).entries] == [None, 0]
@@ -355,15 +375,15 @@ def test_a_version_that_is_damaged_in_the_store_is_replaced_by_an_anchor(
     world.member("a")
     world.train(0)
     step(world, 1)
-    send, damaged = world.rounds._broadcast, list[Path]()
+    spoiled = list[Path]()
 
-    def damaging() -> None:
-        send()
-        if not damaged:
-            damaged.append(tmp_path / "volume" / str(world.fence) / "1.delta" / file)
-            damaged[0].write_bytes(damage(damaged[0].read_bytes()))
+    def send(version: int, fence: int, damaged: bool) -> None:
+        world.sender.send(version, fence, damaged)
+        if not spoiled:
+            spoiled.append(tmp_path / "volume" / str(world.fence) / "1.delta" / file)
+            spoiled[0].write_bytes(damage(spoiled[0].read_bytes()))
 
-    world.rounds._broadcast = damaging
+    world.send = send
     assert world.train(1).attempts == 2
     assert_equal(world)
     assert [entry.folder for entry in known(world, tmp_path).entries] == ["1.anchor"], "nothing is built on what was damaged"
@@ -381,12 +401,17 @@ def test_damage_that_one_member_found_is_followed_by_an_anchor(
     world.member("b")
     world.train(0)
 
-    def differs(*_: object, **__: object) -> None:
-        raise WeightChanged("weight")
+    apply, damaged_ones = WeightMirror.apply, list[WeightMirror]()
+
+    def differs(mirror: WeightMirror, delta: Delta, last: bool) -> None:
+        damaged_ones.append(mirror)
+        if damaged_ones[0] is mirror:
+            raise WeightChanged("weight")
+        apply(mirror, delta, last)
 
     step(world, 1)
     with monkeypatch.context() as damaged:
-        damaged.setattr(world.engines["b"]._mirror, "apply", differs)
+        damaged.setattr(WeightMirror, "apply", differs)
         assert len(world.train(1).members) == 1
     step(world, 2)
     assert len(world.train(2).members) == 2
@@ -400,14 +425,14 @@ def test_what_is_left_of_an_anchor_that_could_not_be_written_is_deleted(
     monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
     world.member("a")
     world.train(0)
-    put = world.sender._objects.put
+    put = FolderObjects.put
 
-    def full(name: str, data: Any) -> None:
-        put(name, data)
+    def full(objects: FolderObjects, name: str, data: Any) -> None:
+        put(objects, name, data)
         if "/2.anchor/" in name:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(world.sender._objects, "put", full)
+    monkeypatch.setattr(FolderObjects, "put", full)
     for version in (1, 2, 3):
         step(world, version)
         assert world.train(version).attempts == 1
@@ -422,16 +447,16 @@ def test_a_trainer_makes_room_in_a_store_that_its_predecessor_filled(
     world.train(0)
     before = tmp_path / "volume" / str(world.fence)
     world.fence = world.portal.call(world.store.run.attach_trainer())
-    world.rounds._fence = world.fence
-    world.rounds._membership.breaks()  # as its process knows of no group
-    put = world.sender._objects.put
+    world.rounds.fence = world.fence
+    world.rounds.membership.breaks()  # as its process knows of no group
+    put = FolderObjects.put
 
-    def full(name: str, data: Any) -> None:
+    def full(objects: FolderObjects, name: str, data: Any) -> None:
         if before.exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        put(name, data)
+        put(objects, name, data)
 
-    monkeypatch.setattr(world.sender._objects, "put", full)
+    monkeypatch.setattr(FolderObjects, "put", full)
     step(world, 1)
     world.train(1)
     assert_equal(world)
@@ -441,8 +466,8 @@ def test_a_new_trainer_starts_with_an_anchor_and_cleans_up(world: World, tmp_pat
     world.member("a")
     world.train(0)
     old, world.fence = world.fence, world.portal.call(world.store.run.attach_trainer())
-    world.rounds._fence = world.fence
-    world.rounds._membership.breaks()  # as its process knows of no group
+    world.rounds.fence = world.fence
+    world.rounds.membership.breaks()  # as its process knows of no group
     step(world, 1)
     assert world.train(1).attempts == 1
     assert_equal(world)
@@ -466,7 +491,6 @@ store.put("1/0.anchor/0.0", [b"new" * 1000])
 
 def test_a_killed_writer_leaves_objects_intact(tmp_path: Path) -> None:
     from services.weights.versions.catalogue import garbage
-    from services.weights.versions.objects import FolderObjects
 
     done = subprocess.run([sys.executable, "-c", DYING_WRITER, str(tmp_path)], env=os.environ, check=False)
     assert done.returncode == -signal.SIGKILL
