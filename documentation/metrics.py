@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from monitoring.page import metrics
-from services.operations.aliases import DERIVED, SAME
+from services.operations.figures import DERIVED, SAME
 
 INTRODUCTION = """# Metrics: names
 

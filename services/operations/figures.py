@@ -1,4 +1,4 @@
-"""Formats numbers for people, and computes figures from the steps' metrics. Pure."""
+"""Formats numbers for people, computes figures from the steps' metrics, and gives these the field's common names. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,25 @@ GENERATED, TRAINED = "throughput/generated/tokens_per_s", "throughput/trained/to
 LENGTH, STEP_S = "length/train/mean", "time/elapsed_s"
 NOTHING = "–"  # shown for a missing value
 RECENT_STEPS = 20  # steps from which the time left is estimated
+
+SAME = {
+    "reward/mean": "reward/train/mean",
+    "reward/std": "reward/train/std",
+    "frac_reward_zero_std": "reward/train/zero_std_share",
+    "completions/mean_length": "length/train/mean",
+    "completions/min_length": "length/train/min",
+    "completions/max_length": "length/train/max",
+    "kl": "kl/train/mean",
+    "entropy": "entropy/train/mean",
+    "grad_norm": "gradient/train/norm",
+    "learning_rate": "learning_rate/train/value",
+}
+"""Name of the field -> ours."""
+DERIVED = {
+    "completions/clipped_ratio": "1 − `length/train/stop_share`",
+    "clip_ratio": "`clip_low/train/fraction` + `clip_high/train/fraction`",
+}
+"""Name of the field -> how it is computed from ours."""
 
 
 def number(row: Mapping[str, float], key: str, form: str = ".2f") -> str:
@@ -76,3 +95,14 @@ def step_line(row: Mapping[str, float], steps: int, left: float | None) -> str:
         f"trained {number(row, TRAINED, ',.0f')} tok/s  length {number(row, LENGTH, '.1f')}  "
         f"took {duration(row.get(STEP_S))}  left {duration(left)}"
     )
+
+
+def aliases(record: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a step under the field's names; one that the step lacks has no other name either."""
+    found = {name: record[ours] for name, ours in SAME.items() if ours in record}
+    if (stopped := record.get("length/train/stop_share")) is not None:
+        found["completions/clipped_ratio"] = 1.0 - stopped
+    clipped = [record[key] for key in ("clip_low/train/fraction", "clip_high/train/fraction") if key in record]
+    if clipped:
+        found["clip_ratio"] = sum(clipped)
+    return found

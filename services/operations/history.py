@@ -11,7 +11,9 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
+
+import msgspec
 
 INCARNATION = "run/incarnation"
 STEP, EVALUATED = "step", "eval/version"
@@ -22,36 +24,52 @@ MAX_NUMBER = 2**53
 T = TypeVar("T")
 
 
+class Cursor(msgspec.Struct):
+    """The last numbered record that was taken. Each incarnation of a run begins at a number of its own."""
+
+    number: int = -1
+    incarnation: float = 0.0
+
+    def takes(self, record: Mapping[str, Any], key: str) -> bool:
+        """Return whether a record is new, and remember it. A step that is retrained after a crash is recorded again, and not new;
+        neither is one without a number, which another program wrote or which is damaged.
+        """
+        number, incarnation = record.get(key), record.get(INCARNATION, 0.0)
+        if not is_number(number) or not is_number(incarnation) or incarnation < self.incarnation:
+            return False
+        if incarnation == self.incarnation and number <= self.number:
+            return False
+        self.number, self.incarnation = int(number), incarnation
+        return True
+
+
 class History(Generic[T]):
     """Records numbered by `key`. `keep` selects the part of each record to keep."""
 
     def __init__(self, key: str, keep: Callable[[Mapping[str, float]], T]) -> None:
         self.key, self._keep = key, keep
         self.rows: dict[int, T] = {}
-        self.incarnation = 0.0
+        self._cursor = Cursor()
         self._lives: dict[int, float] = {}  # number -> incarnation of its row
         self._first: dict[float, int] = {}  # incarnation -> its first number
+
+    @property
+    def incarnation(self) -> float:
+        """Return the run's last incarnation."""
+        return self._cursor.incarnation
 
     def begin(self, rows: Iterable[Mapping[str, float]]) -> None:
         """Load rows that were kept before."""
         for row in rows:
+            self._cursor.takes(row, self.key)
             self._put(int(row[self.key]), row)
-            self.incarnation = max(self.incarnation, row.get(INCARNATION, 0.0))
 
     def add(self, record: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Add a record. Return whether it is new, and whether it removed others from its number on. One without a number, which
-        another program wrote or which is damaged, is left out.
-        """
-        if not is_number(record.get(self.key)) or not is_number(record.get(INCARNATION, 0.0)):
+        """Add a record. Return whether it is new, and whether it removed others from its number on."""
+        if not self._cursor.takes(record, self.key):
             return False, False
-        number, incarnation, forgot = int(record[self.key]), record.get(INCARNATION, 0.0), False
-        if incarnation < self.incarnation:
-            return False, False  # a late record of an undone incarnation
-        if incarnation > self.incarnation:
-            self.incarnation = incarnation
-            forgot = self._forget([held for held in self.rows if held >= number])
-        if number in self.rows:
-            return False, forgot
+        number = self._cursor.number
+        forgot = self._forget([held for held in self.rows if held >= number])
         self._put(number, record)
         return True, forgot
 
@@ -76,7 +94,7 @@ class History(Generic[T]):
         return bool(numbers)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value can number a record."""
     return isinstance(value, int | float) and abs(value) < MAX_NUMBER
 

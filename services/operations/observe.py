@@ -1,7 +1,8 @@
-"""Reads the state of a run for the console, one poll at a time. A poll is only roughly consistent.
+"""Reads what a run records, and its state, one poll at a time: for the files of `grpo run`, the trackers and the web console.
 
-Guarantees: a poll that fails keeps the last result and sets `fault`; metrics are passed on in order, each entry once.
-Waits for: Redis, at most `POLL_LIMIT_S`. Unblocks: the supervisor and the screen, which read `Observer.last`.
+Guarantees: records are passed on in order, each entry once; a poll that fails keeps the last result and sets `fault`. A poll of
+the state is only roughly consistent.
+Waits for: Redis, at most `POLL_LIMIT_S`. Unblocks: the supervisor and the screen, which read `RunFeed.last`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Poll:
         return self.state.committed_step if self.state else -1
 
 
-class Observer:
+class RunFeed:
     """Polls a run through its store."""
 
     def __init__(self, store: Store, ttl_s: float) -> None:
@@ -60,6 +61,20 @@ class Observer:
         self.fault = ""  # why the last poll failed, or empty
         self._after = self._evaluated = "-"
 
+    def rewind(self) -> None:
+        """Begin again with the first records that Redis still has."""
+        self._after = self._evaluated = "-"
+
+    async def records(self) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+        """Return the next records of steps and of evaluation rounds, at most `BATCH` of each. Raises `StoreError`."""
+        entries = await self.store.monitor.metrics(self._after, BATCH)
+        rounds = await self.store.evaluation.records(self._evaluated, BATCH)
+        if entries:
+            self._after = entries[-1][0]
+        if rounds:
+            self._evaluated = rounds[-1][0]
+        return [record for _, record in entries], [record for _, record in rounds]
+
     async def poll(self) -> Poll | None:
         """Poll now. Return None, with `fault` set, if Redis does not respond."""
         begun = time.monotonic()
@@ -67,20 +82,13 @@ class Observer:
             async with asyncio.timeout(POLL_LIMIT_S):
                 state = await self.store.run.state()
                 members = await fleet(self.store, self._ttl_s)
-                entries = await self.store.monitor.metrics(self._after, BATCH)
-                rounds = await self.store.evaluation.records(self._evaluated, BATCH)
                 failed, failure = await self._failures()
+                records, rounds = await self.records()  # last: what follows cannot fail, so none is lost
         except (StoreError, OSError, TimeoutError) as error:
             self.fault = str(error) or "no response"
             return None
         self.fault = ""
-        if entries:
-            self._after = entries[-1][0]
-        if rounds:
-            self._evaluated = rounds[-1][0]
-        self.last = Poll(
-            begun, state, members, [record for _, record in entries], [record for _, record in rounds], failed, failure
-        )  # fmt: skip
+        self.last = Poll(begun, state, members, records, rounds, failed, failure)
         return self.last
 
     async def _failures(self) -> tuple[int, str]:

@@ -18,7 +18,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from services.algorithm.histograms import Bins, edges, separated
-from services.tracker.tracker import Record
 
 
 class EventFiles:
@@ -32,7 +31,7 @@ class EventFiles:
         self._records = RecordWriter(path.open("wb"))
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
-    def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
+    def write(self, steps: Sequence[dict[str, float]], rounds: Sequence[dict[str, float]]) -> None:
         """Write one event per record, at its step or at the evaluated policy version, with all metrics and histograms."""
         for number, records in (("step", steps), ("eval/version", rounds)):
             for record in records:

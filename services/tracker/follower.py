@@ -4,7 +4,7 @@ Guarantees: every recorded step and evaluation round reaches the tracker, in ord
 dies. What a crash may have cut off is written again, so a step may appear twice, with the same values. A failing tracker is
 logged once and retried; only this follower waits for it.
 
-Waits for: the Redis streams `metrics` and `evaluations`, which keep what the tracker does not have yet; the tracker.
+Waits for: the records of a run, of which Redis keeps what the tracker does not have yet; the tracker.
 Unblocked by: `POLL_S`; the end of the run.
 """
 
@@ -12,40 +12,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import structlog
 
 from services.config import RunConfig
-from services.operations.aliases import aliases
+from services.operations.figures import aliases
+from services.operations.history import EVALUATED, INCARNATION, STEP, Cursor
+from services.operations.observe import BATCH, RunFeed
 from services.protocol.errors import StoreError
 from services.runtime.loops import Loop
 from services.store import Store
 from services.tracker.metrics import TrackerMetrics
-from services.tracker.tracker import Record, Tracker
-from services.tracker.trackers import open_tracker
 
 log = structlog.get_logger()
 
 POLL_S = 1.0  # the longest delay until a step reaches its tracker
 RETRY_S = 10.0  # seconds until a failed tracker is retried
 BACKLOG_S = 2.0  # seconds between reads of the last recorded step
-BATCH = 1000  # records at a time, some hundred KB
+
+Record = dict[str, float]
+"""Metrics by name, with the keys `step` and `time_s` for a training step, and `eval/version` for an evaluation round."""
+
+
+class Tracker(Protocol):
+    """A destination of records. It may raise anything and may be slow, since its caller takes no part in training."""
+
+    durable: bool  # whether written records survive this process at once, or only after `close`
+
+    def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
+        """Write training steps and evaluation rounds, in order."""
+        ...
+
+    def close(self) -> None:
+        """Finish writing. When it returns, all records survive this process."""
+        ...
 
 
 class Position(msgspec.Struct):
-    """What a tracker has stored durably, in a file next to its own: the last step and the last evaluated version. -1: none."""
+    """What a tracker has stored durably, in a file next to its own."""
 
-    identity: str  # of the run, for trackers that identify runs
-    step: int = -1
-    evaluated: int = -1
-    step_incarnation: int = 0  # of the run, at that step; after a restore to a checkpoint, steps are recorded again
-    evaluated_incarnation: int = 0
+    identity: str
+    """Identifies the run, for trackers that need it: the same after every restart."""
+    steps: Cursor = msgspec.field(default_factory=Cursor)
+    rounds: Cursor = msgspec.field(default_factory=Cursor)
 
 
 class Follower:
@@ -55,61 +72,57 @@ class Follower:
         self, name: str, config: RunConfig, store: Store, folder: Path, stopping: asyncio.Event, metrics: TrackerMetrics
     ) -> None:
         self.name, self.done, self.metrics = name, asyncio.Event(), metrics
-        self.taken = -1
-        """The last step written to the tracker."""
-        self._taken_life = 0  # its incarnation
-        self._config, self._store, self._folder, self._stopping = config, store, folder, stopping
+        self.written = Cursor()
+        """The last step written to the tracker, durably or not."""
+        self._config, self._folder, self._stopping = config, folder, stopping
+        self._feed = RunFeed(store, config.fleet.ttl_s)
         self._tracker: Tracker | None = None
         self._reached: Position | None = None  # what the tracker has, durably or not; None: unknown
         self._failing = False
 
-    def taken_of(self, incarnation: int, restores: Mapping[int, int]) -> int:
-        """Return the last step of this incarnation of the run that was written, or that it began after.
-
-        `restores`: first step of each incarnation that a restore began.
-        """
-        later = [first for begun, first in restores.items() if self._taken_life < begun <= incarnation]
-        return min([self.taken, *(first - 1 for first in later)])
-
     async def follow(self, loop: Loop) -> None:
         """Follow the run until it ends or `stopping` is set, and everything recorded by then was tried once more."""
-        position = self._reached = self._reached or self._position()  # after a failure of Redis the tracker is still open
-        steps_after, rounds_after, written = "-", "-", False
-        self.taken, self._taken_life = position.step, position.step_incarnation
+        position = self._begin()
+        written = False
         while True:
             last = self._stopping.is_set()  # read before polling, so that everything recorded by then is written
             try:
-                steps = await self._store.monitor.metrics(steps_after, BATCH)
-                rounds = await self._store.evaluation.records(rounds_after, BATCH)
+                steps, rounds = await self._feed.records()
             except StoreError:
                 if last:
                     break  # Redis stopped first
                 raise
-            written = await self._write(position, [record for _, record in steps], [record for _, record in rounds])
+            written = await self._write(position, steps, rounds)
             loop.progress()
-            if not written:  # read again what the tracker received but does not have durably
+            if not written:
                 self._reached = None  # also if the file cannot be read now, which restarts the loop
-                position = self._reached = self._position()
-                steps_after, rounds_after = "-", "-"
-            else:
-                steps_after = steps[-1][0] if steps else steps_after
-                rounds_after = rounds[-1][0] if rounds else rounds_after
-                if max(len(steps), len(rounds)) == BATCH:
-                    continue
+                position = self._begin()
+            elif max(len(steps), len(rounds)) == BATCH:
+                continue
             if last:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S if written else RETRY_S):
                     await self._stopping.wait()
         if not written:
-            log.warning("records left in Redis, to be written on resume", tracker=self.name, written_to_step=position.step)
+            log.warning(
+                "records left in Redis, to be written on resume", tracker=self.name, written_to_step=position.steps.number
+            )
         await self._close(position)
         self.done.set()
 
+    def _begin(self) -> Position:
+        """Read all records again after what the tracker has. After a failure of Redis alone it is still open."""
+        self._feed.rewind()
+        self._reached = position = self._reached or self._position()
+        self.written = position.steps
+        return position
+
     async def _write(self, position: Position, steps: list[Record], rounds: list[Record]) -> bool:
         """Write what is new and advance `position`. Return False if the tracker failed."""
-        steps = _after(position.step, position.step_incarnation, "step", steps)
-        rounds = _after(position.evaluated, position.evaluated_incarnation, "eval/version", rounds)
+        after = copy.deepcopy(position)
+        steps = [record for record in steps if after.steps.takes(record, STEP)]
+        rounds = [record for record in rounds if after.rounds.takes(record, EVALUATED)]
         if not steps and not rounds:
             return True
         started = time.monotonic()
@@ -127,11 +140,7 @@ class Follower:
         self._failing = False
         self.metrics.write_s[self.name].observe(time.monotonic() - started)
         self.metrics.written[self.name].inc(len(steps) + len(rounds))
-        if steps:
-            position.step, position.step_incarnation = int(steps[-1]["step"]), _incarnation(steps[-1])
-        if rounds:
-            position.evaluated, position.evaluated_incarnation = int(rounds[-1]["eval/version"]), _incarnation(rounds[-1])
-        self.taken, self._taken_life = position.step, position.step_incarnation
+        position.steps, position.rounds, self.written = after.steps, after.rounds, after.steps
         if self._tracker is not None and self._tracker.durable:
             self._save(position)
         return True
@@ -161,13 +170,9 @@ class Follower:
         except FileNotFoundError:
             pass
         except msgspec.MsgspecError as error:  # the machine lost power while it was written
-            log.warning(
-                "writing all records again, since the file with the tracker's position is damaged",
-                file=str(self._path),
-                error=str(error),
-            )
-        self._save(found := Position(secrets.token_hex(4)))
-        return found
+            log.warning("writing all records again, since a file is damaged", file=str(self._path), error=str(error))
+        self._save(position := Position(secrets.token_hex(4)))
+        return position
 
     def _save(self, position: Position) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -176,33 +181,31 @@ class Follower:
         fresh.replace(self._path)
 
 
+def open_tracker(name: str, config: RunConfig, folder: Path, identity: str) -> Tracker:
+    """Return the tracker `name`, which writes under `folder`. Each imports its own library, which takes seconds."""
+    if name == "tensorboard":
+        from services.tracker.event_files import EventFiles
+
+        return EventFiles(folder / name)
+    from services.tracker.wandb_run import WandbRun
+
+    return WandbRun(config, folder, identity)  # creates a folder `wandb` in it
+
+
 async def show_backlog(store: Store, followers: Sequence[Follower], metrics: TrackerMetrics, loop: Loop) -> None:
     """Export how far the trackers are behind, including any that hang."""
     while True:
         last, restores = await store.monitor.last_record(), await store.samples.begun()
         for follower in followers:
-            taken = follower.taken_of(_incarnation(last), restores)
-            metrics.backlog[follower.name].set(max(0, int(last.get("step", -1)) - taken))
+            metrics.backlog[follower.name].set(backlog(last, follower.written, restores))
         loop.progress()
         await asyncio.sleep(BACKLOG_S)
 
 
-def _after(last: int, incarnation: int, key: str, records: list[Record]) -> list[Record]:
-    """Return the records numbered by `key` after `last`, each number once, as a step retrained after a crash is recorded again.
+def backlog(last: Record, written: Cursor, restores: Mapping[int, int]) -> int:
+    """Return how many steps up to the `last` recorded one a tracker lacks.
 
-    A later incarnation of the run begins at its own number.
+    `restores`: incarnation that a restore began -> its first step, from which the steps are to be written again.
     """
-    new: list[Record] = []
-    for record in records:
-        if (now := _incarnation(record)) < incarnation:
-            continue  # a late record of steps that were undone
-        if now > incarnation:
-            incarnation, last = now, int(record[key]) - 1
-        if record[key] > last:
-            new.append(record)
-            last = int(record[key])
-    return new
-
-
-def _incarnation(record: Record) -> int:
-    return int(record.get("run/incarnation", 0))
+    begun = [step - 1 for life, step in restores.items() if written.incarnation < life <= last.get(INCARNATION, 0.0)]
+    return max(0, int(last.get(STEP, -1)) - min([written.number, *begun]))

@@ -19,7 +19,6 @@ import wandb  # pyright: ignore
 from services.algorithm.histograms import Bins, edges, separated
 from services.config import RunConfig
 from services.runtime.tracking import wandb_mode
-from services.tracker.tracker import Record
 
 
 class WandbRun:
@@ -45,7 +44,7 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("eval/*", step_metric="eval/version")
 
-    def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
+    def write(self, steps: Sequence[dict[str, float]], rounds: Sequence[dict[str, float]]) -> None:
         """Log every record."""
         for record in (*steps, *rounds):
             scalars, histograms = separated(record)

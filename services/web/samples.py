@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ from services.runtime.service import Service
 CUT = 300  # characters of a text in a page of completions
 PAGE = 200
 TOKENS = 8000  # of a completion that are sent one by one
-NO_PYARROW = "the sample log needs pyarrow: pip install 'grpo[dataprep]' where the page is served"
+NOT_INSTALLED = "the sample log needs pyarrow and duckdb: pip install 'grpo[dataprep]' where the page is served"
 _LISTED = (
     "group", "sample", "step", "outcome", "reason", "source", "completion", "reward", "advantage", "solved", "truncated",
     "length", "oldest", "newest", "payload", "incarnation",
@@ -35,8 +34,6 @@ class SampleRows(BaseModel):
 
     total: int
     """Completions that match."""
-    searched: int
-    """Completions searched: fewer than `of` if searching their texts took too long."""
     of: int
     """Completions in the log."""
     missed_groups: dict[str, int]
@@ -88,16 +85,16 @@ class LogReader:
             from services.operations.samples.folder import SAMPLES
             from services.operations.samples.search import ExpressionError, Search
         except ImportError:
-            raise HTTPException(501, NO_PYARROW) from None
+            raise HTTPException(501, NOT_INSTALLED) from None
         gone = asyncio.create_task(disconnected(request))
         try:
             async with self._once:
                 if gone.done():
                     raise HTTPException(503, "the client has disconnected")
-                self._search = self._search or Search.of(self._folder / SAMPLES)
-                find = partial(self._search.find, *asked, columns or SCHEMA.names, given_up=gone.done)
-                found = await asyncio.to_thread(find)
-                return found, self._search.folder.status()
+                search = self._search = self._search or Search.of(self._folder / SAMPLES)
+                gone.add_done_callback(lambda task: task.cancelled() or search.interrupt())
+                found = await asyncio.to_thread(search.find, *asked, columns or SCHEMA.names)
+                return found, search.folder.status()
         except ExpressionError as error:
             raise HTTPException(422, str(error)) from None
         finally:
@@ -119,10 +116,7 @@ def samples_router(service: Service) -> APIRouter:
         """Search the completions of the run, the newest first or sorted by a column."""
         found, status = await log.find(request, _LISTED, where, sort, reverse, offset, limit)
         rows = [row | {"completion": _cut(row["completion"]), "reason": _cut(row["reason"])} for row in found.rows]
-        return SampleRows(
-            total=found.total, searched=found.searched, of=found.of, missed_groups=status.missed,
-            first_step=status.first_step, rows=rows,
-        )  # fmt: skip
+        return SampleRows(total=found.total, of=found.of, missed_groups=status.missed, first_step=status.first_step, rows=rows)
 
     @router.get("/one")
     async def sample(
@@ -132,14 +126,13 @@ def samples_router(service: Service) -> APIRouter:
         incarnation: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     ) -> WholeSample:  # fmt: skip
         """Return one completion with its tokens: of an incarnation of the run, or of the last one that has it."""
-        which = "sample is None" if sample is None else f"sample == {sample}"
-        group = payload.partition(".")[0]  # unlike the payload's name, it is in memory; few payloads share all of these
-        life = "" if incarnation is None else f" and incarnation == {incarnation}"
-        where = f"group == '{group}' and step == {step} and outcome == '{outcome}' and {which}{life} and (undone or not undone)"
-        found, _ = await log.find(request, None, where, "", False, 0, PAGE)
-        row = next((row for row in found.rows if row["payload"] == payload), None)
-        if row is None:
+        which = "sample IS NULL" if sample is None else f"sample = {sample}"
+        life = "" if incarnation is None else f" AND incarnation = {incarnation}"
+        where = f"payload = '{payload}' AND step = {step} AND outcome = '{outcome}' AND {which}{life} AND (undone OR NOT undone)"
+        found, _ = await log.find(request, None, where, "", False, 0, 1)
+        if not found.rows:
             raise HTTPException(404, "this completion is not in the sample log: it may have been deleted to keep samples.keep")
+        [row] = found.rows
         tokens: list[int] = row.pop("tokens") or []
         logprobs: list[float] = row.pop("logprobs") or []
         gaps: list[float | None] = row.pop("gaps") or [None] * len(tokens)

@@ -23,7 +23,7 @@ from services.operations.awaited import awaited
 from services.operations.condition import Condition, condition
 from services.operations.figures import left_s
 from services.operations.history import EVALUATED, STEP, History
-from services.operations.observe import POLL_LIMIT_S, Member, Observer
+from services.operations.observe import POLL_LIMIT_S, Member, RunFeed
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
 from services.runtime.loops import Loop, end_tasks
@@ -71,7 +71,7 @@ class Watch:
         self.steps: History[array[float]] = History(STEP, series.keep)
         self.rounds: History[dict[str, Any]] = History(EVALUATED, dict)
         self._store, self._ttl_s = store, ttl_s
-        self._observer = Observer(store, ttl_s)
+        self._observer = RunFeed(store, ttl_s)
         self._seen, self._polled_at, self._fault = Seen(), 0.0, ""
         self._once = asyncio.Lock()
         self._polled = float("-inf")

@@ -20,15 +20,16 @@ from structlog.testing import capture_logs
 
 from services.config import ConfigError, RunConfig, digest, to_toml
 from services.console.run.redis_server import RedisServer
+from services.operations import observe
+from services.operations.history import Cursor
 from services.protocol.errors import StoreError
 from services.runtime import tracking
 from services.runtime.loops import Loop, end_tasks
 from services.store import Store
 from services.tracker import follower
 from services.tracker.event_files import EventFiles
-from services.tracker.follower import Follower
+from services.tracker.follower import Follower, Record, backlog
 from services.tracker.metrics import TrackerMetrics
-from services.tracker.tracker import Record
 from tests.support.harness import small_config, wait_until
 from tests.support.preloading.starter import PLAIN
 from tests.tracker.readers import read_tensorboard, read_wandb
@@ -81,7 +82,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(follower, "open_tracker", recorder.open)
     monkeypatch.setattr(follower, "POLL_S", 0.02)
     monkeypatch.setattr(follower, "RETRY_S", 0.02)
-    monkeypatch.setattr(follower, "BATCH", 3)
+    for module in (follower, observe):
+        monkeypatch.setattr(module, "BATCH", 3)
     return recorder
 
 
@@ -132,18 +134,13 @@ async def test_a_restored_run_is_recorded_again(store: Store, recorder: Recorder
     assert recorder.steps[5:] == [2, 3, 4]
 
 
-async def test_the_backlog_after_a_restore_counts_from_its_checkpoint(store: Store, recorder: Recorder, tmp_path: Path) -> None:
-    for step in range(5):
-        await store.monitor.record(record(step))
-    made, stopping, task = following(store, tmp_path)
-    await wait_until(lambda: recorder.steps == [0, 1, 2, 3, 4])
-    assert (made.taken_of(0, {}), made.taken_of(17, {17: 2})) == (4, 1)
-    assert made.taken_of(23, {17: 2, 23: 7}) == 1, "of both restores it has nothing"
-    await store.monitor.record(record(2) | {"run/incarnation": 17.0})
-    await wait_until(lambda: recorder.steps[5:] == [2])
-    assert (made.taken_of(17, {17: 2}), made.taken_of(23, {17: 2, 23: 1})) == (2, 0)
-    stopping.set()
-    await task
+def test_the_backlog_after_a_restore_counts_from_its_checkpoint() -> None:
+    first, second, third = ({"step": 9, "run/incarnation": life} for life in (0.0, 17.0, 23.0))
+    assert backlog(first, Cursor(4, 0.0), {}) == 5
+    assert backlog(second, Cursor(4, 0.0), {17: 2}) == 8
+    assert backlog(third, Cursor(4, 0.0), {17: 2, 23: 7}) == 8, "of both restores it has nothing"
+    assert backlog(third, Cursor(3, 17.0), {17: 2, 23: 7}) == 6
+    assert backlog({}, Cursor(), {}) == 0
 
 
 async def test_a_new_process_continues_where_the_last_one_stopped(store: Store, recorder: Recorder, tmp_path: Path) -> None:
@@ -372,7 +369,7 @@ def test_both_trackers_survive_a_kill_without_loss(server: RedisServer, tmp_path
 
     def position(tracker: str) -> int:
         found = folder / f"{tracker}.json"
-        return msgspec.json.decode(found.read_bytes())["step"] if found.exists() else -1
+        return msgspec.json.decode(found.read_bytes())["steps"]["number"] if found.exists() else -1
 
     def begun() -> bool:
         return position("tensorboard") == 2 and bool(list(folder.glob("wandb/offline-run-*/*.wandb")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ async def http(store: Store, server: RedisServer, tmp_path: Path, log: Path) -> 
 
 async def test_completions_are_searched_and_paged(http: httpx.AsyncClient) -> None:
     found = (await http.get("/samples", params={"where": "reward >= 0.5", "sort": "step", "limit": 3, "offset": 1})).json()
-    assert (found["total"], found["of"], found["searched"], found["missed_groups"]) == (20, 42, 42, {"stale": 2})
+    assert (found["total"], found["of"], found["missed_groups"]) == (20, 42, {"stale": 2})
     assert [row["sample"] for row in found["rows"]] == [2, 3, 2]
     [row] = (await http.get("/samples", params={"limit": 1})).json()["rows"]
     assert len(row["completion"]) == CUT + 1
@@ -77,15 +77,16 @@ async def test_a_completion_is_told_from_the_one_that_a_restore_has_undone(http:
     assert (await http.get("/samples/one", params=asked | {"incarnation": 5})).status_code == 404
 
 
-async def test_a_search_that_nobody_waits_for_is_given_up(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    searches, proceed, usual = list[Callable[[], bool]](), threading.Event(), Search.find
+async def test_a_search_that_nobody_waits_for_is_ended(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, proceed, ended, usual = list[Search](), threading.Event(), list[Search](), Search.find
 
-    def find(search: Search, *asked: Any, given_up: Callable[[], bool]) -> SamplePage:
-        searches.append(given_up)
+    def find(search: Search, *asked: Any) -> SamplePage:
+        searches.append(search)
         assert proceed.wait(60)
-        return usual(search, *asked, given_up=given_up)
+        return usual(search, *asked)
 
     monkeypatch.setattr(Search, "find", find)
+    monkeypatch.setattr(Search, "interrupt", lambda search: ended.append(search))
     url = f"{http.base_url}samples"
     async with httpx.AsyncClient(timeout=60) as viewer:
         first = asyncio.create_task(viewer.get(url, params={"where": "'it' in completion"}))
@@ -93,18 +94,12 @@ async def test_a_search_that_nobody_waits_for_is_given_up(http: httpx.AsyncClien
         waiting = [asyncio.create_task(viewer.get(url)) for _ in range(3)]
         assert (await http.get("/series")).status_code == 200, "the requests have arrived"
         await end_tasks([*waiting, first])
-    await wait_until(lambda: searches[0]())
+    await wait_until(lambda: ended == searches)
     last = asyncio.create_task(http.get("/samples"))
     assert (await http.get("/series")).status_code == 200
     proceed.set()
     assert (await last).json()["total"] == 42
-    assert len(searches) == 2
-
-
-def test_no_text_is_read_after_a_search_was_given_up(log: Path) -> None:
-    write_log(log, [made_row(i) for i in range(40)])
-    found = Search.of(log).find("'it' in completion", given_up=lambda: True)
-    assert (found.total, found.searched, found.of) == (0, 0, 40)
+    assert (len(searches), len(ended)) == (2, 1)
 
 
 async def test_invalid_queries_are_errors_with_a_reason(http: httpx.AsyncClient) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.inspect.without_numpy import without_numpy
 from services.console.paths import existing
 from services.console.printable import columns, print_json
 
@@ -18,8 +17,7 @@ def cost(run: str, price: float, as_json: bool) -> int:
 
     folder = existing(run)
     try:
-        with without_numpy():
-            found = cost_of(folder.path)
+        found = cost_of(folder.path)
     except FolderError as error:
         raise ConsoleError(str(error), EXIT_CONFIG) from None
     if found is None:

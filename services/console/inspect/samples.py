@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.inspect.without_numpy import without_numpy
 from services.console.paths import RunPaths, existing
 from services.console.printable import columns, print_json, printable
 
@@ -21,16 +20,15 @@ _LONG = ("tokens", "logprobs", "gaps")
 def samples(run: str, where: str, sort: str, reverse: bool, offset: int, limit: int, full: bool, as_json: bool) -> int:
     """Print the completions that match."""
     folder = existing(run)
-    with without_numpy():
-        log, found = _search(folder, where, sort, reverse, offset, limit)
+    log, found = _search(folder, where, sort, reverse, offset, limit)
     status, damaged = log.folder.status(), log.folder.damaged
     if not found.of and not damaged:
         what = "samples.keep is 0" if not folder.keys("samples.keep")[0] else "none has ended yet, or the tracker is not running"
         raise ConsoleError(f"no completions are logged in {log.folder.path}: {what}", EXIT_CONFIG)
     if as_json:
         print_json({
-            "total": found.total, "searched": found.searched, "of": found.of, "missed_groups": status.missed,
-            "first_step": status.first_step, "damaged_files": damaged, "rows": found.rows,
+            "total": found.total, "of": found.of, "missed_groups": status.missed, "first_step": status.first_step,
+            "damaged_files": damaged, "rows": found.rows,
         })  # fmt: skip
         return EXIT_OK
     if full:
@@ -39,8 +37,6 @@ def samples(run: str, where: str, sort: str, reverse: bool, offset: int, limit: 
         print(columns([_TABLE, *map(_short, found.rows)], right=_RIGHT))
     shown = f"{offset:,} to {offset + len(found.rows) - 1:,} of " if found.rows else ""
     print(f"{shown}{found.total:,} completions match; {found.of:,} are logged")
-    if found.searched < found.of:
-        print(f"the search took too long: only the last {found.searched:,} were searched; narrow it with step > …")
     if missed := sum(status.missed.values()):
         reasons = ", ".join(f"{count:,} {outcome}" for outcome, count in status.missed.items())
         print(f"{missed:,} groups are missing, because the tracker was behind or gone: {reasons}")
@@ -52,13 +48,13 @@ def samples(run: str, where: str, sort: str, reverse: bool, offset: int, limit: 
 
 
 def _search(folder: RunPaths, where: str, sort: str, reverse: bool, offset: int, limit: int) -> tuple[Search, SamplePage]:
-    """Return the log and the completions that match. Raise `ConsoleError` for a wrong expression, or without pyarrow."""
+    """Return the log and the completions that match. Raise `ConsoleError` for a wrong condition, or without DuckDB."""
     try:
-        from services.operations.samples.columns import SCHEMA, ExpressionError
+        from services.operations.samples.columns import SCHEMA
         from services.operations.samples.folder import SAMPLES
-        from services.operations.samples.search import Search
+        from services.operations.samples.search import ExpressionError, Search
     except ImportError:
-        raise ConsoleError("the sample log needs pyarrow: pip install 'grpo[dataprep]'", EXIT_CONFIG) from None
+        raise ConsoleError("the sample log needs pyarrow and duckdb: pip install 'grpo[dataprep]'", EXIT_CONFIG) from None
     log = Search.of(folder.path / SAMPLES)
     wanted = [name for name in SCHEMA.names if name not in _LONG]
     try:

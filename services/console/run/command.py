@@ -53,7 +53,7 @@ from services.console.run.secrets import write_secret
 from services.console.run.terminal import Interrupts, lasting_output
 from services.http.credentials import api_tokens, redis_password
 from services.operations.control import reason
-from services.operations.observe import Observer
+from services.operations.observe import RunFeed
 from services.protocol.errors import StoreError
 from services.runtime.child_processes import ServicePlan
 from services.runtime.process_tools import free_port
@@ -217,7 +217,7 @@ class _Job:
             print(f"{failed} prompts that failed are generated again", flush=True)
         if self.restore is not None:
             await store.run.request_restore(self.restore, reason("grpo run --resume", who()))
-        observer = Observer(store, self.config.fleet.ttl_s)
+        observer = RunFeed(store, self.config.fleet.ttl_s)
         before = summary.read(self.folder.summary)
         async for poll in observer.poll_to_end():
             mirror.add(poll.records)
@@ -245,7 +245,7 @@ class _Job:
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
 
-    async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[LaunchOutcome, dict[str, int]]:
+    async def _launch(self, observer: RunFeed, mirror: Mirror, evaluations: Mirror) -> tuple[LaunchOutcome, dict[str, int]]:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
         with contextlib.ExitStack() as stack:
             tail = WarningsTail(self.folder.logs)
@@ -305,7 +305,7 @@ class _Job:
         config = self.config.model_copy(update={"generator": counted})
         return self.planner(config, self.folder.config.resolve(), self.gpus)
 
-    async def _conclude(self, observer: Observer, mirror: Mirror, evaluations: Mirror, ended: summary.Concluded) -> None:
+    async def _conclude(self, observer: RunFeed, mirror: Mirror, evaluations: Mirror, ended: summary.Concluded) -> None:
         """Write the run's results into its folder, and print them."""
         rows = [mirror.rows[step] for step in sorted(mirror.rows)]
         state, audited = observer.last.state, None

@@ -27,7 +27,7 @@ from services.console.run.plan import TRAINER, wanted_generators
 from services.console.run.redis_server import RedisServer
 from services.operations import figures
 from services.operations.condition import Condition
-from services.operations.observe import POLL_EVERY_S, Observer, Poll
+from services.operations.observe import POLL_EVERY_S, Poll, RunFeed
 from services.protocol.errors import StoreError
 from services.runtime.child_processes import ChildService, ServicePlan
 from services.runtime.exits import EXIT_UNLOADED, most_telling
@@ -62,7 +62,7 @@ class Launcher:
         plan: Callable[[int], Sequence[ServicePlan]],
         count: int,
         limit: int,
-        observer: Observer,
+        observer: RunFeed,
         mirror: Mirror,
         evaluations: Mirror,
         display: Display,

@@ -7,15 +7,12 @@ Waits for: the hub, if it may download. Unblocked by: the limits of its library.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from services.operations.inspection.answer import Answer
-from services.operations.inspection.byte_level import ByteLevelDecoder
 
 LOOK_AGAIN_S = 30.0
 
@@ -27,7 +24,6 @@ class TextReader:
         """`download`: fetch the tokenizer of a model on the hub that nobody has fetched to this machine."""
         self._model_path, self._download = model_path, download
         self._tokenizer: Any = None
-        self._fast: ByteLevelDecoder | None = None
         self._why_not, self._again_s = "", 0.0
 
     @property
@@ -41,26 +37,14 @@ class TextReader:
         tokenizer = self._load()
         if tokenizer is None:
             return None
-        if self._fast is not None:
-            with contextlib.suppress(KeyError):
-                return self._fast.decode(tokens)
-            return None
         if len(tokens) and not 0 <= min(tokens) <= max(tokens) < tokenizer.get_vocab_size():
             return None
         return tokenizer.decode(list(tokens), skip_special_tokens=False)
-
-    def texts(self, tokens: Sequence[int], ends: Sequence[int]) -> list[str | None]:
-        """Return the texts of tokens from each of `ends` to the next, as `text` does."""
-        if self._load() is not None and self._fast is not None:
-            with contextlib.suppress(KeyError):
-                return [*self._fast.decode_parts(tokens, ends)]
-        return [self.text(tokens[start:end]) for start, end in pairwise(ends)]
 
     def _load(self) -> Any:
         """Return the tokenizer, or None, for the reason in `_why_not`."""
         if self._tokenizer is None and time.monotonic() >= self._again_s:
             self._tokenizer, self._why_not = self._found()
-            self._fast = ByteLevelDecoder.of(self._tokenizer)
             self._again_s = time.monotonic() + LOOK_AGAIN_S
         return self._tokenizer
 

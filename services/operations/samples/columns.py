@@ -60,18 +60,12 @@ _COLUMNS = {
 
 SCHEMA = pa.schema([(name, kind) for name, (kind, _) in _COLUMNS.items()])
 MEANINGS = {name: meaning for name, (_, meaning) in _COLUMNS.items()}
-NARROW = (
-    *(name for name, (kind, _) in _COLUMNS.items() if pa.types.is_primitive(kind)),
-    "group", "outcome", "reason", "source", "generator",
-)  # fmt: skip
-"""Columns of a few bytes a row."""
 UNDONE = "undone"
 """Name in expressions of whether a restore to a checkpoint has undone the row's step."""
-TEXTS = frozenset(name for name, (kind, _) in _COLUMNS.items() if pa.types.is_string(kind))
-FLAGS = frozenset(name for name, (kind, _) in _COLUMNS.items() if pa.types.is_boolean(kind)) | {UNDONE}
 NAMES = (*(name for name, (kind, _) in _COLUMNS.items() if not pa.types.is_nested(kind)), UNDONE)
 """Names in expressions, except those of scores."""
-
-
-class ExpressionError(ValueError):
-    """An expression, or the name of a column, that cannot be used."""
+SORTS = (
+    *(name for name, (kind, _) in _COLUMNS.items() if pa.types.is_primitive(kind)),
+    *("group", "outcome", "reason", "source", "generator"),
+)
+"""Columns by which rows can be sorted: those of a few bytes a row."""

@@ -96,6 +96,23 @@ class Part:
             schema=arrow.schema(fields),
         )
 
+    def rows_at(self, numbers: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
+        """Return rows by their numbers, reading only the row groups that have them; a column that the file lacks is None.
+
+        Raises `DamagedPart`.
+        """
+        found, first = dict[int, dict[str, Any]](), 0
+        with self.opened() as file:
+            for group in range(file.num_row_groups):
+                end = first + file.metadata.row_group(group).num_rows
+                inside = [number for number in numbers if first <= number < end]
+                if inside:
+                    table = file.read_row_group(group, columns=list(columns)).take([number - first for number in inside])
+                    rows = [dict.fromkeys(columns) | row for row in table.to_pylist()]
+                    found.update(zip(inside, rows, strict=True))
+                first = end
+        return found
+
     @property
     def batches(self) -> int:
         """Return the number of batches that it was merged from."""

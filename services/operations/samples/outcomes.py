@@ -14,11 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import msgspec
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from services.operations.samples.folder import SAMPLES, Part, SampleFolder
+from services.operations.samples.folder import SAMPLES, SampleFolder
+from services.operations.samples.search import SETTINGS, log_of, quoted
 
 CHANGES = "changes.jsonl"
 """Changes of a run's configuration; of a fork, its first line has `forked_from` and its first step."""
@@ -31,8 +31,18 @@ BEHIND = 50
 """Steps by which the log of an active run may lag."""
 SILENT_S = 60.0
 """Seconds without a step after which the log has caught up, if it is still written."""
-MOST_STEPS = 10**9  # in an incarnation, which is a time in seconds
-_COLUMNS = ["payload", "step", "incarnation", "outcome", "reason", "length", "tool_tokens", "solved"]
+_COUNTED = """
+    CREATE TEMP TABLE groups AS
+    SELECT payload,
+        outcome || CASE WHEN outcome = 'filtered' AND reason <> '' THEN ': ' || reason ELSE '' END AS name,
+        -- after a restore, a step may train the same tokens again
+        sum((coalesce(length, 0) - coalesce(tool_tokens, 0)) * weight) / count(DISTINCT (incarnation, step)) AS sampled,
+        bool_or(solved) AS solved,
+        avg(weight) AS weight
+    FROM logged JOIN (VALUES {weights}) AS weights(file, weight) USING (file)
+    GROUP BY payload, name
+"""
+"""Sampled tokens of each group that ended, which stands for as many groups as the log's share leaves out."""
 
 
 @dataclass(frozen=True)
@@ -62,32 +72,21 @@ def _sampled(log: SampleFolder, folder: Path, steps: Mapping[int, float]) -> Sam
     missing = ", ".join(_missing(log, folder, steps, configured))
     if not log.parts:
         return SampledTokens(missing=missing)
-    arrow: Any = pa
-    groups = arrow.concat_tables([_counted(part, configured) for part in log.parts]).group_by(["payload", "outcome", "reason"])
-    groups = groups.aggregate([("sampled", "sum"), ("time", "count_distinct"), ("right", "max"), ("stands_for", "mean")])
-    found, right = dict[str, float](), dict[str, float]()
-    for row in groups.to_pylist():
-        name = f"{row['outcome']}: {row['reason']}" if row["outcome"] == "filtered" and row["reason"] else str(row["outcome"])
-        found[name] = found.get(name, 0.0) + (row["sampled_sum"] or 0) / max(1, row["time_count_distinct"])
-        if row["outcome"] == "trained" and row["right_max"]:
-            right[row["payload"]] = row["stands_for_mean"]
-    ordered = dict(sorted(found.items(), key=lambda one: -one[1]))
-    return SampledTokens(ordered, round(sum(right.values())), missing)
-
-
-def _counted(part: Part, configured: float) -> Any:
-    """Return the rows of a file, each with the sampled tokens and the number of groups that it stands for; 1 if unknown."""
-    arrow: Any = pa
-    compute: Any = pc
-    table, stands_for = part.read(_COLUMNS), arrow.scalar(1 / (part.position.share or configured or 1.0))
-    sampled = compute.subtract(compute.fill_null(table["length"], 0), compute.fill_null(table["tool_tokens"], 0))
-    table = table.append_column("sampled", compute.multiply(sampled, stands_for))
-    # After a restore, a step may train the same tokens again.
-    lives = compute.fill_null(table["incarnation"], 0).cast(arrow.int64())
-    time = compute.add(compute.multiply(lives, MOST_STEPS), compute.fill_null(table["step"], -1).cast(arrow.int64()))
-    table = table.append_column("time", time)
-    table = table.append_column("right", compute.fill_null(table["solved"], False).cast(arrow.int8()))
-    return table.append_column("stands_for", arrow.repeat(stands_for, table.num_rows))
+    shares = {quoted(part): part.position.share or configured or 1.0 for part in log.parts}
+    weights = ", ".join(f"({file}, {1 / share})" for file, share in shares.items())
+    with duckdb.connect(config=SETTINGS) as connection:
+        log_of(connection, log.parts).create_view("logged")
+        try:
+            connection.execute(_COUNTED.format(weights=weights))
+            outcomes = connection.execute("SELECT name, sum(sampled) FROM groups GROUP BY name ORDER BY 2 DESC").fetchall()
+            [(solved,)] = connection.execute(
+                "SELECT coalesce(sum(weight), 0) FROM groups WHERE name = 'trained' AND solved"
+            ).fetchall()
+        except duckdb.Error:
+            for part in log.parts:
+                part.read()  # raises an error that explains it, if a file is damaged or gone
+            raise
+    return SampledTokens(dict(outcomes), round(solved), missing)
 
 
 def _missing(log: SampleFolder, folder: Path, steps: Mapping[int, float], configured: float) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class GroupTokens:
         self._ends = _ends(payload)
         if sorted(header.rollout) != header.rollout or min(header.rollout, default=0) < 0:
             raise ValueError("the segments of a rollout do not follow each other")
-        texts = reader.texts(payload.tokens.tolist(), self._ends)
+        texts = [reader.text(payload.tokens[start:end].tolist()) for start, end in pairwise(self._ends)]
         self.lengths: list[int] = payload.lengths.tolist()
         self.completions, self.segments = texts, list[Any]()
         if places is not None:

@@ -14,7 +14,7 @@ from services.console.run import summary
 from services.console.run.mirror import EVALUATED, Mirror
 from services.console.run.summary import Audited, Concluded, in_words, summarise
 from services.operations import figures
-from services.operations.observe import BATCH, Observer
+from services.operations.observe import BATCH, RunFeed
 from services.store import RunState, Store
 from tests.support import flow
 from tests.support.harness import small_config
@@ -132,7 +132,7 @@ def test_a_restore_removes_evaluations_of_undone_steps(tmp_path: Path) -> None:
 
 
 async def test_an_observer_counts_failed_prompts_like_the_summary(store: Store) -> None:
-    observer = Observer(store, ttl_s=5.0)
+    observer = RunFeed(store, ttl_s=5.0)
     await observer.poll()
     assert observer.last.failed == 0
     await store.client.xadd(store.keys.deadletter, {"reason": "a header that belongs to no ticket"})
@@ -153,7 +153,7 @@ def test_a_summary_says_how_many_prompts_failed(tmp_path: Path) -> None:
 async def test_an_observer_passes_on_every_entry_once(store: Store) -> None:
     for step in range(BATCH + 5):
         await store.monitor.record({"step": float(step)})
-    observer = Observer(store, ttl_s=5.0)
+    observer = RunFeed(store, ttl_s=5.0)
     polls = [poll async for poll in observer.poll_to_end()]
     assert [len(poll.records) for poll in polls] == [BATCH, 5]
     await store.monitor.record({"step": BATCH + 5.0})

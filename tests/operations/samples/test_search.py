@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from services.operations.samples.columns import MEANINGS, ExpressionError
-from services.operations.samples.folder import LogPosition, SampleFolder, current, name_of
-from services.operations.samples.search import Search
+from services.operations.samples.columns import MEANINGS
+from services.operations.samples.folder import LogPosition, Part, SampleFolder, current, name_of
+from services.operations.samples.search import ExpressionError, Search
 from services.tracker.samples.writer import MERGED, PartWriter
 from tests.operations.samples.made import columns_of, made_row, write_log
 
@@ -36,14 +35,12 @@ def test_pages_are_sorted_and_complete(tmp_path: Path) -> None:
         log.find(sort="prompt")
 
 
-def test_new_files_are_found_and_old_ones_read_once(tmp_path: Path) -> None:
+def test_new_files_are_found(tmp_path: Path) -> None:
     writer = write_log(tmp_path, [made_row(i) for i in range(8)])
     log = Search.of(tmp_path)
     assert log.find().total == 8
-    table = next(iter(log._narrow.values()))
     writer.write(columns_of([made_row(8)]), LogPosition(1, 1, {"1": 0}))
     assert numbers(log, where="sample == 0", limit=2) == [8, 4]
-    assert next(iter(log._narrow.values())) is table
 
 
 def test_files_without_a_newer_column_have_nulls_in_it(tmp_path: Path) -> None:
@@ -66,12 +63,11 @@ def test_an_empty_folder_has_no_rows(tmp_path: Path) -> None:
     assert (found.total, found.rows, found.of) == (0, [], 0)
 
 
-def test_a_text_search_is_limited_in_time_and_reports_progress(tmp_path: Path) -> None:
-    write_log(tmp_path, [made_row(i) for i in range(32)])
-    found = Search.of(tmp_path).find("'it' in completion", limit_s=-1.0)
-    assert (found.searched, found.of, found.total) == (0, 32, 0)
-    found = Search.of(tmp_path).find("'is 3' in completion")
-    assert (found.searched, found.total) == (32, 3)
+def test_a_search_that_takes_too_long_ends(tmp_path: Path) -> None:
+    write_log(tmp_path, [made_row(i, completion="ab" * 2**18) for i in range(4)])
+    slow = " and ".join(f"not regexp_matches(completion, '(a|b){{30}}c{i}')" for i in range(30))
+    with pytest.raises(ExpressionError, match=r"the search took longer than 0.01 s: narrow it"):
+        Search.of(tmp_path).find(slow, limit_s=0.01)
 
 
 def test_undone_steps_are_excluded_unless_requested(tmp_path: Path) -> None:
@@ -133,21 +129,30 @@ def test_every_column_is_documented() -> None:
     assert [f"| `{name}` | {meaning} |" for name, meaning in MEANINGS.items() if f"| `{name}` | {meaning} |" not in text] == []
 
 
-def test_files_that_are_merged_during_a_search_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_merged_during_a_search_are_read_again(tmp_path: Path) -> None:
     """The tracker of a running run merges and deletes files at any time."""
     writer = PartWriter(tmp_path, 1000)
     for number in range(MERGED):
         writer.write(columns_of([made_row(number)]), LogPosition(1, 1, {"1": 0}))
-    log = Search.of(tmp_path)
-    page = log._page
 
-    def merging(*given: Any) -> list[int]:
-        writer.tidy()
-        return page(*given)
+    class Merging(SampleFolder):
+        def refresh(self) -> list[Part]:
+            parts = super().refresh()
+            writer.tidy()  # after the parts are listed, and before they are read
+            return parts
 
-    monkeypatch.setattr(log, "_page", merging)
-    assert numbers(log, where="'it' in completion", limit=99) == list(reversed(range(MERGED)))
+    assert numbers(Search(Merging(tmp_path)), where="'it' in completion", limit=99) == list(reversed(range(MERGED)))
     assert len(writer.folder.parts) == 1
+
+
+def test_a_file_whose_contents_are_damaged_is_left_out(tmp_path: Path) -> None:
+    write_log(tmp_path, [made_row(i) for i in range(24)])
+    path = tmp_path / name_of(2, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])  # its footer can be read
+    log = Search.of(tmp_path)
+    assert log.find("'it' in completion").total == 16
+    assert list(log.folder.damaged) == [path.name]
 
 
 def test_a_file_that_is_gone_for_good_is_an_error(tmp_path: Path) -> None:

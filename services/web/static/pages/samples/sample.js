@@ -65,7 +65,7 @@ function Compared({ row, other }) {
 
 function SamePrompt({ row }) {
   const number = row.group.split("-")[1];
-  const where = `matches(group, '^[0-9]+-${number}$') and source == ${quoted(row.source)}`;
+  const where = `regexp_matches(group, '^[0-9]+-${number}$') and source == ${quoted(row.source)}`;
   const offset = Number(useStore(route).query.get("offset")) || 0;
   const answer = useAnswer(`v1/console/samples?${new URLSearchParams({ where, sort: "step", offset: String(offset), limit: String(PAGE) })}`);
   const kept = useRef(null); // the page before, until the next one is there: the list does not jump

@@ -22,8 +22,8 @@ const FIELDS = [
   ["source", "Source", "search", (value) => `source == ${quoted(value)}`],
 ];
 
-// A text as the expressions of the search write it.
-export const quoted = (text) => `'${text.replaceAll("\\", "\\\\").replaceAll("'", "\\'").replaceAll("\n", "\\n")}'`;
+// A text as a condition of the search writes it.
+export const quoted = (text) => `'${text.replaceAll("'", "''")}'`;
 
 export const keyOf = (row) => [row.payload, row.step, row.outcome, row.sample ?? "", row.incarnation].join("~");
 
@@ -65,7 +65,7 @@ function Filters({ query }) {
     <div class="field whole">
       <label for="filter-where">Expression</label>
       <input id="filter-where" class="name" name="where" value=${query.get("where") ?? ""} autocomplete="off" spellcheck="false" aria-describedby="where-help" />
-      <p class="help" id="where-help">For example score.math > 0 and not truncated, or matches(completion, '^I')</p>
+      <p class="help" id="where-help">For example score.math > 0 and not truncated, or regexp_matches(completion, '^I')</p>
     </div>
     <div class="buttons"><button type="submit" class="primary">Search</button></div>
   </form>`;
@@ -91,7 +91,6 @@ export const pathOf = (query, limit = PAGE) => {
 function missing(found) {
   const missed = Object.values(found.missed_groups).reduce((sum, groups) => sum + groups, 0);
   return [
-    found.searched < found.of && `The search took too long: only the newest ${count(found.searched)} completions were searched. Narrow the search by step.`,
     missed > 0 && `${count(missed)} groups are missing from the log, because the tracker was behind or not running.`,
     found.first_step > 0 && `The log begins at step ${found.first_step}.`,
   ].filter(Boolean);

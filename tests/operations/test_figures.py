@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.operations.aliases import DERIVED, SAME, aliases
+from services.operations.figures import DERIVED, SAME, aliases
 from tests.support.documented import undocumented
 
 
