@@ -30,8 +30,7 @@ from benchmarks.common import arguments, report
 from services.config import digest
 from services.console.run.folder import RunFolder, resolve
 from services.console.run.redis_server import RedisServer
-from services.operations import account
-from services.operations.account import Account, PodAccount
+from services.operations.cost import Account, ProcessTime, write_account
 from services.protocol.messages import PodStatus
 from services.store import Store
 from tests.newcomer.world import make_model
@@ -80,7 +79,7 @@ async def begin(folder: Path, server: RedisServer) -> None:
     run.write(config)
     run.metrics.write_text('{"step": 0, "reward/train/mean": 0.5}\n')
     (run.logs / "trainer-0.log").write_text("a line\n" * 100)
-    account.write(run.path, Account({"trainer-0": PodAccount("trainer", 1, "b", 0.0, 0.0, {"training": 60.0})}))
+    write_account(run.path, Account({"trainer-0:b": ProcessTime("trainer-0", "trainer", 1, 60.0, {"training": 60.0})}))
     write_log(run.path / "samples", [made_row(number) for number in range(40)])
     store = await Store.connect(server.url, config.run.name, server.password)
     await store.run.create(digest(config), "data", config.run.steps, config.slots)

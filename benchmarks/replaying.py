@@ -32,8 +32,8 @@ from benchmarks.common import arguments, report, run
 from services.config import load_resolved
 from services.console.bundles.record import POLL_S
 from services.console.run.redis_server import RedisServer
-from services.operations import account
 from services.operations.bundles.gathering import Judged, StepReader
+from services.operations.cost import read_account
 from services.store import Store
 from tests.runs.test_run import write_run
 from tests.support import flow
@@ -141,7 +141,7 @@ def one_run(folder: Path, name: str, overrides: tuple[str, ...], recorded: tuple
     for recorder in recorders:
         recorder.wait()
     seen = outside.end()
-    found = account.read(folder / name)
+    found = read_account(folder / name)
     devices = {pod: each.devices for pod, each in found.pods.items()}
     truth = sum(seconds * devices[pod] for pod, seconds in seen.items() if pod in devices)
     total = sum(found.device_seconds().values())

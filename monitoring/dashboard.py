@@ -48,7 +48,7 @@ OVERVIEW = (
         (f"sum by (run, phase) (rate(grpo_trainer_phase_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{phase}}"),
     ), "Share of the trainer's time.", "percentunit"),
     Panel("Generator activities", (
-        (f"avg by (run, activity) (rate(grpo_generator_activity_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{activity}}"),
+        (f"avg by (run, activity) (rate(grpo_pod_activity_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{activity}}"),
     ), "Share of the generators' time. `idle` is the wait for tickets, usually for the trainer.", "percentunit"),
     Panel("Why no step is prepared", (
         (f"sum by (run, why) (rate(grpo_dataprep_wait_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{why}}"),

@@ -15,8 +15,6 @@ from services.rollouts.holding import FAILURES
 from services.runtime.metrics import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
 from services.verifiers.pool import PoolCounts
 
-ACTIVITIES = ("loading", "generating", "scoring", "evaluating", "syncing", "paused", "idle")
-"""Activities of a generator, out of those in services/runtime/activity.py."""
 HANDED_BACK = ("drain", "load")
 SYNC_WAITS = ("gathered", "joined", "paused")
 """Waits after a phase: for the other members, and for the trainer."""
@@ -55,10 +53,6 @@ class GeneratorMetrics(Metrics):
         ("running", "waiting"),
     )  # fmt: skip
     kv_usage: Gauge = gauge("grpo_generator_kv_usage_ratio", "ratio", "Share of the KV cache used by running completions.")
-    activity_s: Mapping[str, Counter] = counters(
-        "grpo_generator_activity_seconds_total", "seconds",
-        "Time since the process started, by activity; `idle` is the wait for tickets.", "activity", ACTIVITIES,
-    )  # fmt: skip
     sampled: Counter = counter("grpo_generator_sampled_tokens_total", "tokens", "Tokens sampled by the engine.")
     claimed: Counter = counter("grpo_generator_claimed_tickets_total", "tickets", "Training tickets claimed.")
     groups: Counter = counter("grpo_generator_groups_total", "groups", "Training groups finished.")
@@ -126,11 +120,6 @@ class GeneratorMetrics(Metrics):
         self.requests["waiting"].set(engine.waiting)
         self.kv_usage.set(engine.kv_usage)
         self.sampled.inc(max(0, engine.tokens - before.tokens))
-
-    def show_activity(self, spent: Mapping[str, float], before: Mapping[str, float]) -> None:
-        """Count the seconds of every activity since the last poll."""
-        for activity, shown in self.activity_s.items():
-            shown.inc(max(0.0, spent[activity] - before.get(activity, 0.0)))
 
     def show_versions(self, held: int, published: int) -> None:
         """Export the policy version of the pod and how far it is behind."""

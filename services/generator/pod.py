@@ -86,14 +86,10 @@ class GeneratorPod:
             await self.weights.released(ROUND_S)
 
     async def _note_activity(self, loop: Loop) -> None:
-        """Keep the pod's account and its metric up to date."""
+        """Keep the pod's activity up to date."""
         self.service.activity.devices = self.service.config.generator.tensor_parallel
-        before = dict[str, float]()
         while True:
             self.service.activity.enter(self._activity())
-            spent = self.service.activity.spent()
-            self._metrics.show_activity(spent, before)
-            before = spent
             loop.progress()
             await asyncio.sleep(ACTIVITY_S)
 

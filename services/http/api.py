@@ -78,7 +78,7 @@ def _health(service: Service) -> APIRouter:
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
         """Return the pod's metrics in Prometheus text format (docs/operating.md)."""
-        service.metrics.show(not service.ready(), service.loops, service.tracing.counts)
+        service.metrics.show(not service.ready(), service.loops, service.tracing.counts, service.activity)
         text = exposition(service.registry, run=service.config.run.name, pod=service.status.name)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 

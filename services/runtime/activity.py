@@ -8,17 +8,9 @@ from __future__ import annotations
 import os
 import time
 
-ACTIVITIES: tuple[str, ...] = (
-    "loading",
-    "training",
-    "retraining",
-    "generating",
-    "scoring",
-    "evaluating",
-    "syncing",
-    "saving",
-    "paused",
-    "idle",
+ACTIVITIES = (
+    *("loading", "training", "retraining", "generating", "scoring"),
+    *("evaluating", "syncing", "saving", "paused", "idle"),
 )
 """`retraining`: steps that were trained before, after a crash. `scoring`: nothing is generated, only scored. `syncing`: weights
 are sent or received, or a generator waits for them. `idle`: a trainer waits for data, a generator for tickets.
@@ -54,12 +46,12 @@ class Activity:
         return {DEVICES: float(self.devices)} | {f"{PREFIX}{name}": seconds for name, seconds in self.spent().items() if seconds}
 
 
-def process_age_s(pid: int | None = None) -> float:
-    """Return how long ago a process was started, by default this one; 0 if it has ended or the kernel does not say."""
+def process_age_s() -> float:
+    """Return how long ago this process was started; 0 if the kernel does not say."""
     try:
-        with open(f"/proc/{pid or 'self'}/stat", encoding="utf-8", errors="replace") as file:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # `starttime` of proc(5)
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
-    return 0.0 if fields[0] in "ZX" else max(0.0, age_s)
+    return max(0.0, age_s)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from services.runtime.activity import ACTIVITIES, Activity
 from services.runtime.loops import Loop
 from services.runtime.metrics import Metrics, bounded, counters, gauge
 from services.runtime.tracing import OUTCOMES
@@ -19,7 +20,7 @@ class PodMetrics(Metrics):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self._shown: dict[str, int] = {}  # totals counted elsewhere, as last read
+        self._shown: dict[str, float] = {}  # totals counted elsewhere, as last read
 
     ready: Gauge = gauge("grpo_pod_ready", "", "1 while the pod is ready for work (/health/ready).")
     silent: Gauge = bounded(
@@ -54,8 +55,18 @@ class PodMetrics(Metrics):
         OUTCOMES,
     )
 
-    def show(self, ready: bool, loops: Iterable[Loop], spans: Mapping[str, int]) -> None:
+    activity_s: Mapping[str, Counter] = counters(
+        "grpo_pod_activity_seconds_total",
+        "seconds",
+        "Time since the process started, by activity, of pods that hold devices; `idle` is the wait for data or tickets.",
+        "activity",
+        ACTIVITIES,
+    )
+
+    def show(self, ready: bool, loops: Iterable[Loop], spans: Mapping[str, int], activity: Activity) -> None:
         """Set all metrics to their current values; `spans` by outcome."""
+        for name, seconds in activity.spent().items() if activity.devices else ():
+            self._catch_up(self.activity_s[name], name, seconds)
         self.ready.set(ready)
         for loop in loops:
             self.silent.labels(loop.name).set(loop.silent_s)
@@ -64,7 +75,7 @@ class PodMetrics(Metrics):
         for outcome, count in spans.items():
             self._catch_up(self.spans[outcome], outcome, count)
 
-    def _catch_up(self, counter: Counter, name: str, total: int) -> None:
+    def _catch_up(self, counter: Counter, name: str, total: float) -> None:
         """Bring a counter to a total that is counted elsewhere."""
         counter.inc(total - self._shown.get(name, 0))
         self._shown[name] = total

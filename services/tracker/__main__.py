@@ -18,7 +18,7 @@ WRITE_LIMIT_S = 120.0  # a tracker that takes longer for a batch makes the pod f
 
 async def track(given: Arguments) -> None:
     """Run the pod from the run's creation to its end."""
-    from services.tracker.account import Accountant
+    from services.tracker.account import keep_account
     from services.tracker.follower import Follower, show_backlog
     from services.tracker.metrics import TrackerMetrics
     from services.tracker.samples.log import SampleLog
@@ -43,9 +43,10 @@ async def track(given: Arguments) -> None:
             samples = SampleLog(config, service.store, service.folder, service.stopping, metrics)
             service.add_loop("samples", samples.follow, WRITE_LIMIT_S)
             done.append(samples.done)
-        accountant = Accountant(config, service.store, service.folder, service.stopping)
-        service.add_loop("account", accountant.follow, WRITE_LIMIT_S)
-        done.append(accountant.done)
+        accounted = asyncio.Event()
+        keep = partial(keep_account, config, service.store, service.folder, service.stopping, accounted)
+        service.add_loop("account", keep, WRITE_LIMIT_S)
+        done.append(accounted)
         service.say(phase="ready")
 
         async def until_done(loop: Loop) -> None:

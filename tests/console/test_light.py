@@ -20,8 +20,7 @@ from services.console.__main__ import app, with_waits
 from services.console.arguments import USAGE_ERROR, _process_value, only, quicken
 from services.console.run.folder import RunFolder, resolve
 from services.console.run.redis_server import RedisServer
-from services.operations import account
-from services.operations.account import Account, PodAccount
+from services.operations.cost import Account, ProcessTime, write_account
 from services.protocol.messages import PodStatus
 from services.store import Store
 from tests.newcomer.world import make_model
@@ -88,7 +87,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
     config = resolve(config, folder, server.url, str(tmp_path / "password"))
     folder.write(config)
     folder.metrics.write_text('{"step": 0, "reward/train/mean": 0.5}\n')
-    account.write(folder.path, Account({"trainer-0": PodAccount("trainer", 1, "b", 0.0, 0.0, {"training": 60.0})}))
+    write_account(folder.path, Account({"trainer-0:b": ProcessTime("trainer-0", "trainer", 1, 60.0, {"training": 60.0})}))
     write_log(folder.path / "samples", [made_row(number) for number in range(4)])
     (folder.logs / "trainer-0.log").write_text("a line\n")
     (tmp_path / "runs").symlink_to(".")

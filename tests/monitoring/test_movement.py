@@ -164,7 +164,7 @@ async def test_problems_of_any_pod_change_metrics(store: Store, tmp_path: Path, 
 
 
 def _shown(service: Service, name: str, **labels: str) -> float | None:
-    service.metrics.show(not service.ready(), service.loops, service.tracing.counts)
+    service.metrics.show(not service.ready(), service.loops, service.tracing.counts, service.activity)
     return service.registry.get_sample_value(name, labels)
 
 

@@ -16,9 +16,7 @@ from services.config import to_toml
 from services.console.__main__ import main
 from services.console.errors import ConsoleError
 from services.console.run.folder import RunFolder
-from services.operations import account
-from services.operations.account import Account, by_outcome
-from services.operations.cost import cost_of
+from services.operations.cost import Account, cost_of, read_account, write_account
 from services.operations.samples.columns import SCHEMA
 from services.operations.samples.folder import LogPosition, LogStatus, SampleFolder
 from services.operations.samples.outcomes import sampled_tokens
@@ -37,55 +35,34 @@ def status(name: str, boot: str, devices: int = 1, **seconds: float) -> PodStatu
 
 def test_only_killed_pods_have_downtime() -> None:
     found = Account()
-    found.observe([(status("generator-0", "a", 2, loading=5.0, generating=10.0), 0.5)], 100.0, 1.0)
-    assert found.pods["generator-0"].seconds() == {"loading": 5.0, "generating": 10.5}, "it is assumed alive after its heartbeat"
-    old = status("generator-0", "a", 2, loading=5.0, generating=10.5)
-    found.observe([(old, 0.0)], 100.0, 1.0)
-    new = status("generator-0", "b", 2, loading=3.0)
-    found.observe([(old, 8.0), (new, 0.0)], 108.0, 1.0)  # the killed pod has not expired yet
-    assert found.pods["generator-0"].seconds() == {"loading": 8.0, "generating": 10.5, "down": 5.0}
-    assert found.device_seconds() == {"loading": 16.0, "generating": 21.0, "down": 10.0}
-    found.observe([], 108.5, 1.0)
-    assert found.pods["generator-0"].left
-    found.observe([(status("generator-0", "c", 2, loading=1.0), 0.0)], 200.0, 1.0)
-    assert found.pods["generator-0"].seconds() == {"loading": 9.0, "generating": 10.5, "down": 5.0}
-
-
-def test_a_leaving_process_is_accounted_for_until_it_exits() -> None:
-    found = Account()
-    found.observe([(status("trainer-0", "a", 2, loading=5.0), 0.0)], 100.0, 1.0)
-    found.lives_on("trainer-0", "a", 100.4)
-    assert found.pods["trainer-0"].seconds() == {"loading": 5.0}, "it has not left"
-    found.observe([], 100.5, 1.0)
-    for now_s in (100.5, 101.5, 101.2, 102.0):
-        found.lives_on("trainer-0", "a", now_s)
-    found.lives_on("trainer-0", "b", 110.0)
-    found.lives_on("generator-0", "a", 110.0)
-    assert found.pods["trainer-0"].seconds() == {"loading": 5.0, "ending": 2.0}
-    found.observe([(status("trainer-0", "c", 2, loading=1.0), 0.0)], 120.0, 1.0)
-    assert found.pods["trainer-0"].seconds() == {"loading": 6.0, "ending": 2.0}, "the time before the restart belongs to nobody"
+    found.observe([(status("generator-0", "a", 2, loading=5.0, generating=10.5), 0.0)], 100.0, 3.0)
+    old, new = status("generator-0", "a", 2, loading=5.0, generating=10.5), status("generator-0", "b", 2, loading=3.0)
+    found.observe([(old, 8.0), (new, 0.0)], 108.0, 3.0)  # the killed pod has not expired yet
+    assert found.pods() == {"generator-0": {"loading": 16.0, "generating": 21.0, "down": 10.0}}
+    found.observe([], 108.5, 3.0)
+    found.observe([(status("generator-0", "c", 2, loading=1.0), 0.0)], 200.0, 3.0)
+    assert found.pods()["generator-0"] == {"loading": 18.0, "generating": 21.0, "down": 10.0}, "it had left before"
+    assert found.device_seconds("trainer") == {}
 
 
 def test_a_stop_that_outlasts_the_tracker_is_no_downtime() -> None:
     found = Account()
-    found.observe([(status("trainer-0", "a", loading=5.0, training=95.0), 0.0)], 100.0, 1.0)
+    found.observe([(status("trainer-0", "a", loading=5.0, training=95.0), 0.0)], 100.0, 3.0)
     found.stop()
-    found.observe([(status("trainer-0", "a", loading=5.0, training=97.0), 0.0)], 102.0, 1.0)
-    assert not found.pods["trainer-0"].left, "only the tracker was restarted"
+    found.observe([(status("trainer-0", "a", loading=5.0, training=97.0), 0.0)], 102.0, 3.0)
+    assert not found.processes["trainer-0:a"].left, "only the tracker was restarted"
     found.stop()
-    found.observe([(status("trainer-0", "b", loading=3.0), 0.0)], 36_000.0, 1.0)
-    assert found.pods["trainer-0"].seconds() == {"loading": 8.0, "training": 97.0}
+    found.observe([(status("trainer-0", "b", loading=3.0), 0.0)], 36_000.0, 3.0)
+    assert found.pods() == {"trainer-0": {"loading": 8.0, "training": 97.0}}
 
 
-def test_another_number_of_devices_counts_from_its_start() -> None:
+def test_each_process_counts_with_its_own_devices() -> None:
     """A run may be resumed with more ranks, which does not change what its earlier processes have spent."""
     found = Account()
-    found.observe([(status("trainer-0", "a", 1, training=100.0), 0.0)], 100.0, 1.0)
-    found.observe([(status("trainer-0", "b", 4, training=10.0), 0.0)], 120.0, 1.0)
-    assert found.device_seconds() == {"training": 140.0, "down": 10.0}
-    assert found.device_seconds("trainer") == {"training": 140.0, "down": 10.0}
+    found.observe([(status("trainer-0", "a", 1, training=100.0), 0.0)], 100.0, 3.0)
+    found.observe([(status("trainer-0", "b", 4, training=10.0), 0.0)], 120.0, 3.0)
+    assert found.device_seconds() == found.device_seconds("trainer") == {"training": 140.0, "down": 10.0}
     assert found.device_seconds("generator") == {}
-    assert found.pods["trainer-0"].seconds() == {"training": 10.0}
 
 
 lives = st.lists(st.tuples(st.floats(0.5, 50), st.floats(0.0, 20), st.sampled_from(ACTIVITIES)), min_size=1, max_size=6)
@@ -104,19 +81,17 @@ def test_the_account_balances(
             beat_s = now + part * lived_s
             spent = dict.fromkeys(("loading", activity), part * lived_s / len({"loading", activity}))
             new = status("trainer-0", str(number), 3, **spent)
-            found.observe([*((old, beat_s - at_s) for old, at_s in stale), (new, 0.0)], beat_s, 1.0)
+            found.observe([*((old, beat_s - at_s) for old, at_s in stale), (new, 0.0)], beat_s, 3.0)
         now += lived_s
-        stale = [(new, now)]
+        stale.append((new, now))
         if number in restarts:
-            account.write(folder, found)
-            found = account.read(folder)
+            write_account(folder, found)
+            found = read_account(folder)
     total = sum(found.device_seconds().values())
     assert total == pytest.approx(3 * (now - 1000.0))
-    outcomes = by_outcome(found, {"trained": 30.0, "stale": 10.0})
-    assert sum(outcomes.values()) == pytest.approx(total)
-    assert by_outcome(found, {})["generated"] == pytest.approx(
-        found.device_seconds().get("generating", 0.0) + found.device_seconds().get("scoring", 0.0)
-    )
+    assert sum(found.by_outcome({"trained": 30.0, "stale": 10.0}).values()) == pytest.approx(total)
+    generated = found.device_seconds().get("generating", 0.0) + found.device_seconds().get("scoring", 0.0)
+    assert found.by_outcome({})["generated"] == pytest.approx(generated)
 
 
 CLOCK_S = 0.1  # the clocks of processes agree to this precision
@@ -142,7 +117,7 @@ def test_the_cost_of_a_run_that_has_just_begun_is_reported(tmp_path: Path, capsy
     (run / "config.toml").write_text(to_toml(small_config(tmp_path)))
     found = Account()
     found.observe([(status("trainer-0", "a", loading=0.001), 0.0)], 100.0, 1.0)
-    account.write(run, found)
+    write_account(run, found)
     assert main(["cost", str(run)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["total", "0.000", "–"]
 
@@ -159,7 +134,7 @@ def test_the_cost_of_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
         status("generator-0", "b", generating=3600.0, idle=1200.0),
     ]
     found.observe([(pod, 0.0) for pod in pods], 1e9, 1.0)
-    account.write(run, found)
+    write_account(run, found)
     row = dict.fromkeys(SCHEMA.names) | {"sample": 0, "incarnation": 1, "tool_tokens": 10, "notes": ""}
     once = row | {"payload": "0-1.1", "step": 1, "outcome": "trained", "reason": "", "length": 310, "solved": True}
     rows = [
@@ -188,7 +163,7 @@ def test_a_partially_sampled_log_is_scaled_for_unit_prices(tmp_path: Path, capsy
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, None)))
     found = Account()
     found.observe([(status("trainer-0", "a", training=3600.0), 0.0)], 1e9, 1.0)
-    account.write(tmp_path, found)
+    write_account(tmp_path, found)
     writer = PartWriter(tmp_path / "samples", 8)
     writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 0, share=0.25))
     assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4)
@@ -272,7 +247,7 @@ def begun(folder: Path, *overrides: str) -> PartWriter:
     (folder / "config.toml").write_text(to_toml(small_config(folder, None, *overrides)))
     found = Account()
     found.observe([(status("trainer-0", "a", training=3600.0), 0.0)], 1e9, 1.0)
-    account.write(folder, found)
+    write_account(folder, found)
     return PartWriter(folder / "samples", 1000)
 
 

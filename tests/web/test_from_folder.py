@@ -17,9 +17,8 @@ from services.algorithm.histograms import counted
 from services.config import RunConfig, load_resolved, to_toml
 from services.console.__main__ import main
 from services.http.credentials import api_tokens
-from services.operations import account
-from services.operations.account import Account, PodAccount
 from services.operations.condition import Condition
+from services.operations.cost import FILE, Account, ProcessTime, write_account
 from services.operations.inspection.ledger import assess
 from services.store import Store
 from services.web import files
@@ -183,11 +182,11 @@ async def test_account_configuration_and_nearby_runs_come_from_files(served: str
     beside(folder)
     async with httpx.AsyncClient(base_url=f"{served}/v1/console", timeout=30) as http:
         assert "The tracker writes it" in (await http.get("/account")).json()["missing"]
-        write_account(folder)
+        add_account(folder)
         found = (await http.get("/account")).json()
-        (folder / account.FILE).unlink()
+        (folder / FILE).unlink()
         assert (await http.get("/account")).json() == found, "it is cached for all pages"
-        write_account(folder)
+        add_account(folder)
         assert sum(found["spent"].values()) == pytest.approx(1200.0)
         assert found["divided"]
         assert found["trainer"]["training"] == 400.0
@@ -250,7 +249,7 @@ async def test_charts_can_be_enlarged_smoothed_and_overlaid(visit: browser.Visit
 @pytest.mark.slow
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
 async def test_account_configuration_and_comparison_are_pages(visit: browser.Visit, served: str, folder: Path) -> None:
-    write_account(folder)
+    add_account(folder)
 
     def look(chromium: Any) -> None:
         with browser.opened(chromium, f"{served}/#/account") as page:
@@ -287,7 +286,7 @@ def beside(folder: Path) -> None:
     (other / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def write_account(folder: Path) -> None:
+def add_account(folder: Path) -> None:
     """Write an account of a trainer with four devices that lived for 300 s."""
     spent = {"training": 100.0, "loading": 50.0, "waiting": 150.0}
-    account.write(folder, Account({"trainer-0": PodAccount("trainer", 4, "a", 300.0, 300.0, spent)}))
+    write_account(folder, Account({"trainer-0:a": ProcessTime("trainer-0", "trainer", 4, 300.0, spent)}))

@@ -11,8 +11,7 @@ HOUR_S = 3600.0
 
 def cost(run: str, price: float, as_json: bool) -> int:
     """Print the account of a run, with `price` of a device-hour, 0: none."""
-    from services.operations.account import FILE
-    from services.operations.cost import cost_of
+    from services.operations.cost import FILE, cost_of
     from services.runtime.atomic_folders import FolderError
 
     folder = existing(run)
