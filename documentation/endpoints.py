@@ -9,8 +9,8 @@ from services.config.load import validate
 from services.generator.api import add_routes as add_generator
 from services.http.api import make_app
 from services.http.credentials import ApiTokens
-from services.http.endpoints.checkpoints import add_routes as add_checkpoints
-from services.http.endpoints.run import add_routes as add_run
+from services.http.endpoints import add_checkpoint_routes as add_checkpoints
+from services.http.endpoints import add_run_routes as add_run
 from services.protocol.messages import PodStatus
 from services.runtime.service import Service
 from services.web.serving import add_console

@@ -24,7 +24,7 @@ async def prepare(given: Arguments) -> None:
     from services.dataprep.prompts.curriculum import load_curriculum
     from services.dataprep.replay.sweeping import sweep
     from services.dataprep.run_gauges import RunGauges
-    from services.http.endpoints.run import add_routes
+    from services.http.endpoints import add_run_routes
 
     config = given.config
     load_curriculum(config.data.curriculum)  # reports an unusable name before the run exists
@@ -41,7 +41,7 @@ async def prepare(given: Arguments) -> None:
         service.add_loop("run_gauges", RunGauges(service, RunMetrics(service.registry)).follow)
         if config.redis.payload_shards:
             service.add_loop("sweep", partial(sweep, service))
-        add_routes(service)
+        add_run_routes(service)
         await service.run(dataprep.work)
 
 

@@ -10,10 +10,9 @@ from starlette.requests import ClientDisconnect
 
 from services.generator.loop import RolloutLoop
 from services.generator.serving import REQUEST_BYTES, NotServed
-from services.http.endpoints.parameters import WaitS, disconnected
+from services.http.endpoints import WaitS, disconnected
 from services.http.models import Draining, Reason
-from services.operations.control import reason
-from services.operations.waiting import until_none
+from services.operations.control import reason, until_none
 from services.runtime.service import Service
 
 log = structlog.get_logger()

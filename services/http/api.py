@@ -21,7 +21,7 @@ from services.config import ConfigError
 from services.http.authorization import limit_body, token_guard
 from services.http.certificate import Certificate
 from services.http.credentials import ApiTokens
-from services.http.endpoints.control import control_router
+from services.http.endpoints import control_router
 from services.http.models import Live, LoopHealth, Ready
 from services.http.problems import install
 from services.runtime.metrics import exposition
@@ -42,12 +42,13 @@ def make_app(service: Service, tokens: ApiTokens) -> FastAPI:
         title=f"grpo {service.kind}", version="1", docs_url=docs_url, redoc_url=None,
         description="Endpoints of a service of a run. Every call is idempotent and may be repeated.",
     )  # fmt: skip
+    service.app = app
     app.state.tokens, app.state.body_limits = tokens, {}
     app.state.guard, app.state.reader = token_guard(tokens, "operate"), token_guard(tokens, "read")
     install(app)
     app.middleware("http")(limit_body)
     app.include_router(_health(service))
-    app.include_router(control_router(service, app.state.guard, app.state.reader))
+    app.include_router(control_router(service))
     return app
 
 
@@ -115,7 +116,6 @@ async def serve(service: Service, tokens: ApiTokens) -> AsyncIterator[str]:
             f"{section}.port = {port}: cannot listen on {host} ({error.strerror}); choose another port, or 0 for a free one"
         ) from None
     app = make_app(service, tokens)
-    service.app = app
     tls = {"ssl_certfile": given.certificate_file, "ssl_keyfile": given.key_file} if certificate else {}
     settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, **tls)  # type: ignore[arg-type]
     settings.load()

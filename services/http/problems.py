@@ -49,6 +49,8 @@ _MEANINGS = {
     503: "Redis does not respond, or the run is being copied or restored: try again.",
 }
 
+_STATUSES = {NotFound: 404, Refused: 409, InvalidRequest: 422}
+
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
     """Return an error response."""
@@ -65,9 +67,8 @@ def install(app: FastAPI) -> None:
     """Make the app respond to errors in this shape, and document them."""
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(NotFound, _on_not_found)
-    app.add_exception_handler(Refused, _on_refused)
-    app.add_exception_handler(InvalidRequest, _on_invalid_request)
+    for kind in _STATUSES:
+        app.add_exception_handler(kind, _on_known_error)
     app.add_exception_handler(StoreError, _on_store_error)
     app.add_exception_handler(RedisError, _on_store_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -86,16 +87,8 @@ def _remedy(allowed: str) -> str:
     return f"use {allowed}" if allowed else "/openapi.json lists the endpoints of this service, and docs/reference/rest.md all"
 
 
-async def _on_not_found(_: Request, error: Exception) -> Response:
-    return problem(404, str(error))
-
-
-async def _on_refused(_: Request, error: Exception) -> Response:
-    return problem(409, str(error))
-
-
-async def _on_invalid_request(_: Request, error: Exception) -> Response:
-    return problem(422, str(error))
+async def _on_known_error(_: Request, error: Exception) -> Response:
+    return problem(next(status for kind, status in _STATUSES.items() if isinstance(error, kind)), str(error))
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:

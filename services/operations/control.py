@@ -1,17 +1,19 @@
 """What an operator can request of a run: each verb once, for the command line, the REST endpoints and the page.
 
-Guarantees: a verb can be repeated without a second effect; it waits at most `wait_s` seconds and returns the names of those that
-have not complied by then. `RunControl` carries the verbs out in the run's Redis, `HttpControl` (http_control.py) through the
-endpoints of a service.
+Guarantees: a verb can be repeated without a second effect. It waits at most `wait_s` seconds, or until nobody waits for its
+answer, and returns the names of those that have not complied by then; waiting only reads.
+Waits for: the pods of a role, or the run. Unblocked by: heartbeats, which pods send at once when a pause begins or ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from services.operations.waiting import not_paused, not_scaled, until_none
 from services.store import RunState, Store
 from services.store.records import PauseMode, Role, Scale
 
@@ -19,6 +21,13 @@ if TYPE_CHECKING:  # their modules import pydantic, which takes longer than most
     from services.config.generation import Fleet
     from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore
     from services.operations.inspection.deadletters import RequeueAnswer
+
+POLL_S = 0.1
+LONGEST_WAIT_S = 3600.0
+BUSY_PHASES = ("starting", "loading")  # such a pod does no work that a pause could end
+
+caller_gone: ContextVar[Callable[[], Coroutine[None, None, None]] | None] = ContextVar("caller_gone", default=None)
+"""Returns once the caller is gone, such as the client of an endpoint; None: the caller stays until it has the answer."""
 
 
 class Refused(Exception):
@@ -29,40 +38,8 @@ class InvalidRequest(ValueError):
     """The request contradicts itself; the message says what to change."""
 
 
-class Control(Protocol):
-    """The verbs. `why` and `who` are recorded with the run."""
-
-    async def pause(self, roles: Sequence[Role], mode: PauseMode, why: str, who: str, wait_s: float = 0.0) -> list[str]:
-        """Pause roles: generators in `mode`, the others between two steps. Return the pods not paused yet."""
-        ...
-
-    async def resume(self, roles: Sequence[Role], why: str, who: str, wait_s: float = 0.0) -> list[str]:
-        """Resume roles. Return the pods that have not resumed yet."""
-        ...
-
-    async def stop(self, why: str, who: str, wait_s: float = 0.0) -> list[str]:
-        """End the run after the step in training. Return who still runs."""
-        ...
-
-    async def scale(self, replicas: int, why: str, who: str, wait_s: float = 0.0) -> list[str]:
-        """Set the number of generators. Return the surplus and the missing ones. Raise `Refused` if nothing applies it."""
-        ...
-
-    async def checkpoint(self, why: str, who: str, wait_s: float = 0.0) -> AskedCheckpoint:
-        """Request a checkpoint of the committed steps. Raise `NotFound` when the trainer cannot write it."""
-        ...
-
-    async def restore(self, step: int, why: str, who: str, wait_s: float = 0.0) -> AskedRestore:
-        """Restore the run to the checkpoint of `step`. Raise `NotFound` when there is no such checkpoint."""
-        ...
-
-    async def requeue(self, ids: Sequence[str] | None, reason: str = "") -> RequeueAnswer:
-        """Requeue dead letters: those named, or all whose reason contains `reason`. Raise `Refused` when the run is over."""
-        ...
-
-
 class RunControl:
-    """Carries the verbs out in the run's Redis."""
+    """Carries the verbs out in the run's Redis. `why` and `who` are recorded with the run."""
 
     def __init__(self, store: Store, ttl_s: float, fleet: Fleet | None = None, checkpoints: Path | None = None) -> None:
         """`ttl_s`: a pod without a heartbeat for this long is gone. `checkpoints`: the folder that `restore` reads."""
@@ -116,7 +93,7 @@ class RunControl:
         from services.operations.inspection.checkpoints import AskedRestore, request_restore_to
 
         if self._checkpoints is None:
-            raise InvalidRequest("a restore needs the run's folder: run the command where it is, or give --api of the trainer")
+            raise InvalidRequest("a restore needs the run's folder: run the command where it is")
         before = await self._store.run.state()
         began = before.incarnation if before else 0
         asked = await request_restore_to(self._store, self._checkpoints, step, reason(why, who))
@@ -139,9 +116,10 @@ class RunControl:
         return (self._fleet.refusal if self._fleet else "") or (state.scale if state else Scale()).refusal(replicas)
 
     async def _not_paused(self, modes: Mapping[Role, str]) -> list[str]:
-        return [
-            name for role, mode in modes.items() for name in await not_paused(self._store, role, mode, self._ttl_s)
-        ]  # fmt: skip
+        left = list[str]()
+        for role, mode in modes.items():
+            left += await not_paused(self._store, role, mode, self._ttl_s)
+        return left
 
     async def _not_ended(self) -> list[str]:
         state = await self._store.run.state()
@@ -177,3 +155,29 @@ def modes_of(roles: Sequence[Role], mode: PauseMode) -> dict[Role, PauseMode]:
 def reason(why: str, who: str) -> str:
     """Return the line that is recorded with the run: who makes the request, and why."""
     return f"{who or 'REST'}: {why}" if why else who or "REST"
+
+
+async def until_none(poll: Callable[[], Awaitable[list[str]]], wait_s: float) -> list[str]:
+    """Poll until `poll` returns no names, `wait_s` seconds have passed or the caller is gone. Return the last names."""
+    deadline, leaves = time.monotonic() + wait_s, caller_gone.get()
+    gone = asyncio.ensure_future(leaves()) if leaves else asyncio.Future[None]()
+    try:
+        while (left := await poll()) and time.monotonic() < deadline and not gone.done():
+            await asyncio.wait([gone], timeout=POLL_S)
+    finally:
+        gone.cancel()
+    return left
+
+
+async def not_paused(store: Store, role: str, mode: str, ttl_s: float) -> list[str]:
+    """Return the pods of a role that are not paused in `mode`; for an empty mode, those that have not resumed."""
+    pods = [pod for pod in await store.fleet.members(ttl_s) if pod.kind == role]
+    return sorted(pod.name for pod in pods if pod.paused != mode and (not mode or pod.phase not in BUSY_PHASES))
+
+
+async def not_scaled(store: Store, replicas: int, ttl_s: float) -> list[str]:
+    """Return the surplus generators, or one entry that says how many are missing."""
+    running = sorted(pod.name for pod in await store.fleet.members(ttl_s) if pod.kind == "generator" and pod.phase != "draining")
+    if len(running) < replicas:
+        return [f"{replicas - len(running)} more generators"]
+    return running[replicas:]

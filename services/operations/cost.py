@@ -1,6 +1,6 @@
 """The cost of a run: how the device-seconds of its trainer and generators were spent, and per unit of its output.
 
-Guarantees: every process that holds devices is counted from its start to its last heartbeat, and until the next process of its pod
+Guarantees: every process that holds devices is counted from its start to its last heartbeat, and until the next one of its pod
 if it was killed. Reads only the run's folder, into which the tracker writes what heartbeats report.
 """
 

@@ -129,7 +129,7 @@ def _lead(given: Arguments, portal: Portal) -> None:
 
 async def _host(given: Arguments, opened: concurrent.futures.Future[Service], trained: asyncio.Event) -> None:
     """Run the pod's endpoints, heartbeat and view next to the main thread that trains."""
-    from services.http.endpoints.checkpoints import add_routes
+    from services.http.endpoints import add_checkpoint_routes
 
     async def until_trained(loop: Loop) -> None:
         loop.limit_s = float("inf")
@@ -137,7 +137,7 @@ async def _host(given: Arguments, opened: concurrent.futures.Future[Service], tr
 
     async with open_service("trainer", given.config, given.name) as service:
         service.ready = lambda: "" if service.status.phase not in ("starting", "loading") else service.status.phase
-        add_routes(service)
+        add_checkpoint_routes(service)
         opened.set_result(service)
         await service.run(until_trained)
 

@@ -16,8 +16,7 @@ from services.config import ConfigError
 from services.http.credentials import redis_login
 from services.http.entry import Arguments, arguments, report
 from services.operations.awaited import LOADING
-from services.operations.control import RunControl
-from services.operations.waiting import LONGEST_WAIT_S
+from services.operations.control import LONGEST_WAIT_S, RunControl
 from services.protocol.errors import NotFound, StoreError
 from services.runtime.exits import EXIT_OK
 from services.runtime.loops import Broken, end_tasks

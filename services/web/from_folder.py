@@ -16,7 +16,7 @@ from fastapi import APIRouter, HTTPException
 from fastapi import Path as InPath
 
 from services.config import RunConfig
-from services.http.endpoints import checkpoints, run
+from services.http.endpoints import add_checkpoint_routes, add_run_routes
 from services.operations.history import EVALUATED, STEP, History, history_of, recorded
 from services.operations.inspection.ledger import AuditReport, audit_of_end
 from services.operations.inspection.step import Step
@@ -97,8 +97,8 @@ def console_of(folder: Path) -> Callable[[Service, Describe], Watch]:
         watch = FolderWatch(service.config, folder, describe)
         app = service.app
         app.include_router(_kept(service, folder, watch))
-        run.add_routes(service)
-        checkpoints.add_routes(service)
+        add_run_routes(service)
+        add_checkpoint_routes(service)
         add_page(service, watch)
         return watch
 

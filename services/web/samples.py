@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Query, Request
 from pydantic import BaseModel, ConfigDict
 
-from services.http.endpoints.parameters import disconnected
+from services.http.endpoints import disconnected
 from services.operations.inspection.text import TextReader
 from services.runtime.service import Service
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 from services.config import RunConfig
 from services.http.api import serve
 from services.http.credentials import api_tokens
-from services.http.endpoints import checkpoints, run
+from services.http.endpoints import add_checkpoint_routes, add_run_routes
 from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.service import Service
@@ -37,8 +37,8 @@ def add_console(service: Service, describe: Describe = running) -> Watch:
     """Add the page and its endpoints to a service's app. `describe` returns what the run is doing."""
     fleet = service.config.fleet
     watch = Watch(service.store, fleet.ttl_s, service.config.generator.count, describe, fleet.scaling)
-    run.add_routes(service)
-    checkpoints.add_routes(service)
+    add_run_routes(service)
+    add_checkpoint_routes(service)
     add_page(service, watch)
     return watch
 

@@ -14,8 +14,8 @@ from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.http.api import serve
 from services.http.credentials import ApiTokens
-from services.http.endpoints.checkpoints import add_routes as add_trainer
-from services.http.endpoints.run import add_routes as add_dataprep
+from services.http.endpoints import add_checkpoint_routes as add_trainer
+from services.http.endpoints import add_run_routes as add_dataprep
 from services.protocol.messages import PodStatus
 from services.runtime.service import Service
 from services.store import Store

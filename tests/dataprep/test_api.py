@@ -12,7 +12,7 @@ import pytest_asyncio
 from services.console.run.redis_server import RedisServer
 from services.http.api import serve
 from services.http.credentials import ApiTokens
-from services.http.endpoints.run import add_routes
+from services.http.endpoints import add_run_routes
 from services.protocol.messages import PodStatus
 from services.runtime.service import Service
 from services.store import Store
@@ -31,7 +31,7 @@ async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterat
     status = PodStatus("dataprep", "dataprep-0", "b00t", "here", 1, "", "standby", -1, 0, {})
     service = Service("dataprep", config, store, status)
     async with serve(service, ApiTokens("test-token")) as url, httpx.AsyncClient(base_url=url) as client:
-        add_routes(service)
+        add_run_routes(service)
         yield client
 
 

@@ -18,7 +18,7 @@ from services.http.api import serve
 from services.http.authorization import BODY_LIMIT_BYTES
 from services.http.credentials import ApiTokens, api_tokens
 from services.http.entry import open_service
-from services.operations.waiting import POLL_S
+from services.operations.control import POLL_S
 from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop
 from services.runtime.service import Service

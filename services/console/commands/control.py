@@ -12,14 +12,14 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from services.console import paths
 from services.console.attach import attach, existing, later
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.printable import print_json
 from services.http.credentials import API_TOKEN_ENV, api_tokens
-from services.operations.control import Control, InvalidRequest, Refused, RunControl, modes_of
+from services.operations.control import InvalidRequest, Refused, RunControl, modes_of
 from services.protocol.errors import NotFound
 from services.store import RunState
 from services.store.records import ROLES, PauseMode, Role
@@ -46,7 +46,7 @@ class Target:
 class Reached:
     """A run that a command can control."""
 
-    control: Control
+    control: Any
     prefix: str = ""
     """Start of messages about the run."""
     later: str = ""
