@@ -24,10 +24,8 @@ Not rendered with toToml, which turns every integer into a float.
 {{- if include "grpo.apiTls" . }}
 {{- $_ := set $section "api" (merge $section.api (dict "certificate_file" "/run/grpo/secrets/api.crt" "key_file" "/run/grpo/secrets/api.key" "ca_file" "/run/grpo/secrets/api-ca.crt" "server_name" (include "grpo.apiName" .))) }}
 {{- end }}
-{{- if include "grpo.autoscaled" . }}
-{{- $_ := set $section.fleet "scaling" .Values.generator.autoscaling.kind }}
-{{- else if not .Values.scaler.enabled }}
-{{- $_ := set $section.fleet "scaling" "kubectl" }}
+{{- if or (include "grpo.autoscaled" .) (not .Values.scaler.enabled) }}
+{{- $_ := set $section.fleet "scaling" "cluster" }}
 {{- end }}
 {{- $_ := set $section.sync "host" (include "grpo.trainerHost" .) }}
 {{- $_ := set $section.trainer "ranks" (mul .Values.trainer.nodes .Values.trainer.ranksPerNode) }}

@@ -111,9 +111,6 @@
 {{- if and $v.devices.nicClass $v.interconnect.rdma.resource }}
 {{- fail (printf "devices.nicClass = %q and interconnect.rdma.resource = %q ask for the same NICs: remove one" $v.devices.nicClass $v.interconnect.rdma.resource) }}
 {{- end }}
-{{- if and $v.scaler.deletionCost (not (include "grpo.scaled" .)) }}
-{{- fail "scaler.deletionCost = true has no effect without the scaler: enable it, or set false" }}
-{{- end }}
 {{- end }}
 
 {{- define "grpo.roleChecks" -}}

@@ -123,9 +123,9 @@ class Fleet(Section):
 
     ttl_s: float = Field(default=10.0, gt=0)
     """Seconds without a heartbeat after which a pod counts as gone. A pod sends ten in that time."""
-    scaling: Literal["request", "kubectl", "hpa", "keda"] = "request"
-    """Who sets the number of generators. `request`: the number last requested, e.g. with `grpo scale`. On a cluster whose chart
-    has no scaler: `kubectl`, or the autoscaler (`hpa`, `keda`); a request for a number is then refused."""
+    scaling: Literal["request", "cluster"] = "request"
+    """Who sets the number of generators. `request`: the number last requested, e.g. with `grpo scale`. `cluster`: an autoscaler,
+    or `kubectl scale` where the chart's scaler is off; a request for a number is then refused."""
 
     @property
     def heartbeat_s(self) -> float:
@@ -137,11 +137,8 @@ class Fleet(Section):
         """Return why a number of generators cannot be requested, and what to do; empty if it can."""
         if self.scaling == "request":
             return ""
-        if self.scaling == "kubectl":
-            remedy = "use kubectl scale, or set scaler.enabled = true in the chart's values"
-        else:
-            remedy = (
-                "set generator.autoscaling.minReplicas and maxReplicas in the chart's values, or "
-                "generator.autoscaling.kind = none to scale on request"
-            )
-        return f'fleet.scaling = "{self.scaling}": this cluster does not follow requests for a number of generators; {remedy}'
+        return (
+            f'fleet.scaling = "{self.scaling}": this cluster does not follow requests for a number of generators; use kubectl '
+            "scale or generator.autoscaling.minReplicas and maxReplicas in the chart's values, or set scaler.enabled = true and "
+            "generator.autoscaling.kind = none there to scale on request"
+        )

@@ -1,5 +1,5 @@
 """The cluster's API as far as the scaler uses it, through the official client with the pod's own service account: `/scale` of a
-Deployment, StatefulSet or LeaderWorkerSet, what the removal of a pod would cost, and notes in a ConfigMap.
+Deployment, StatefulSet or LeaderWorkerSet, and notes in a ConfigMap.
 
 Guarantees: only get and patch are used, on objects that are named, and the chart's Role allows no more; a change by another
 client since the last read is never overwritten.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from kubernetes.aio.client.api.core_v1_api import CoreV1Api
 from kubernetes.aio.client.api.custom_objects_api import CustomObjectsApi
@@ -24,32 +24,17 @@ PATCH = "application/merge-patch+json"
 MANAGER = "grpo-scaler"
 """Name under which the cluster records that the scaler set a number."""
 
-DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-"""Annotation by which a ReplicaSet that shrinks chooses its victims: the lowest first."""
-
-
-class Plural(NamedTuple):
-    """Where the API serves the objects of a kind."""
-
-    group: str
-    version: str
-    name: str
-
 
 KINDS = {
-    "Deployment": Plural("apps", "v1", "deployments"),
-    "StatefulSet": Plural("apps", "v1", "statefulsets"),
-    "LeaderWorkerSet": Plural("leaderworkerset.x-k8s.io", "v1", "leaderworkersets"),
+    "Deployment": ("apps", "v1", "deployments"),
+    "StatefulSet": ("apps", "v1", "statefulsets"),
+    "LeaderWorkerSet": ("leaderworkerset.x-k8s.io", "v1", "leaderworkersets"),
 }
-"""What can be scaled."""
+"""What can be scaled: group, version and plural name of its objects in the API."""
 
 
 class WorkloadChanged(ClusterError):
     """Another client changed the object since it was read."""
-
-
-class Missing(ClusterError):
-    """The cluster has no such object."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +69,6 @@ class KubernetesApi:
         """Return the object `name` of a kind (`KINDS`) in the pod's own namespace."""
         return Workload(self, kind, name)
 
-    async def mark(self, pod: str, cost: int) -> None:
-        """Set the deletion cost of a pod. Raises `ClusterError`."""
-        body = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
-        patch = self._core.patch_namespaced_pod
-        await called(f"patch pod {pod}", patch, pod, self.namespace, body=body, field_manager=MANAGER, _content_type=PATCH)
-
     async def notes(self, name: str) -> dict[str, str]:
         """Return the data of a ConfigMap. Raises `ClusterError`."""
         found = await called(f"read ConfigMap {name}", self._core.read_namespaced_config_map, name, self.namespace)
@@ -108,8 +87,8 @@ class Workload:
 
     def __init__(self, cluster: KubernetesApi, kind: str, name: str) -> None:
         self._objects, self.kind, self.name = cluster.objects, kind, name
-        plural = KINDS[kind]
-        self._place = (plural.group, plural.version, cluster.namespace, plural.name, name)
+        group, version, plural = KINDS[kind]
+        self._place = (group, version, cluster.namespace, plural, name)
 
     async def replicas(self) -> Replicas:
         """Return the specified replicas. Raises `ClusterError`."""
@@ -134,7 +113,6 @@ async def called(what: str, method: Any, *arguments: Any, **options: Any) -> Any
     except ApiException as error:
         refused: Any = error
         said = f"{what}: {refused.status} {str(refused.body or refused.reason)[:300]}"
-        kinds = {HTTPStatus.CONFLICT: WorkloadChanged, HTTPStatus.NOT_FOUND: Missing}
-        raise kinds.get(refused.status, ClusterError)(said) from None
+        raise (WorkloadChanged if refused.status == HTTPStatus.CONFLICT else ClusterError)(said) from None
     except FAILURES as error:
         raise ClusterError(f"{what}: {str(error) or type(error).__name__}") from None

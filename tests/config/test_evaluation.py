@@ -47,7 +47,7 @@ def test_invalid_settings_are_rejected_with_a_remedy(tmp_path: Path, overrides: 
 
 def test_the_only_generator_may_evaluate_if_configured(tmp_path: Path) -> None:
     assert evaluating(tmp_path, "generator.count=1", "evaluation.min_training_generators=0").evaluation.every_steps == 10
-    assert evaluating(tmp_path, "generator.count=1", "fleet.scaling=keda").evaluation.min_training_generators == 1
+    assert evaluating(tmp_path, "generator.count=1", "fleet.scaling=cluster").evaluation.min_training_generators == 1
 
 
 def test_evaluation_completions_may_be_longer(tmp_path: Path) -> None:

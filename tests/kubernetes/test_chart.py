@@ -96,7 +96,6 @@ CHANGES: list[tuple[str, Any]] = [
     ("trainer", {"gang": "kubernetes", "priorityClassName": "high"}),
     ("trainer", {"gang": "coscheduling", "schedulerName": "scheduler-plugins", "priorityClassName": "high"}),
     ("trainer", {"gang": "volcano", "schedulerName": "volcano", "priorityClassName": "high"}),
-    ("scaler.deletionCost", True),
     ("generator.strategy", {"type": "Recreate"}),
     ("trainer.strategy", {"type": "OnDelete"}),
 ]  # fmt: skip
@@ -234,7 +233,7 @@ def test_an_autoscaler_is_the_only_owner_of_replicas() -> None:
     assert "replicas" not in chart.named(objects, "Deployment", "demo-generator")["spec"]
     scaled = chart.named(objects, "ScaledObject", "demo-generator")["spec"]
     assert scaled["triggers"][0]["metadata"]["stream"] == "grpo:{demo}:tickets"
-    assert '"scaling" = "keda"' in chart.named(objects, "ConfigMap", "demo-config")["data"]["config.toml"]
+    assert '"scaling" = "cluster"' in chart.named(objects, "ConfigMap", "demo-config")["data"]["config.toml"]
 
 
 def test_the_page_is_served_through_an_ingress_or_a_gateway(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 import typer
 
@@ -273,9 +273,9 @@ def test_the_role_allows_exactly_the_calls_made() -> None:
             [deployment, leader_worker_set, notes], ScalerSettings("demo-generator", 1, "demo-trainer", "LeaderWorkerSet"),
         ),
         (
-            {"trainer": {"nodes": 4}, "storage": {"runs": {"accessMode": "ReadWriteMany"}}, "scaler": {"deletionCost": True}},
-            [deployment, stateful_set, notes, {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}],
-            ScalerSettings("demo-generator", 1, "demo-trainer", trainer_replicas=4, deletion_cost=True),
+            {"trainer": {"nodes": 4}, "storage": {"runs": {"accessMode": "ReadWriteMany"}}},
+            [deployment, stateful_set, notes],
+            ScalerSettings("demo-generator", 1, "demo-trainer", trainer_replicas=4),
         ),
     ):  # fmt: skip
         objects = chart.render(values)
@@ -285,7 +285,7 @@ def test_the_role_allows_exactly_the_calls_made() -> None:
         assert {"port": 443} in egress["ports"], "the cluster's API"
         (container,) = chart.named(objects, "Deployment", "demo-scaler")["spec"]["template"]["spec"]["containers"]
         environ = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-        assert ScalerSettings.from_environment(environ) == replace(settings, notes="demo-scaler")
+        assert ScalerSettings.from_environment(environ) == msgspec.structs.replace(settings, notes="demo-scaler")
         assert "data" not in chart.named(objects, "ConfigMap", "demo-scaler"), "an upgrade keeps the notes"
     assert not chart.of_kind(chart.render({"scaler": {"enabled": False}}), "Role")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import httpx
 import pytest
@@ -21,11 +20,9 @@ from services.protocol.messages import PodStatus
 from services.runtime.cluster.account import ClusterError
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.service import Service
-from services.scaler import deletion_cost
 from services.scaler.__main__ import ReleaseFollower, ScalerSettings
-from services.scaler.deletion_cost import DeletionCosts
 from services.scaler.reconcile import Decision, decide, whole_or_none
-from services.scaler.workload import DELETION_COST, KubernetesApi, WorkloadChanged
+from services.scaler.workload import KubernetesApi, WorkloadChanged
 from services.store import Store
 from services.store.records import Scale
 from tests.kubernetes.support.api_server import ApiServer
@@ -177,69 +174,6 @@ async def test_a_leader_worker_set_has_one_group_or_none(store: Store, server: R
     assert ("patch", "/apis/leaderworkerset.x-k8s.io/v1/namespaces/ml/leaderworkersets/demo-trainer/scale") in api.calls
 
 
-async def test_pods_are_annotated_with_their_deletion_cost(cluster: tuple[ApiServer, KubernetesApi]) -> None:
-    api, kubernetes = cluster
-    costs = DeletionCosts(kubernetes)
-
-    def pods(**load: float) -> list[PodStatus]:
-        gauges = {name: {"kv_usage": usage, "running": 10.0, "waiting": 2.0} for name, usage in load.items()}
-        found = [PodStatus("generator", name, "b", "here", 1, "", "ready", 0, 1, each) for name, each in gauges.items()]
-        return [*found, PodStatus("dataprep", "dataprep-0", "b", "here", 1, "", "ready", 0, 0, {})]
-
-    async def mark(**load: float) -> None:
-        costs.due = 0.0
-        await costs.follow(pods(**load))
-
-    await mark(idle=0.0, busy=0.5)
-    assert api.annotations == {name: {DELETION_COST: cost} for name, cost in (("idle", "12"), ("busy", "512"))}
-    await costs.follow(pods(idle=1.0, busy=1.0))  # too early
-    await mark(idle=0.001, busy=0.6)  # almost the same load
-    assert api.annotations["busy"] == {DELETION_COST: "512"}
-    await mark(idle=0.1, busy=0.0)
-    assert {name: each[DELETION_COST] for name, each in api.annotations.items()} == {"idle": "112", "busy": "12"}
-    api.forbidden = True  # the chart's Role lacks it, or the pod is gone
-    await mark(idle=0.9, busy=0.9)
-    assert api.annotations["busy"] == {DELETION_COST: "12"}
-    api.forbidden = False
-    await mark(idle=0.9, busy=0.9)
-    assert api.annotations["busy"] == {DELETION_COST: "912"}
-    api.missing.add("busy")  # it is in another cluster of the run
-    for load in (0.1, 0.9, 0.1):
-        await mark(idle=0.9, busy=load)
-    assert api.missed == ["busy"], "it is looked up once"
-
-
-class SlowCluster:
-    """Marks pods, each after a delay; `marked` holds their names, `most` how many it marked at a time."""
-
-    def __init__(self, delay_s: float) -> None:
-        self.delay_s, self.marked, self.at_once, self.most = delay_s, list[str](), 0, 0
-
-    async def mark(self, pod: str, cost: int) -> None:
-        self.at_once += 1
-        self.most = max(self.most, self.at_once)
-        await asyncio.sleep(self.delay_s)
-        self.at_once -= 1
-        self.marked.append(pod)
-
-
-async def test_a_large_fleet_is_marked_in_several_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn that marked all pods would fail the scaler's liveness, and the next one would begin again."""
-    monkeypatch.setattr(deletion_cost, "TURN_S", 0.25)
-    slow = SlowCluster(delay_s=0.1)
-    costs = DeletionCosts(cast("KubernetesApi", slow))
-    fleet = [PodStatus("generator", f"generator-{i}", "b", "here", 1, "", "ready", 0, 1, {}) for i in range(100)]
-    turns = 0
-    while len(slow.marked) < len(fleet) and turns < 100:
-        before = len(slow.marked)
-        await costs.follow(fleet)
-        turns += 1
-        assert len(slow.marked) - before <= 3 * deletion_cost.AT_ONCE
-    assert turns > 1
-    assert sorted(slow.marked) == sorted(pod.name for pod in fleet), "each is marked once, without waiting for the next round"
-    assert slow.most == deletion_cost.AT_ONCE
-
-
 async def test_concurrent_changes_are_not_overwritten(cluster: tuple[ApiServer, KubernetesApi]) -> None:
     api, kubernetes = cluster
     generators = kubernetes.workload("Deployment", "demo-generator")
@@ -262,25 +196,24 @@ async def test_a_rejected_call_is_named_in_the_error(cluster: tuple[ApiServer, K
         KubernetesApi.in_cluster({}, tmp_path / "account")
 
 
-@pytest.mark.parametrize(
-    ("environ", "named"),
-    [({}, "GRPO_DEPLOYMENT"), ({"GRPO_DEPLOYMENT": "a", "GRPO_REPLICAS": "two"}, "must be numbers"),
-     ({"GRPO_DEPLOYMENT": "a", "GRPO_JUDGE_REPLICAS": "two"}, "must be numbers"),
-     ({"GRPO_DEPLOYMENT": "a"}, "GRPO_NOTES is not set"),
-     ({"GRPO_DEPLOYMENT": "a", "GRPO_ON_FINISH": "delete"}, "scaleToZero, keep"),
-     ({"GRPO_SET": "a", "GRPO_SET_KIND": "DaemonSet"}, "'DaemonSet' must be one of StatefulSet, LeaderWorkerSet")],
-)  # fmt: skip
-def test_invalid_environment_variables_are_rejected(environ: dict[str, str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        ScalerSettings.from_environment(environ)
+def test_invalid_settings_are_rejected() -> None:
+    rejected = {
+        "": "malformed",
+        '{"trainer": "t", "notes": "n", "replicas": "two"}': r"Expected `int`, got `str` - at `\$.replicas`",
+        '{"trainer": "t", "notes": "n", "trainer_kind": "DaemonSet"}': "Invalid enum value 'DaemonSet'",
+        '{"trainer": "t", "notes": "n", "size": 1}': "unknown field `size`",
+        '{"trainer": "t"}': "needs `trainer` and `notes`",
+    }
+    for text, named in rejected.items():
+        with pytest.raises(ConfigError, match=named):
+            ScalerSettings.from_environment({"GRPO_SCALER": text})
 
 
-@pytest.mark.parametrize(("scaling", "remedy"), [("keda", "generator.autoscaling.minReplicas"), ("kubectl", "use kubectl scale")])
 async def test_a_request_that_nothing_would_follow_is_rejected(
-    scaling: str, remedy: str, store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    config = small_config(tmp_path, server, f"run.name={store.keys.name}", f"fleet.scaling={scaling}")
+    store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remedy = "use kubectl scale or generator.autoscaling.minReplicas"
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}", "fleet.scaling=cluster")
     await store.run.create("config", "data", 4, 8)
     monkeypatch.setenv(CONFIG_ENV, str(tmp_path / "run.toml"))
     (tmp_path / "run.toml").write_text(to_toml(config))
@@ -295,7 +228,7 @@ async def test_a_request_that_nothing_would_follow_is_rejected(
     assert state.scale.wanted is None
 
 
-@pytest.mark.parametrize(("scaling", "shown"), [("request", "0 running, 8 desired (before)"), ("keda", "0 running\n")])
+@pytest.mark.parametrize(("scaling", "shown"), [("request", "0 running, 8 desired (before)"), ("cluster", "0 running\n")])
 async def test_status_ignores_requests_that_nothing_follows(
     scaling: str, shown: str, store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

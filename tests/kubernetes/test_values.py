@@ -52,7 +52,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("config.trainer.ranks", 8, "ranks"),
     ("config.sync.host", "me", "host"),
     ("config.generator.count", 3, "count"),
-    ("config.fleet.scaling", "keda", "scaling"),
+    ("config.fleet.scaling", "cluster", "scaling"),
 ]
 
 ENVIRONMENT: dict[str, Any] = {
@@ -202,7 +202,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         {"devices": {"kind": "claim", "nicClass": "rdma"}, "interconnect": {"rdma": {"resource": "rdma/hca"}}},
         "ask for the same NICs",
     ),
-    ({"scaler": {"enabled": False, "deletionCost": True}}, "has no effect without the scaler"),
     ({"role": "generators"}, "set redis.enabled = false"),
     ({"role": "generators", "redis": OUTSIDE}, "needs config.run.name"),
     ({"role": "generators", "redis": OUTSIDE, "config": {"run": {"name": "atlas"}}}, "set config.sync.backend = store"),

@@ -115,13 +115,12 @@ async def test_the_census_shows_pauses_dead_letters_and_the_end(
     await end_tasks([looking])  # it polls nearly all the time, and redis-py may lose a cancellation
 
 
-@pytest.mark.parametrize("scaling", ["keda", "hpa", "kubectl"])
 async def test_no_number_of_generators_is_desired_that_nothing_follows(
-    scaling: str, store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GrpoTooFewGenerators would compare the fleet with a request from before the release got an autoscaler."""
     monkeypatch.setattr(run_gauges, "POLL_S", 0.01)
-    service = pod("dataprep", store, server, tmp_path, f"fleet.scaling={scaling}")
+    service = pod("dataprep", store, server, tmp_path, "fleet.scaling=cluster")
     value = service.registry.get_sample_value
     await store.run.create("config", "data", 4, 8)
     await store.run.scale_generators(8, "before")

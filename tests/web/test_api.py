@@ -199,7 +199,7 @@ async def test_an_unreachable_redis_is_reported_with_the_last_state(store: Store
 
 
 @pytest.mark.parametrize(
-    ("scaling", "awaited"), [("request", "a generator: 0 are desired (grpo scale N)"), ("keda", "the generators to start")]
+    ("scaling", "awaited"), [("request", "a generator: 0 are desired (grpo scale N)"), ("cluster", "the generators to start")]
 )
 async def test_the_page_ignores_requests_that_nothing_follows(scaling: str, awaited: str, store: Store) -> None:
     await start(store)

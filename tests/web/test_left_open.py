@@ -126,7 +126,7 @@ async def test_a_request_that_is_never_answered_is_repeated(
         await visit(look)
 
 
-@pytest.mark.parametrize("scaling", ["request", "keda"])
+@pytest.mark.parametrize("scaling", ["request", "cluster"])
 async def test_a_desired_number_is_shown_where_requests_are_followed(
     scaling: str, visit: Visit, store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
