@@ -42,9 +42,9 @@ from services.protocol.logprob_gaps import STEP
 from services.protocol.messages import Header
 from services.protocol.payloads import Payload
 from services.store import Store
-from services.tracker.samples.pace import LONGEST_S
-from services.tracker.samples.rows import EndedGroup, LoggedRows
-from services.tracker.samples.writer import PartWriter
+from services.tracker.rows import EndedGroup, LoggedRows
+from services.tracker.sample_log import LONGEST_S
+from services.tracker.writer import PartWriter
 from services.web.serving import show
 
 ROOT = Path(__file__).parent.parent

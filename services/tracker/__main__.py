@@ -21,7 +21,7 @@ async def track(given: Arguments) -> None:
     from services.tracker.account import keep_account
     from services.tracker.follower import Follower, show_backlog
     from services.tracker.metrics import TrackerMetrics
-    from services.tracker.samples.log import SampleLog
+    from services.tracker.sample_log import SampleLog
 
     config = given.config
     check_tracking(config, os.environ)

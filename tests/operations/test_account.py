@@ -22,7 +22,7 @@ from services.operations.samples.folder import LogPosition, LogStatus, SampleFol
 from services.operations.samples.outcomes import sampled_tokens
 from services.protocol.messages import PodStatus
 from services.runtime.activity import ACTIVITIES, Activity, process_age_s
-from services.tracker.samples.writer import MERGED, PartWriter
+from services.tracker.writer import MERGED, PartWriter
 from tests.operations.samples.made import columns_of, made_row
 from tests.support.harness import small_config
 

@@ -17,7 +17,7 @@ from services.operations.samples.folder import LogPosition, LogStatus
 from services.operations.samples.search import SamplePage, Search
 from services.runtime.loops import end_tasks
 from services.store import Store
-from services.tracker.samples.writer import PartWriter
+from services.tracker.writer import PartWriter
 from services.web import samples
 from services.web.samples import CUT
 from tests.operations.samples.made import columns_of, made_row, write_log

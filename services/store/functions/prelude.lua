@@ -197,7 +197,7 @@ local function bury(prefix, ticket, reason, body)
   count(prefix, 'failed', 1)
 end
 
--- Groups that end without being trained wait here for the sample log (services/tracker/samples), instead of being deleted with
+-- Groups that end without being trained wait here for the sample log (services/tracker/sample_log.py), instead of being deleted with
 -- their tokens. Only while a tracker renews its lease, and only as many as these: a tracker that is gone or slow costs a bounded
 -- part of memory and delays nothing. Groups in the log's share that are not kept are counted.
 -- owns: samples       stream  ticket, outcome, payload, header, step that was being prepared, incarnation, size

@@ -1,4 +1,4 @@
--- Samples: what the tracker reports of its sample log (services/tracker/samples).
+-- Samples: what the tracker reports of its sample log (services/tracker/sample_log.py).
 -- reads and writes: run, samples, samples:state, payload:<payload>
 
 -- args: incarnation of the run, last step whose groups are logged (-1: none), share of tickets that are logged, of 2^32, lease

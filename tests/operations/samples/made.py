@@ -8,7 +8,7 @@ from typing import Any
 
 from services.operations.samples.columns import SCHEMA
 from services.operations.samples.folder import LogPosition
-from services.tracker.samples.writer import PartWriter
+from services.tracker.writer import PartWriter
 
 
 def made_row(number: int, **fields: Any) -> dict[str, Any]:

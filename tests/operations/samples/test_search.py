@@ -12,7 +12,7 @@ import pytest
 from services.operations.samples.columns import MEANINGS
 from services.operations.samples.folder import LogPosition, Part, SampleFolder, current, name_of
 from services.operations.samples.search import ExpressionError, Search
-from services.tracker.samples.writer import MERGED, PartWriter
+from services.tracker.writer import MERGED, PartWriter
 from tests.operations.samples.made import columns_of, made_row, write_log
 
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -30,7 +30,7 @@ from services.operations.samples.folder import (
     superseded,
 )
 from services.runtime.atomic_folders import replace
-from services.tracker.samples.arrays import column
+from services.tracker.rows import column
 
 log = structlog.get_logger()
 

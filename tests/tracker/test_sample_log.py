@@ -25,10 +25,10 @@ from services.runtime.loops import Loop
 from services.store import Store
 from services.store.calls.samples import is_sampled
 from services.store.snapshot_format import Snapshot
+from services.tracker import ended, sample_log
 from services.tracker.metrics import TrackerMetrics
-from services.tracker.samples import ended, pace
-from services.tracker.samples.log import SampleLog
-from services.tracker.samples.writer import PartWriter
+from services.tracker.sample_log import SampleLog
+from services.tracker.writer import PartWriter
 from services.trainer.step.logprob_gaps import codes
 from tests.support.flow import Team, buffer, claim, issue, prepare, settle, start, submit
 from tests.support.harness import small_config, wait_until
@@ -36,8 +36,8 @@ from tests.support.harness import small_config, wait_until
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "POLL_S", 0.02)
-    monkeypatch.setattr(pace, "LONGEST_S", 0.02)
+    monkeypatch.setattr(sample_log, "POLL_S", 0.02)
+    monkeypatch.setattr(sample_log, "LONGEST_S", 0.02)
     monkeypatch.setattr(ended, "BATCH", 3)
 
 
@@ -294,21 +294,21 @@ async def test_a_restarted_tracker_counts_missed_groups_once(store: Store, quick
 async def test_a_rarely_written_log_misses_no_step(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first file, the next is due after a million seconds or once enough steps are waiting."""
     for name, value in {"POLL_S": 0.01, "SHARE": 1e-12, "LONGEST_S": 1e6, "WAITING_BYTES": 1 << 60}.items():
-        monkeypatch.setattr(pace, name, value)
+        monkeypatch.setattr(sample_log, name, value)
     team, stopping, steps = await start(store, slots=256), asyncio.Event(), 33
     made = SampleLog(config_of(tmp_path), store, tmp_path, stopping, TrackerMetrics(CollectorRegistry()))
     following = asyncio.create_task(made.follow(Loop("samples", made.follow, 60)))
     await wait_until(lambda: store.client.hexists(store.keys.samples_state, "share"))
     for step in range(steps):
         await trained(store, team, step)
-        await wait_until(lambda step=step: step - made._position.step < 2 * pace.WAITING_STEPS)
+        await wait_until(lambda step=step: step - made._position.step < 2 * sample_log.WAITING_STEPS)
         if step % 11 == 10:
             await covered(store, team, step)
     stopping.set()
     await following
     assert await store.samples.missed() == {}
     assert {step for _, _, step in outcomes(tmp_path)} == set(range(steps))
-    assert len(SampleFolder(tmp_path / SAMPLES).refresh()) <= steps / pace.WAITING_STEPS + 3
+    assert len(SampleFolder(tmp_path / SAMPLES).refresh()) <= steps / sample_log.WAITING_STEPS + 3
 
 
 async def test_a_repeatedly_killed_process_logs_every_group_once(store: Store, server: RedisServer, tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ async def test_a_damaged_file_is_not_merged(store: Store, quick: None, tmp_path:
     for step in range(2):
         groups = await trained(store, team, step)
         await follow_once(store, config, tmp_path)
-    monkeypatch.setattr("services.tracker.samples.writer.MERGED", 2)
+    monkeypatch.setattr("services.tracker.writer.MERGED", 2)
     writer = PartWriter(tmp_path / SAMPLES, 1000)
     first, second = (part.path for part in writer.folder.parts)
     damage(first)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from services.store import Store
 from services.store.calls.samples import DroppedGroup, is_sampled
 from services.store.records import RunState
-from services.tracker.samples.rows import EndedGroup, Gaps
+from services.tracker.rows import EndedGroup, Gaps
 
 BATCH = 1024  # maximum number of groups that are read together
 BATCH_BYTES = 32 << 20  # of their tokens in memory

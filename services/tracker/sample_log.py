@@ -4,7 +4,7 @@ Guarantees: a group is in the log once for each step and outcome, however often 
 has, and Redis keeps groups until they are acknowledged. Training never waits for it: Redis keeps a bounded amount
 (functions/prelude.lua) while the lease is renewed, and counts what is missed otherwise.
 
-Waits for: committed steps, groups that were dropped, and the disk. Unblocked by: `POLL_S` (pace.py); the end of the run.
+Waits for: committed steps, groups that were dropped, and the disk. Unblocked by: `POLL_S`; the end of the run.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from services.protocol.payloads import Payload
 from services.runtime.loops import Loop
 from services.store import Store
 from services.store.records import RunState
+from services.tracker.ended import EndedGroups, pieces
 from services.tracker.metrics import TrackerMetrics
-from services.tracker.samples import pace
-from services.tracker.samples.ended import EndedGroups, pieces
-from services.tracker.samples.rows import EndedGroup, Gaps, GroupKey, LoggedRows
-from services.tracker.samples.writer import PartWriter
+from services.tracker.rows import EndedGroup, Gaps, GroupKey, LoggedRows
+from services.tracker.writer import PartWriter
 
 log = structlog.get_logger()
 
 LEASE_S = 300.0  # groups wait this long for a tracker that is gone
 IDENTITY = ("payload", "step", "outcome", "incarnation")  # columns of a `GroupKey`
 KNOWN = 50_000  # groups whose identity is kept, to skip those whose acknowledgement Redis lost
+POLL_S = 1.0  # how often ended groups are counted, and the shortest time between two files
+LONGEST_S = 10.0
+SHARE = 0.004  # of a core, to be spent on writing; reading takes about half as much
+WAITING_BYTES = 8 << 20  # of tokens that may accumulate meanwhile
+WAITING_STEPS = 8  # Redis holds 16 behind a checkpoint (`HELD_STEPS` in functions/steps.lua)
+WAITING_GROUPS = 512  # that were dropped: Redis keeps 2,048 (`SAMPLES_KEPT` in functions/prelude.lua)
 
 
 class SampleLog:
@@ -49,7 +54,7 @@ class SampleLog:
         self._known: OrderedDict[GroupKey, None] = OrderedDict()
         self._position = LogPosition()
         self._missed, self._counted = dict[str, int](), dict[str, int]()  # recorded in the log; counted by this Redis
-        self._ended, self._pace = EndedGroups(store, config.samples.share), pace.Pace()
+        self._ended, self._pace = EndedGroups(store, config.samples.share), Pace()
 
     async def follow(self, loop: Loop) -> None:
         """Follow the run until it ends or `stopping` is set, and everything that ended by then is logged."""
@@ -73,7 +78,7 @@ class SampleLog:
             if last:
                 break
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pace.POLL_S):
+                async with asyncio.timeout(POLL_S):
                     await self._stopping.wait()
         self.done.set()
 
@@ -176,3 +181,24 @@ class SampleLog:
             status = LogStatus(self._missed, writer.folder.status().first_step, missed)
             await asyncio.to_thread(writer.note, status)
         self._metrics.missed_groups.set(sum(self._missed.values()))
+
+
+class Pace:
+    """Decides when the next file is due, by the time that the last one took and by what waits.
+
+    Large files cost less of a core than many small ones.
+    """
+
+    def __init__(self) -> None:
+        self._wrote_s, self._wait_s = time.monotonic(), 0.0
+
+    def due(self, steps: int, groups: int) -> bool:
+        """Return whether to write, given the numbers of committed steps and dropped groups that wait."""
+        return time.monotonic() >= self._wrote_s + self._wait_s or steps >= WAITING_STEPS or groups >= WAITING_GROUPS
+
+    def wrote(self, cpu_s: float, size_bytes: int) -> None:
+        """Note a file of `size_bytes` of tokens, which accumulated since the previous one."""
+        now_s = time.monotonic()
+        took_s, self._wrote_s = now_s - self._wrote_s, now_s
+        longest_s = min(LONGEST_S, took_s * WAITING_BYTES / max(1, size_bytes))
+        self._wait_s = max(POLL_S, min(longest_s, cpu_s / SHARE))

@@ -17,9 +17,8 @@ from services.operations.samples.search import Search
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
 from services.protocol.payloads import Payload
-from services.tracker.samples.arrays import column
-from services.tracker.samples.rows import EndedGroup, Gaps, LoggedRows
-from services.tracker.samples.writer import PartWriter
+from services.tracker.rows import EndedGroup, Gaps, LoggedRows, column
+from services.tracker.writer import PartWriter
 from tests.support.harness import ticket
 
 HEADER = Header(

@@ -1,1 +1,0 @@
-"""Writes the sample log (docs/samples.md)."""
