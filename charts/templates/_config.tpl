@@ -22,7 +22,7 @@ Not rendered with toToml, which turns every integer into a float.
 {{- end }}
 {{- $_ := set $section "api" (dict "host" "0.0.0.0" "port" .Values.apiPort "token_file" "/run/grpo/secrets/api-token" "read_token_file" "/run/grpo/secrets/api-read-token") }}
 {{- if include "grpo.apiTls" . }}
-{{- $_ := set $section "api" (merge $section.api (dict "certificate_file" "/run/grpo/secrets/api.crt" "key_file" "/run/grpo/secrets/api.key" "ca_file" "/run/grpo/secrets/api-ca.crt" "server_name" (include "grpo.apiName" .))) }}
+{{- $_ := set $section "api" (merge $section.api (dict "certificate_file" "/run/grpo/secrets/api" "ca_file" "/run/grpo/secrets/api/ca.crt")) }}
 {{- end }}
 {{- if or (include "grpo.autoscaled" .) (not .Values.scaler.enabled) }}
 {{- $_ := set $section.fleet "scaling" "cluster" }}
@@ -31,7 +31,7 @@ Not rendered with toToml, which turns every integer into a float.
 {{- $_ := set $section.trainer "ranks" (mul .Values.trainer.nodes .Values.trainer.ranksPerNode) }}
 {{- $_ := set $section.generator "count" (max 1 .Values.generator.replicas) }}
 {{- if .Values.web.enabled }}
-{{- $_ := set $section "web" (dict "host" "0.0.0.0" "port" .Values.apiPort) }}
+{{- $_ := set $section "web" (dict "port" .Values.apiPort) }}
 {{- end }}
 {{- range $name, $keys := $section }}
 {{- if $keys }}

@@ -95,9 +95,9 @@ projected:
         optional: true
         {{- end }}
         items:
-          - {key: tls.crt, path: api.crt}
-          - {key: tls.key, path: api.key}
-          - {key: ca.crt, path: api-ca.crt}
+          - {key: tls.crt, path: api/tls.crt}
+          - {key: tls.key, path: api/tls.key}
+          - {key: ca.crt, path: api/ca.crt}
     {{- end }}
 {{- end }}
 

@@ -15,7 +15,7 @@ from services.config.verifiers import check_verifiers
 
 def broken(config: RunConfig) -> Iterator[str]:
     """Return the broken rules, naming the keys, their values and the remedy."""
-    for rule in (_room, _replay, _training, _tls, _scores, _rewards):
+    for rule in (_room, _replay, _training, _scores, _rewards):
         yield from rule(config)
     sources, evaluation = config.all_sources, config.evaluation
     room = config.data.max_prompt_tokens, config.model.max_tokens
@@ -97,16 +97,6 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves no step of run.steps = {config.run.steps} for "
             f'optimizer.schedule = "{optimizer.schedule}": lower optimizer.warmup_steps'
-        )
-
-
-def _tls(config: RunConfig) -> Iterator[str]:
-    """Check that the TLS keys are complete."""
-    api = config.api
-    if bool(api.certificate_file) != bool(api.key_file):
-        yield (
-            f"api.certificate_file = {api.certificate_file!r} and api.key_file = {api.key_file!r}: "
-            "set both to use TLS, or neither"
         )
 
 

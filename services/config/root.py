@@ -96,22 +96,18 @@ class Api(Section):
     """File with a bearer token for read-only calls. Empty: the environment variable GRPO_API_READ_TOKEN. If neither is set,
     reading needs no token. `grpo run` generates one."""
     certificate_file: str = ""
-    """PEM file of the certificate chain with which the endpoints serve TLS. Empty: they serve plain HTTP."""
-    key_file: str = ""
-    """PEM file of that certificate's private key."""
+    """PEM file of the certificate chain and its private key, with which the endpoints serve TLS; or a folder with both, as
+    `tls.crt` and `tls.key`. Empty: they serve plain HTTP."""
     ca_file: str = ""
     """PEM file of the CA bundle with which clients verify the endpoints' certificates. Empty: the system's CA bundle."""
-    server_name: str = ""
-    """Host name in the endpoints' certificate, where pods share one and are called by address. Empty: the address."""
 
 
 class Web(Section):
     """The console as a web page (docs/console.md)."""
 
-    host: str = "127.0.0.1"
-    """Address to serve the web console on. Use `0.0.0.0` inside a pod."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port on which `grpo run` serves the web console. 0: not served, unless `--web` is given, which picks a free port."""
+    """Port on `api.host` at which `grpo run` serves the web console. 0: not served, unless `--web` is given, which picks a free
+    port."""
 
 
 class RunConfig(Section):

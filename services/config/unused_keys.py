@@ -158,7 +158,7 @@ def _evaluation(config: RunConfig) -> Rules:
 def _surroundings(config: RunConfig) -> Rules:
     """Check Redis, the sample log and tracing.
 
-    `api.ca_file` and `api.server_name` are always effective: clients read them too, even if a proxy terminates TLS.
+    `api.ca_file` is always effective: clients read it too, even if a proxy terminates TLS.
     """
     url = config.redis.url
     if url and not url.startswith("rediss://"):

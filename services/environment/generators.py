@@ -20,6 +20,7 @@ import structlog
 from msgspec import structs
 
 from services.environment.posting import NoReply, Posted, Poster
+from services.http.certificate import shared_name
 from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.errors import StoreError
@@ -45,7 +46,7 @@ class GeneratorFleet:
         config = service.config
         self._service = service
         verify = ssl.create_default_context(cafile=config.api.ca_file or None)
-        self._poster = Poster(api_tokens(config).operate, verify, config.api.server_name)
+        self._poster = Poster(api_tokens(config).operate, verify, shared_name(config.api))
         self._pods: dict[str, PodStatus] = {}  # by member: those that generate for training
         self._evaluating: dict[str, PodStatus] = {}  # by member: those that are kept on a version
         self._asked: Counter[str] = Counter()  # by member: requests in progress

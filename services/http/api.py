@@ -116,7 +116,7 @@ async def serve(service: Service, tokens: ApiTokens) -> AsyncIterator[str]:
             f"{section}.port = {port}: cannot listen on {host} ({error.strerror}); choose another port, or 0 for a free one"
         ) from None
     app = make_app(service, tokens)
-    tls = {"ssl_certfile": given.certificate_file, "ssl_keyfile": given.key_file} if certificate else {}
+    tls = dict(zip(("ssl_certfile", "ssl_keyfile"), certificate.files, strict=True)) if certificate else {}
     settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, **tls)  # type: ignore[arg-type]
     settings.load()
     if certificate and settings.ssl:

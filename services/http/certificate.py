@@ -6,8 +6,9 @@ half-written or does not match the other, the previous certificate stays in use 
 
 from __future__ import annotations
 
-import os
 import ssl
+from collections.abc import Sequence
+from pathlib import Path
 
 import structlog
 
@@ -23,7 +24,8 @@ class Certificate:
     """The certificate in `api.certificate_file`. Raises `ConfigError` if it or its key cannot be used."""
 
     def __init__(self, given: Api) -> None:
-        self._given, self._seen = given, _stamp(given)
+        self.files = files_of(given)
+        self._given, self._seen = given, _stamp(self.files)
         self._refused: Stamp = ()
         self._context = load_certificate(given)
 
@@ -32,7 +34,7 @@ class Certificate:
 
         It never changes a context in use, which could leave it with a certificate and key that do not match.
         """
-        if (stamp := _stamp(self._given)) != self._seen:
+        if (stamp := _stamp(self.files)) != self._seen:
             try:
                 self._context, self._seen = load_certificate(self._given), stamp
             except ConfigError as error:  # tried again with each connection, but logged only once
@@ -44,27 +46,42 @@ class Certificate:
         connection.context = self._context
 
 
+def files_of(given: Api) -> tuple[Path, Path]:
+    """Return the files of the certificate and of its key, which may be the same."""
+    path = Path(given.certificate_file)
+    return (path / "tls.crt", path / "tls.key") if path.is_dir() else (path, path)
+
+
 def load_certificate(given: Api) -> ssl.SSLContext:
     """Return a context with the certificate and its key. Raise `ConfigError` if they cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(given.certificate_file, given.key_file, password="")  # "": no prompt at the terminal
+        context.load_cert_chain(*files_of(given), password="")  # "": no prompt at the terminal
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"api.certificate_file = {given.certificate_file!r} with api.key_file = {given.key_file!r} cannot be used ({error}): "
-            "set them to a certificate and its key without a passphrase, both in PEM"
+            f"api.certificate_file = {given.certificate_file!r} cannot be used ({error}): set it to a file with a certificate "
+            "and its key without a passphrase, in PEM, or to a folder with tls.crt and tls.key"
         ) from None
     return context
 
 
-def _stamp(given: Api) -> Stamp:
-    """Return a value that changes when a file is written, replaced, or linked elsewhere. A missing file gives ()."""
-    return tuple(_stamp_of(path) for path in (given.certificate_file, given.key_file))
-
-
-def _stamp_of(path: str) -> tuple[int, ...]:
+def shared_name(given: Api) -> str:
+    """Return the first host name in the endpoints' certificate, which pods that are called by address share; empty: none."""
     try:
-        found = os.stat(path)
+        decoded = ssl._ssl._test_decode_cert(files_of(given)[0])  # type: ignore[attr-defined]  # the library has no other parser
+    except OSError:  # none is configured, or it is not on this machine
+        return ""
+    return next((name for kind, name in decoded.get("subjectAltName", ()) if kind == "DNS"), "")
+
+
+def _stamp(files: Sequence[Path]) -> Stamp:
+    """Return a value that changes when a file is written, replaced, or linked elsewhere. A missing file gives ()."""
+    return tuple(_stamp_of(path) for path in files)
+
+
+def _stamp_of(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
     except OSError:
         return ()
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

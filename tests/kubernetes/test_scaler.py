@@ -198,7 +198,7 @@ async def test_a_rejected_call_is_named_in_the_error(cluster: tuple[ApiServer, K
 
 def test_invalid_settings_are_rejected() -> None:
     rejected = {
-        "": "malformed",
+        "": "truncated",
         '{"trainer": "t", "notes": "n", "replicas": "two"}': r"Expected `int`, got `str` - at `\$.replicas`",
         '{"trainer": "t", "notes": "n", "trainer_kind": "DaemonSet"}': "Invalid enum value 'DaemonSet'",
         '{"trainer": "t", "notes": "n", "size": 1}': "unknown field `size`",

@@ -44,7 +44,7 @@ MISTAKES = [
         "api.certificate_file",
         "'cert.pem'",
         "cert.pem",
-        [add('[api]\ncertificate_file = "cert.pem"\nkey_file = "key.pem"\n')],
+        [add('[api]\ncertificate_file = "cert.pem"\n')],
     ),
     Mistake(
         "key_of_wandb",

@@ -89,13 +89,14 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
 def client_of(url: str, token_file: str = "", ca_file: str = "", run: str = "") -> Iterator[Client]:
     """Open a client with the run's token: from `--token-file`, the environment, or the run's folder."""
     from services.config import load_resolved
+    from services.http.certificate import shared_name
     from services.http.client import ApiError, Client  # its HTTP library takes long to import
 
     folder = paths.find(run)
     config = load_resolved(folder.config) if folder else None
     trusted = ca_file or (config.api.ca_file if config else "")
     try:
-        with Client(url, _token(token_file, config), trusted, config.api.server_name if config else "") as client:
+        with Client(url, _token(token_file, config), trusted, shared_name(config.api) if config else "") as client:
             yield client
     except ApiError as error:
         raise ConsoleError(str(error), EXIT_CONFIG if 0 < error.status < 500 else EXIT_FAILED) from None

@@ -88,7 +88,7 @@ def web(
     run: Run = "",
     redis_url: RedisUrl = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to listen on; default: web.host.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on; default: api.host.")] = "",
     as_json: Json = False,
 ) -> int:
     """Serve the web console of a run.

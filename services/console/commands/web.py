@@ -139,7 +139,8 @@ def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfi
     """Return the configuration with the page's address and the folder's current location."""
     return config.model_copy(
         update={
-            "web": config.web.model_copy(update={"host": host or config.web.host, "port": port}),
+            "api": config.api.model_copy(update={"host": host or config.api.host}),
+            "web": config.web.model_copy(update={"port": port}),
             "run": config.run.model_copy(update={"dir": str(folder.path.parent)}),
         }
     )

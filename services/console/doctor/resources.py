@@ -101,11 +101,11 @@ def ports(config: RunConfig, own: bool) -> Iterator[Finding]:
     if not config.web.port:
         return
     try:
-        family = socket.AF_INET6 if ":" in config.web.host else socket.AF_INET
-        with socket.create_server((config.web.host, config.web.port), family=family):
+        family = socket.AF_INET6 if ":" in config.api.host else socket.AF_INET
+        with socket.create_server((config.api.host, config.web.port), family=family):
             pass
     except OSError as error:
-        given = f"web.port = {config.web.port}, web.host = {config.web.host!r}"
+        given = f"web.port = {config.web.port}, api.host = {config.api.host!r}"
         yield fault("ports", f"{given}: cannot listen there ({error.strerror})", "set another port or host, or 0 for a free port")
     else:
         yield ok("ports", f"web.port = {config.web.port} is free")

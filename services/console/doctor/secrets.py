@@ -40,8 +40,6 @@ def secrets(config: RunConfig, environ: Mapping[str, str], own: bool) -> Iterato
         yield note("API tokens", detail, f"for these, set api.token_file or {API_TOKEN_ENV}")
     speaks = "TLS" if config.api.certificate_file else "plain HTTP"
     if not config.api.certificate_file and config.api.host not in ("127.0.0.1", "::1", "localhost"):
-        yield note(
-            "endpoints", f"plain HTTP on {config.api.host}", "set api.certificate_file and api.key_file (docs/security.md)"
-        )
+        yield note("endpoints", f"plain HTTP on {config.api.host}", "set api.certificate_file (docs/security.md)")
     else:
         yield ok("endpoints", f"{speaks} on {config.api.host}")

@@ -264,7 +264,7 @@ class _Job:
                     f"it is paused and does not train until it is resumed: grpo resume {shlex.quote(str(self.folder.path))}"
                 )
             if config.web.port:
-                host = config.web.host
+                host = config.api.host
                 page = f"http://{f'[{host}]' if ':' in host else host}:{config.web.port}"
                 link = f"{page}/#token={api_tokens(config).operate}" if sys.stdout.isatty() else ""
                 display.event(f"web console: {link or f'{page}, with the token in {config.api.token_file}'}")

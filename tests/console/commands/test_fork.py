@@ -144,15 +144,15 @@ def test_a_changed_loss_gets_its_own_defaults(
 def test_the_new_run_has_an_address_of_its_own_unless_it_is_given_one(
     tmp_path: Path, old: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = small_config(tmp_path, None, "web.port=8001", "api.port=8002", "web.host=0.0.0.0")
+    config = small_config(tmp_path, None, "web.port=8001", "api.port=8002", "api.host=0.0.0.0")
     old.write(config)
     away = load(forked(capsys)["file"], environ={})
-    assert (away.web.port, away.api.port, away.web.host, away.api.token_file) == (0, 0, "0.0.0.0", "")
+    assert (away.web.port, away.api.port, away.api.host, away.api.token_file) == (0, 0, "0.0.0.0", "")
     (old.redis / "password").parent.mkdir()
     (old.redis / "password").write_text("of the old run")
-    given = ("web.port=8001", "api.certificate_file=tls.crt", "api.key_file=tls.key", "redis.url=redis://here:1/0")
+    given = ("web.port=8001", "api.certificate_file=tls.pem", "redis.url=redis://here:1/0")
     own = load(forked(capsys, "run.name=other", *given)["file"], environ={})
-    assert (own.web.port, own.api.port, own.api.certificate_file) == (8001, 0, "tls.crt")
+    assert (own.web.port, own.api.port, own.api.certificate_file) == (8001, 0, "tls.pem")
     assert (own.redis.url, own.redis.password_file) == ("redis://here:1/0", "")
 
 

@@ -166,7 +166,7 @@ def test_missing_model_and_data_are_problems(tmp_path: Path, config: RunConfig, 
     assert only(packages.packages(math), "packages").remedy == "run pip install 'grpo[generator]'"
     assert list(functions.verifiers(math, Work())) == []
     (tmp_path / "cert").write_text("no certificate")
-    api = config.api.model_copy(update={"certificate_file": str(tmp_path / "cert"), "key_file": str(tmp_path / "cert")})
+    api = config.api.model_copy(update={"certificate_file": str(tmp_path / "cert")})
     assert only(secrets.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"
 
 
@@ -242,7 +242,7 @@ def test_a_resumed_run_is_checked_for_what_may_change(tmp_path: Path, config: Ru
     (tmp_path / "data.jsonl").unlink()  # not needed: dataprep compares the data with the original data
     source = '{ name = "test", kind = "jsonl", path = "/nonexistent" }'
     evaluation = (f"evaluation.sources=[{source}]", "evaluation.every_steps=1", "evaluation.min_training_generators=0")
-    changed = (*evaluation, "generator.count=64", "web.host=192.0.2.1", "web.port=80", "checkpoint.keep=900000000000")
+    changed = (*evaluation, "generator.count=64", "api.host=192.0.2.1", "web.port=80", "checkpoint.keep=900000000000")
     assert faults(*changed) == {"evaluation source test", "memory", "ports", "disk"}
     monkeypatch.setattr(packages, "there", lambda name: name != "obstore")
     assert faults("sync.backend=store", "sync.folder=s3://bucket/run", "api.token_file=/nonexistent") == {"packages", "secrets"}

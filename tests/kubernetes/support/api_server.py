@@ -1,6 +1,4 @@
-"""The part of a cluster's API that the chart's pods may call, over TLS: `/scale` of three objects, pods' annotations, and the
-scaler's ConfigMap.
-"""
+"""The part of a cluster's API that the chart's pods may call, over TLS: `/scale` of three objects, and the scaler's ConfigMap."""
 
 from __future__ import annotations
 
@@ -49,18 +47,15 @@ class ApiServer:
     ) -> None:  # fmt: skip
         """Start the server. `folder` becomes the mount of a service account; `kind` is the trainer's."""
         self.config_map, self.notes = f"/api/v1/namespaces/{namespace}/configmaps/{notes}", dict[str, str]()
-        self.annotations = dict[str, dict[str, str]]()
         self.forbidden = False
         self.patches_left: int | None = None  # before it fails; None: it does not
-        self.missing, self.missed = set[str](), list[str]()  # names of missing pods, and calls for them
         self.calls, self.lock = set[tuple[str, str]](), threading.Lock()
         root = f"/apis/apps/v1/namespaces/{namespace}"
         self.generators = ScaledObject(f"{root}/deployments/{deployment}/scale", replicas)
-        plural = KINDS[kind]
+        group, version, plural = KINDS[kind]
         self.judge = ScaledObject(f"{root}/deployments/{judge}/scale", 1)
-        sets = f"/apis/{plural.group}/{plural.version}/namespaces/{namespace}/{plural.name}"
+        sets = f"/apis/{group}/{version}/namespaces/{namespace}/{plural}"
         self.trainer = ScaledObject(f"{sets}/{trainer}/scale", 1)
-        self.pods = f"/api/v1/namespaces/{namespace}/pods/"
         self.token = mount_account(folder, namespace, address)
         self.server = ThreadingHTTPServer((address, 0), _handler(self))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -104,13 +99,6 @@ class ApiServer:
             if self.patches_left == 0:
                 return 500, {"message": "unavailable"}
             self.patches_left -= 1
-        if method == "PATCH" and path.startswith(self.pods) and not self.forbidden:
-            name = path.removeprefix(self.pods)
-            if name in self.missing:
-                self.missed.append(name)
-                return 404, {"message": f"pods {name} not found"}
-            self.annotations.setdefault(name, {}).update(body["metadata"]["annotations"])  # type: ignore[index]
-            return 200, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": name}}
         if path == self.config_map:
             with self.lock:
                 if method == "PATCH":
