@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -219,18 +220,27 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "named"), REFUSED, ids=[f"{path}={value!r}" for path, value, _ in REFUSED])
-def test_the_schema_rejects_wrong_keys_types_and_values(path: str, value: Any, named: str) -> None:
-    with pytest.raises(helm_python.HelmError) as refusal:
-        chart.render(chart.changed({}, path, value))
-    assert named in str(refusal.value)
+@pytest.mark.timeout(600)
+def test_the_schema_rejects_wrong_keys_types_and_values() -> None:
+    assert accepted((f"{path} = {value!r}", chart.changed({}, path, value), named) for path, value, named in REFUSED) == {}
 
 
-@pytest.mark.parametrize(("values", "named"), IMPOSSIBLE, ids=[named for _, named in IMPOSSIBLE])
-def test_impossible_combinations_are_rejected_with_a_remedy(values: dict[str, Any], named: str) -> None:
-    with pytest.raises(helm_python.HelmError) as refusal:
-        chart.render(values)
-    assert named in str(refusal.value)
+@pytest.mark.timeout(600)
+def test_impossible_combinations_are_rejected_with_a_remedy() -> None:
+    assert accepted((named, values, named) for values, named in IMPOSSIBLE) == {}
+
+
+def accepted(cases: Iterable[tuple[str, dict[str, Any], str]]) -> dict[str, str]:
+    """Return the cases whose values are rendered, or rejected without naming what they should."""
+    wrong = dict[str, str]()
+    for case, values, named in cases:
+        try:
+            chart.render(values)
+            wrong[case] = "is rendered"
+        except helm_python.HelmError as error:
+            if named not in str(error):
+                wrong[case] = str(error)
+    return wrong
 
 
 def test_required_keys_have_no_defaults() -> None:
