@@ -142,7 +142,7 @@ def one_run(folder: Path, name: str, overrides: tuple[str, ...], recorded: tuple
         recorder.wait()
     seen = outside.end()
     found = read_account(folder / name)
-    devices = {pod: each.devices for pod, each in found.pods.items()}
+    devices = {each.pod: each.devices for each in found.processes.values()}
     truth = sum(seconds * devices[pod] for pod, seconds in seen.items() if pod in devices)
     total = sum(found.device_seconds().values())
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

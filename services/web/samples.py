@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +94,7 @@ class LogReader:
                     raise HTTPException(503, "the client has disconnected")
                 search = self._search = self._search or Search.of(self._folder / SAMPLES)
                 gone.add_done_callback(lambda task: task.cancelled() or search.interrupt())
-                found = await asyncio.to_thread(search.find, *asked, columns or SCHEMA.names)
+                found = await asyncio.to_thread(partial(search.find, *asked, columns or SCHEMA.names))
                 return found, search.folder.status()
         except ExpressionError as error:
             raise HTTPException(422, str(error)) from None

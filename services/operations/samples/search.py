@@ -22,7 +22,7 @@ MOST_CHARACTERS = 2000
 LIMIT_S = 10.0
 INTERRUPT_S = 0.02
 MEMORY = "1GB"
-SETTINGS = {
+SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": MEMORY,
     "temp_directory": "",
     "threads": 2,
@@ -212,8 +212,10 @@ def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
     if isinstance(tree, dict):
         if "class" in tree:
             yield tree
-        tree = [*tree.values()]
-    for each in tree if isinstance(tree, list) else ():
+        children: Any = [*tree.values()]
+    else:
+        children = tree if isinstance(tree, list) else ()
+    for each in children:
         yield from _nodes(each)
 
 
