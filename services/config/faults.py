@@ -17,7 +17,6 @@ REPLACED = {
     "api.key_file": "was removed: write the key into the file api.certificate_file, or give it a folder with tls.crt and tls.key",
     "api.server_name": "was removed, and the first name in api.certificate_file is used: remove the key",
     "web.host": "was removed, and api.host is used: set api.host",
-    "tracing.share": "was merged: set samples.share",
     "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
     "model.chat_template": "is a key of another section: set data.chat_template",
