@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import duckdb
 
@@ -210,12 +210,11 @@ def _quoted(where: str) -> str:
 def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
     """Yield the expressions in a syntax tree."""
     if isinstance(tree, dict):
-        if "class" in tree:
-            yield tree
-        children: Any = [*tree.values()]
-    else:
-        children = tree if isinstance(tree, list) else ()
-    for each in children:
+        node = cast("dict[str, Any]", tree)
+        if "class" in node:
+            yield node
+        tree = list(node.values())
+    for each in cast("list[Any]", tree) if isinstance(tree, list) else ():
         yield from _nodes(each)
 
 
