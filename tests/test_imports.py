@@ -46,7 +46,7 @@ MAY_IMPORT = {layer: {*LAYERS[:i], layer} for i, layer in enumerate(LAYERS)} | {
 }
 LIGHT_WEIGHTS = ("catalogue", "catch_up", "member", "membership", "reaching", "receiver")  # the other modules move tensors
 HEAVY = ("torch", "vllm", "deepspeed", "transformers", "kubernetes")
-OF_CLUSTERS = ("services.scaler", "services.runtime.cluster")
+OF_CLUSTERS = ("services.scaler",)
 """Packages whose modules may import a cluster client, which takes half a second; others import it where they need it."""
 
 

@@ -13,13 +13,21 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
+import aiohttp
 from kubernetes.aio.client.api.core_v1_api import CoreV1Api
 from kubernetes.aio.client.api.custom_objects_api import CustomObjectsApi
 from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.config.config_exception import ConfigException
+from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
-from services.runtime.cluster.account import ACCOUNT, CALL_LIMIT_S, FAILURES, ClusterError, in_cluster
+from services.config import ConfigError
 
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where the cluster mounts the token, its certificate authority and the namespace."""
+CALL_LIMIT_S = 10.0
+FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 PATCH = "application/merge-patch+json"
 MANAGER = "grpo-scaler"
 """Name under which the cluster records that the scaler set a number."""
@@ -31,6 +39,10 @@ KINDS = {
     "LeaderWorkerSet": ("leaderworkerset.x-k8s.io", "v1", "leaderworkersets"),
 }
 """What can be scaled: group, version and plural name of its objects in the API."""
+
+
+class ClusterError(Exception):
+    """The cluster's API refused a call or failed. The message quotes it."""
 
 
 class WorkloadChanged(ClusterError):
@@ -57,8 +69,16 @@ class KubernetesApi:
 
     @classmethod
     def in_cluster(cls, environ: Mapping[str, str], account: Path = ACCOUNT) -> Self:
-        """Connect as the pod's service account. Raises `ConfigError` outside a cluster."""
-        configuration, namespace = in_cluster("the scaler", environ, account)
+        """Connect as the pod's service account, whose token is read again every minute. Raises `ConfigError` outside a cluster."""
+        configuration = Configuration()
+        loader: Any = InClusterConfigLoader(
+            token_filename=str(account / "token"), cert_filename=str(account / "ca.crt"), environ=dict(environ)
+        )
+        try:
+            loader.load_and_set(configuration)
+            namespace = (account / "namespace").read_text(encoding="utf-8").strip()
+        except (ConfigException, OSError) as error:
+            raise ConfigError(f"the scaler needs a cluster and a service account with a mounted token: {error}") from None
         return cls(ApiClient(configuration), namespace)
 
     async def close(self) -> None:

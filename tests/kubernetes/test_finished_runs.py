@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from services.console.run.redis_server import RedisServer
-from services.runtime.cluster.account import ClusterError
-from services.scaler.workload import KubernetesApi
+from services.scaler.workload import ClusterError, KubernetesApi
 from services.store import Store
 from tests.kubernetes.support.api_server import ApiServer
 from tests.kubernetes.support.scaler import SETTINGS, following

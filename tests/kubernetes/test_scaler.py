@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from services.config import ConfigError, to_toml
 from services.console.__main__ import main
@@ -17,12 +17,11 @@ from services.http.credentials import ApiTokens
 from services.http.entry import open_service
 from services.operations.control import RunControl
 from services.protocol.messages import PodStatus
-from services.runtime.cluster.account import ClusterError
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.service import Service
 from services.scaler.__main__ import ReleaseFollower, ScalerSettings
 from services.scaler.reconcile import Decision, decide, whole_or_none
-from services.scaler.workload import KubernetesApi, WorkloadChanged
+from services.scaler.workload import ClusterError, KubernetesApi, WorkloadChanged
 from services.store import Store
 from services.store.records import Scale
 from tests.kubernetes.support.api_server import ApiServer
