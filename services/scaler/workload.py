@@ -69,7 +69,7 @@ class KubernetesApi:
 
     @classmethod
     def in_cluster(cls, environ: Mapping[str, str], account: Path = ACCOUNT) -> Self:
-        """Connect as the pod's service account, whose token is read again every minute. Raises `ConfigError` outside a cluster."""
+        """Connect as the pod's service account, whose token is read again every minute. Raises `ConfigError` elsewhere."""
         configuration = Configuration()
         loader: Any = InClusterConfigLoader(
             token_filename=str(account / "token"), cert_filename=str(account / "ca.crt"), environ=dict(environ)
