@@ -25,7 +25,7 @@ from services.http.credentials import REDIS_PASSWORD_ENV, login_of
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
 from services.store import RunState, Store
-from services.store.connection.login import Login, split_password
+from services.store.connection.client import Login, split_password
 
 if TYPE_CHECKING:
     from services.config import RunConfig

@@ -25,11 +25,10 @@ from services.runtime.pod_metrics import PodMetrics
 from services.runtime.tracing import TraceRecorder, open_tracing
 from services.runtime.view import RunView
 from services.store import Store
-from services.store.connection.client import REPLY_TIMEOUT_S
-from services.store.connection.login import AGAIN_S
+from services.store.connection.client import AGAIN_S, request_limit_s
 
 LEAVE_LIMIT_S = 3.0
-LOOP_LIMIT_S = REPLY_TIMEOUT_S + 2 * AGAIN_S
+LOOP_LIMIT_S = request_limit_s() + AGAIN_S
 """How long a loop may make no progress. A call to a Redis that hangs ends first: restarting every pod would not help it."""
 URGENT = ("phase", "version", "paused", "unreached", "draining")  # others wait for them: sent at once, not with a heartbeat
 

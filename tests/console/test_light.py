@@ -29,7 +29,7 @@ from tests.support.console import ROOT
 from tests.support.harness import small_config
 
 HEAVY = (
-    "torch", "transformers", "fastapi", "httpx", "opentelemetry", "numpy", "pyarrow", "redis", "pydantic", "rich", "kubernetes",
+    "torch", "transformers", "fastapi", "httpx", "numpy", "pyarrow", "pydantic", "rich", "kubernetes",
     "aiohttp",
 )  # fmt: skip
 """Modules that take at least 50 ms of CPU time to import."""

@@ -23,7 +23,7 @@ from services.console.printable import printable, safe_json
 from services.console.run import place
 from services.console.run.folder import check_redis
 from services.runtime.process_tools import CONFIG_ENV
-from services.store.connection.login import split_password
+from services.store.connection.client import split_password
 
 
 async def doctor(file: Path | None, overrides: Sequence[str], redis_url: str, as_json: bool, cluster: bool = False) -> int:

@@ -20,7 +20,7 @@ from services.console.run.folder import RunFolder, check_redis
 from services.operations.inspection.checkpoints import restorable
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointError, CheckpointFolder
-from services.store.connection.login import split_password
+from services.store.connection.client import split_password
 
 
 @dataclass(frozen=True)

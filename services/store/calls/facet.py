@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 
 from services.protocol.keys import Keys
 from services.store.calls.payloads import Payloads
@@ -40,3 +41,8 @@ def token() -> str:
 
 BOOT = token()
 """Names this process, where ordinals of several may meet."""
+
+
+def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Return the hash in a reply that lists names and values in turn."""
+    return dict(zip(flat[::2], flat[1::2], strict=True))

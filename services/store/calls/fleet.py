@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from services.protocol.messages import PodStatus, Round
-from services.store.calls.facet import Facet, ordinal
+from services.store.calls.facet import Facet, ordinal, pairs
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class FleetCalls(Facet):
 
     async def round(self) -> tuple[Round | None, dict[str, tuple[str, str]]]:
         """Return the current round and its acknowledgements: member -> (stage, detail)."""
-        sync, ranks = map(_pairs, await self._redis.send(("HGETALL", self._keys.sync), ("HGETALL", self._keys.sync_ranks)))
+        sync, ranks = map(pairs, await self._redis.send(("HGETALL", self._keys.sync), ("HGETALL", self._keys.sync_ranks)))
         current = _decoded(sync.get(b"round"), Round)
         if current is None:
             return None, {}
@@ -65,10 +65,6 @@ class FleetCalls(Facet):
     async def acknowledge(self, member: str, attempt: int, stage: str, detail: str = "") -> bool:
         """Acknowledge a stage of a round. Returns False if the round is over."""
         return bool(await self._redis.call("acknowledge", member, attempt, ordinal(), stage, detail))
-
-
-def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _decoded(raw: bytes | None, type: type[T]) -> T | None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, StepPlan
-from services.store.calls.facet import Facet
+from services.store.calls.facet import Facet, pairs
 from services.store.calls.payloads import ELSEWHERE
-from services.store.connection.commands import pairs
 from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.store.records import HeaderEntry, read_claim, read_header
 from services.store.step_records import find_record
@@ -36,7 +35,7 @@ class Inspection(Facet):
         raw, size, prepared = await self._redis.at_once(
             ("HGETALL", keys.replay_state), ("ZCARD", keys.replay_order), ("HGET", keys.run, "prepared_step")
         )
-        state = {name.decode(): value.decode() for name, value in pairs(raw)}
+        state = {name.decode(): value.decode() for name, value in pairs(raw).items()}
         sampler, remover = state.get("sampler", ""), state.get("remover", "")
         weighted = sampler == "prioritized" or remover == "lowest_priority"
         return TableState(

@@ -15,7 +15,6 @@ from services.protocol.keys import Keys
 from services.store.calls.facet import Facet
 from services.store.calls.run import fullest
 from services.store.connection.base import Connection
-from services.store.connection.commands import Subscription
 
 METRICS_KEPT = 100_000  # entries of the metrics stream, each of some 4 kB
 
@@ -46,7 +45,7 @@ class TopicSubscription:
     Only one task at a time uses the connection: redis-py cannot have two that find it broken and connect again.
     """
 
-    def __init__(self, redis: Connection, keys: Keys, channels: Subscription) -> None:
+    def __init__(self, redis: Connection, keys: Keys, channels: Any) -> None:
         self._redis, self._keys, self._channels = redis, keys, channels
         self._iterated = False
         self._asked: list[tuple[tuple[str, ...], asyncio.Future[None]]] = []  # topics that other tasks add

@@ -15,12 +15,13 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 
+from redis.crc import key_slot
+
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.protocol.shards import shard_of, shards
 from services.store.connection.base import Connection
-from services.store.connection.client import check_server, make_client
-from services.store.connection.login import shown
+from services.store.connection.client import check_server, shown
 
 FIELD = "payload_shards"
 """Field of the run's hash: its number of shards. Missing without shards."""
@@ -128,11 +129,9 @@ class Payloads:
             await shard.close()
 
     def _shard(self, number: int, keys: Keys) -> Connection:
-        from redis.crc import key_slot
-
         assert self._redis.owner is not None
-        client = make_client(self._redis.url, self._redis.login, self._redis.owner.of(keys.prefix))
-        return Connection(client, keys, f"{self._redis.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")
+        owner, name = self._redis.owner.of(keys.prefix), f"(payload shard {number}, slot {key_slot(keys.prefix.encode())})"
+        return Connection(keys, self._redis.url, self._redis.login, owner, name)
 
     async def delete_shards(self, count: int) -> None:
         """Delete every payload in the shards; in `count` shards for a deleted run, which no longer records their number."""

@@ -11,16 +11,19 @@ from __future__ import annotations
 import random
 from typing import Any, cast
 
-import redis.asyncio as aioredis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
-from services.store.connection.exceptions import Elsewhere
-from services.store.connection.login import Address
-from services.store.connection.replies import ELSEWHERE
+Address = tuple[str, int]
+ELSEWHERE = frozenset(["MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "NOREPLICAS"])
+"""First words of errors that another node, or the same node a little later, would not return."""
+
+
+class Elsewhere(ConnectionError):
+    """A node reported that it does not serve the run now. Retried like a lost connection."""
 
 
 class SlotOwner:
@@ -28,7 +31,7 @@ class SlotOwner:
     `kind`.
     """
 
-    def __init__(self, kind: type[aioredis.Connection], settings: dict[str, Any], key: str) -> None:
+    def __init__(self, kind: type[ToMaster], settings: dict[str, Any], key: str) -> None:
         self._kind, self._settings = kind, {**settings, "retry": Retry(NoBackoff(), 0)}
         self._slot = key_slot(key.encode())
         self._given: Address = (settings.get("host", "localhost"), int(settings.get("port", 6379)))
@@ -98,6 +101,17 @@ def _address(node: list[Any], asked: Address) -> Address | None:
 class ToMaster(AbstractConnection):
     """A connection to a server that may stop being the master; after a reply that no master would give, it reconnects."""
 
+    def __init__(self, *, owner: SlotOwner | None = None, **settings: Any) -> None:
+        """`owner`: of the run's slot in a Cluster; by default, the server is not a node of one."""
+        cast("Any", super()).__init__(**settings)
+        self._owner = owner
+
+    async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        """Connect if not connected; the caller retries, because the owner may have changed."""
+        if self._owner is not None and not self.is_connected:
+            self.host, self.port = await self._owner.find()
+        await super().connect_check_health(check_health, retry_socket_connect=False)
+
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """Read the next reply; raises `Elsewhere` for an error that the master would not return."""
         try:
@@ -108,17 +122,3 @@ class ToMaster(AbstractConnection):
                 raise
             await self.disconnect(nowait=True)
             raise Elsewhere(f"{word} {str(error).removeprefix(word).lstrip()}") from None
-
-
-class ToOwner(ToMaster, aioredis.Connection):
-    """A connection to the owner."""
-
-    def __init__(self, *, owner: SlotOwner, **settings: Any) -> None:
-        cast("Any", super()).__init__(**settings)
-        self._owner = owner
-
-    async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
-        """Connect if not connected; the caller retries, because the owner may have changed."""
-        if not self.is_connected:
-            self.host, self.port = await self._owner.find()
-        await super().connect_check_health(check_health, retry_socket_connect=False)

@@ -21,7 +21,7 @@ from services.console.run.folder import RunFolder, check_redis, resolve
 from services.console.run.place import claim_name
 from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
-from services.store.connection.login import Login, split_password
+from services.store.connection.client import Login, split_password
 from tests.support.console import ROOT
 from tests.support.harness import small_config
 

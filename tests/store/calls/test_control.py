@@ -238,7 +238,7 @@ async def test_metrics_are_read_in_order_from_any_point(any_store: Store) -> Non
 
 
 async def test_two_runs_on_one_server_are_isolated(any_store: Store) -> None:
-    other = Store(Connection(any_store.client, Keys(any_store.keys.name + "-b")))
+    other = Store(Connection(Keys(any_store.keys.name + "-b"), any_store.connection.url, any_store.connection.login))
     try:
         await start(any_store)
         await other.run.create("another", "data", 1, 1)
@@ -247,6 +247,7 @@ async def test_two_runs_on_one_server_are_isolated(any_store: Store) -> None:
         assert await other.run.state() is not None
     finally:
         await other.restores.delete_run()
+        await other.close()
 
 
 @pytest.mark.parametrize("left", range(8))

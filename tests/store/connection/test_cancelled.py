@@ -40,10 +40,10 @@ async def test_a_connection_cancelled_before_it_is_returned_is_closed(
     monkeypatch.setattr(Connection, "_exchange", then_hangs)
     connecting = asyncio.create_task(Connection.connect(server.url, "cancelled", server.password))
     await loaded.wait()
-    (fast,) = [store._fast for store in begun]
-    assert fast is not None
-    assert len(fast._idle) == 1
+    (pool,) = [store.client.connection_pool for store in begun]
+    (connection,) = pool._available_connections
+    assert connection.is_connected
     connecting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await connecting
-    assert fast._idle == []
+    await wait_until(lambda: not connection.is_connected)

@@ -19,9 +19,9 @@ from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store
-from services.store.connection import base, client, fast_connection
+from services.store.connection import client
 from services.store.connection.base import Connection
-from services.store.connection.login import Login, shown
+from services.store.connection.client import Login, shown
 from tests.conftest import SERVERS, skip_without
 from tests.support import flow
 from tests.support.harness import ticket, wait_until
@@ -83,7 +83,7 @@ async def test_a_replica_is_awaited_until_it_is_the_master(way: str, tmp_path: P
         context.load_cert_chain(made.certificate, made.key)
     path = str(tmp_path / "redis.sock") if way == "socket" else ""
     async with fake_server(lambda command: replies.pop(0) if command == b"HSET" else b"+OK\r\n", context, path) as url:
-        connection = Connection(None, Keys("run"), url, login)
+        connection = Connection(Keys("run"), url, login)
         try:
             assert await connection.send(("HSET", "k", "f", "v")) == [1]
         finally:
@@ -118,14 +118,12 @@ async def test_a_silent_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("way", ["tcp", "password", "only the password", "socket"])
 async def test_a_server_that_hangs_is_an_error_in_time(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All attempts together are limited, however many of them the rule would allow."""
-    for name, seconds in (("CONNECT_TIMEOUT_S", 0.5), ("REPLY_TIMEOUT_S", 1.0)):
+    for name, seconds in (("CONNECT_TIMEOUT_S", 0.5), ("REPLY_TIMEOUT_S", 1.0), ("AGAIN_S", 0.5)):
         monkeypatch.setattr(client, name, seconds)
-    for module in (base, fast_connection):
-        monkeypatch.setattr(module, "AGAIN_S", 0.5)
     accepted = [b"+OK\r\n"] if way == "only the password" else []
     path = str(tmp_path / "redis.sock") if way == "socket" else ""
     async with fake_server(lambda command: accepted.pop() if accepted else b"", path=path) as url:
-        connection = Connection(None, Keys("run"), url, Login("secret" if "password" in way else ""))
+        connection = Connection(Keys("run"), url, Login("secret" if "password" in way else ""))
         started = time.monotonic()
         try:
             with pytest.raises(StoreError, match=r"cannot be reached \(no answer for 1\.5 s\)"):
