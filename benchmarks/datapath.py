@@ -7,7 +7,7 @@ One repetition takes `--groups` groups of 40 KB through the store's own calls, a
 commit, publish. The raw side writes and reads the same bytes with pipelines of the same client library on the same server, with
 as many groups per request and as many requests in flight. The sides alternate in one process, where three concurrent tasks stand
 for the three services of a run. `ratio` excludes what they compute beyond the data path (packing, statistics), since the raw side
-computes nothing. It is the median of the pairwise ratios; the goal is 0.5. `dataprep_us_per_group` is the CPU time of the
+computes nothing. It is the median of the pairwise ratios; the goal is 0.4. `dataprep_us_per_group` is the CPU time of the
 dataprep side with all its computation, measured with the three tasks run one after another. The server counts, over the same
 groups: `calls_per_group`, functions called; `commands_per_group`, all commands executed, including those inside functions;
 `wire_over_payload`, bytes received and sent over twice the payloads' bytes (each travels in once and out once). `commands` has

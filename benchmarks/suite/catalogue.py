@@ -201,7 +201,7 @@ SUITE = (
         "raw pipelined SET and GET of the same bytes",
         60,
         (
-            Figure("ratio", "groups/s from claim to commit ÷ raw SET and GET", 0.5),
+            Figure("ratio", "groups/s from claim to commit ÷ raw SET and GET", 0.4),
             Figure("dataprep_us_per_group", "dataprep CPU per group, µs", None, "lower", ratio=False),
             Figure("calls_per_group", "functions called per group (depends on batching)", None, "lower"),
             Figure("commands_per_group", "commands per group, including inside functions", None, "lower", tolerance=COUNTED),
