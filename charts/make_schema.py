@@ -15,7 +15,7 @@ from services.config import RunConfig
 
 HERE = Path(__file__).parent
 CHART_SETS = {
-    "run": ("dir",), "redis": ("url", "password_file", "users_dir", "ca_file", "appendfsync"),
+    "run": ("dir",), "redis": ("url", "password_file", "ca_file"),
     "sync": ("host",), "trainer": ("ranks",),
     "generator": ("count",), "fleet": ("scaling",), "api": (), "web": (),
 }  # fmt: skip

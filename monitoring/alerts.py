@@ -215,7 +215,7 @@ ALERTS = (
         "max by (run) (grpo_redis_used_memory_bytes / (grpo_redis_memory_limit_bytes > 0)) > 0.85", "1m", "critical",
         "Redis of run {{ $labels.run }} is nearly full",
         "Above 0.7 the trainer saves early so that Redis can drop old steps; above 0.9 no prompt is issued. Lower "
-        "replay.capacity or checkpoint.every_steps, or raise redis.max_memory_mib and the server's maxmemory. If checkpoints "
+        "replay.capacity or checkpoint.every_steps, or raise the server's maxmemory. If checkpoints "
         "fail (see GrpoCheckpointFails), fix those first.",
     ),
     Alert(

@@ -17,10 +17,6 @@
 {{- if and $v.redis.enabled $v.redis.external.cluster }}
 {{- fail "redis.external.cluster = true has no effect with redis.enabled = true: set redis.enabled = false, or remove it" }}
 {{- end }}
-{{- $shards := int (dig "redis" "payload_shards" 0 $v.config) }}
-{{- if and $shards (not $v.redis.external.cluster) }}
-{{- fail (printf "config.redis.payload_shards = %d needs a Redis Cluster: set redis.external.cluster = true if redis.external.url is one, or remove it" $shards) }}
-{{- end }}
 {{- range $key := ternary (list "externalRedis" "externalRedisPorts") (list "redisFrom") $v.redis.enabled }}
 {{- with index $v.networkPolicy $key }}
 {{- fail (printf "networkPolicy.%s = %s has no effect with redis.enabled = %t: set redis.enabled = %t, or remove it" $key (toJson .) $v.redis.enabled (not $v.redis.enabled)) }}

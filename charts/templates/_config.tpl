@@ -13,7 +13,7 @@ Not rendered with toToml, which turns every integer into a float.
 {{- $_ := set $section.run "dir" "/srv/grpo/runs" }}
 {{- $_ := set $section.redis "url" (include "grpo.redisUrl" .) }}
 {{- if include "grpo.users" . }}
-{{- $_ := set $section.redis "users_dir" "/run/grpo/secrets/users" }}
+{{- $_ := set $section.redis "password_file" "/run/grpo/secrets/users" }}
 {{- else if .Values.redis.external.existingSecret }}
 {{- $_ := set $section.redis "password_file" "/run/grpo/secrets/redis-password" }}
 {{- end }}

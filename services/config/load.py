@@ -27,7 +27,7 @@ from services.config.faults import explained, keys_of, models_of, without
 from services.config.generation import Generator, owned_options
 from services.config.loss import settle
 from services.config.places import COMMAND_LINE, KeyPlaces
-from services.config.root import Redis, RunConfig
+from services.config.root import RunConfig
 from services.config.secrets import shown
 from services.config.training import Trainer
 from services.config.unused_keys import unused_keys
@@ -156,8 +156,8 @@ CARRIED_OUT: dict[str, Any] = {
     "sync": True,
     "checkpoint": True,
     "fleet": True,
+    "redis": True,
     "run": {"dir"},
-    "redis": set(Redis.model_fields) - {"payload_shards"},
     "loss": {"correction_max_gap"},
     "generator": {
         **dict.fromkeys(Generator.model_fields.keys() - {"engine", "engine_options"}, True),
@@ -191,8 +191,6 @@ def defining(config: RunConfig) -> bytes:
         if file := environment_file(environment):
             described["function"] = [Path(file).name, code_of(environment).rpartition(":")[2], code_digest(file)]
         described.pop("interpreter")  # says where it runs, not what it does
-    if not config.redis.payload_shards:  # keeps the digest of runs that are older than this key
-        del tree["redis"]
     return msgspec.json.encode(tree, order="sorted")
 
 

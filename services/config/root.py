@@ -26,7 +26,6 @@ from services.config.training import (
     Trainer,
 )
 from services.config.verifiers import VerifierConfig, named
-from services.protocol.shards import MOST
 
 DEFAULTS: Any = {}
 """What a section that the file leaves out is made of. For an instance, pydantic would build a validator of that section alone."""
@@ -52,20 +51,11 @@ class Redis(Section):
     """`redis://host:port/0`, `rediss://…` or `unix://…`; for a Redis Cluster, any of its nodes. Empty: `grpo run` starts its own
     server."""
     password_file: str = ""
-    """File that contains the password. Empty: the environment variable GRPO_REDIS_PASSWORD, if set."""
-    users_dir: str = ""
-    """Folder with one password file per kind of service, for that service's Redis user `RUN.KIND` (docs/security.md). A pod needs
-    only the file of its own kind. Empty: all services use the password above."""
+    """File that contains the password, or a folder with one such file per kind of service, for that service's Redis user
+    `RUN.KIND` (docs/security.md); a pod needs only the file of its own kind. Empty: the environment variable
+    GRPO_REDIS_PASSWORD, if set."""
     ca_file: str = ""
     """`rediss://`: PEM file of the CA bundle used to verify the server certificate. Empty: the system's CA bundle."""
-    appendfsync: Literal["always", "everysec"] = "everysec"
-    """How often the server that `grpo run` starts flushes its append-only file to disk."""
-    max_memory_mib: int = Field(default=0, ge=0)
-    """Memory limit of the server in MiB, or of each server with `payload_shards`. 0: its own `maxmemory`, if set. Near the limit
-    checkpoints are taken early and no new prompts are issued."""
-    payload_shards: int = Field(default=0, ge=0, le=MOST)
-    """On a Redis Cluster: number of shards over which payloads are spread; as many as there are masters, or a multiple of that.
-    0: payloads stay on one master, with the rest of the run. It cannot change once the run exists."""
 
 
 class Model(Section):

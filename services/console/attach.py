@@ -87,7 +87,7 @@ def _elsewhere(redis_url: str, name: str, folder: RunPaths | None) -> tuple[str,
     if redis_url or folder is None:
         url, password = split_password(redis_url)
         return url, Login(password or os.environ.get(REDIS_PASSWORD_ENV, ""))
-    address, *keys = folder.keys("redis.url", "redis.users_dir", "redis.password_file", "redis.ca_file")
+    address, *keys = folder.keys("redis.url", "redis.password_file", "redis.ca_file")
     return address, login_of(name, "console", *keys)
 
 

@@ -25,9 +25,7 @@ async def create_or_attach(store: Store, config: RunConfig, dataset: str) -> Non
     """Create the run with the prompts `dataset`, or attach to it and set its number of steps. Raises `DifferentRun`."""
     described = defining(config)
     try:
-        created = await store.run.create(
-            digest(config), dataset, config.run.steps, config.slots, table_rules(config), config.redis.payload_shards, described
-        )
+        created = await store.run.create(digest(config), dataset, config.run.steps, config.slots, table_rules(config), described)
     except DifferentRun as error:
         raise await _explained(store, config, described, error) from None
     if not created:

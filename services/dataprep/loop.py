@@ -58,7 +58,7 @@ class DataprepLoop:
         self.store, self.notifications, self.config = service.store, service.notifications, service.config
         self.rules = admission.rules_of(self.config)
         self.issuer = Issuer(self.store, source, self.config, service.tracing)
-        self.memory = MemoryGuard(self.config, self.store)
+        self.memory = MemoryGuard(self.store)
         self.failures = Failures(self.store, self.config)
         self.generated = generated_statistics.GeneratedStats(self.config.source_names)
         self._waiting: tuple[str, float] = ("", 0.0)  # why no step can be made, and since when

@@ -74,7 +74,7 @@ class RunGauges:
         shown.dead_letters.set(seen.dead_letters)
 
     async def _look_at_server(self) -> None:
-        shown, server = self._metrics, await self._store.monitor.server(self._config.redis.max_memory_mib << 20)
+        shown, server = self._metrics, await self._store.monitor.server()
         shown.redis_memory.set(server.used_memory)
         shown.redis_limit.set(server.max_memory)
         shown.redis_clients.set(server.clients)

@@ -46,24 +46,30 @@ def api_tokens(config: RunConfig) -> ApiTokens:
 
 
 def redis_login(config: RunConfig, kind: str) -> Login:
-    """Return the Redis login of this kind of service: its own user if redis.users_dir is set."""
-    redis = config.redis
-    return login_of(config.run.name, kind, redis.users_dir, redis.password_file, redis.ca_file)
+    """Return the Redis login of this kind of service: its own user if redis.password_file is a folder."""
+    return login_of(config.run.name, kind, config.redis.password_file, config.redis.ca_file)
 
 
-def login_of(run: str, kind: str, users_dir: str, password_file: str, ca_file: str) -> Login:
+def login_of(run: str, kind: str, password_file: str, ca_file: str) -> Login:
     """Do the same as `redis_login`, given the keys that it reads."""
-    if not users_dir:
+    if not (password_file and Path(password_file).is_dir()):
         return Login(_read("redis.password_file", password_file, REDIS_PASSWORD_ENV), ca_file=ca_file)
-    path = Path(users_dir) / kind
-    password = _read(f"redis.users_dir = {users_dir!r}: its file {kind}", str(path), "")
+    path = Path(password_file) / kind
+    password = _read(f"redis.password_file = {password_file!r}: its file {kind}", str(path), "")
     if not password:
-        raise _error(f"redis.users_dir: {path} is empty: write into it the password of the user {user_name(run, kind)}")
+        raise _error(f"redis.password_file: {path} is empty: write into it the password of the user {user_name(run, kind)}")
     return Login(password, user_name(run, kind), ca_file)
 
 
+def holds_users(config: RunConfig) -> bool:
+    """Return whether `redis.password_file` is a folder with the password of each kind of service."""
+    return bool(config.redis.password_file) and Path(config.redis.password_file).is_dir()
+
+
 def redis_password(config: RunConfig) -> str | None:
-    """Return the Redis password, or None."""
+    """Return the password that all services share, or None."""
+    if holds_users(config):
+        return None
     return _read("redis.password_file", config.redis.password_file, REDIS_PASSWORD_ENV) or None
 
 

@@ -1,5 +1,5 @@
-"""Every Redis key of a run. The run's name is the {hash tag}, so a run occupies one cluster slot. Payloads in shards are the
-exception: each shard has the keys of a separate run (protocol/shards.py).
+"""Every Redis key of a run. The run's name is the {hash tag}, so a run occupies one cluster slot. Payloads on a Cluster are the
+exception: each shard has the keys of a separate run (store/calls/payloads.py).
 
 The Redis Functions receive the prefix `grpo:{NAME}` as their only key and build the same names from it (functions/*.lua).
 """
@@ -200,7 +200,7 @@ class Keys:
         return f"{self.prefix}:group:{group}"
 
     def payload(self, payload: str) -> str:
-        """String: tokens, behaviour logprobs and spans of a group; empty if they are stored in a shard.
+        """String: tokens, behaviour logprobs and spans of a group; on a Cluster their place in a shard.
 
         `payload` is `<ticket>.<fence>`.
         """

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Schema version of all messages and of the key layout; stored in the run's hash and checked by every service."""
 
 

@@ -211,8 +211,6 @@ class RunState:
     """Requester who resumed paused roles last, and reason."""
     last_resume_at: float = 0.0
     """When that was requested, Unix seconds by the requester's clock."""
-    payload_shards: int = 0
-    """Number of shards of its payloads; 0: they are stored with the index."""
 
     @property
     def published(self) -> tuple[int, int]:
@@ -263,7 +261,6 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         restore_why=_read_restore_why(raw),
         restored=int(raw.get("restored", "-1")),
         restore_failed=raw.get("restore_failed", ""),
-        payload_shards=int(raw.get("payload_shards", "0")),
         resumed=raw.get("resumed", ""),
         checkpoint=raw.get("checkpoint", ""),
         checkpoint_failed=raw.get("checkpoint_failed", ""),

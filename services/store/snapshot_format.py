@@ -18,7 +18,6 @@ import msgspec
 
 from services.protocol import codec
 from services.protocol.keys import Keys
-from services.protocol.messages import Header, RankPlan, Sample
 
 LAYOUT = 1
 """Layout version of the file. A reader rejects newer ones."""
@@ -159,39 +158,6 @@ class Snapshot:
                     yield body
         except OSError as error:
             raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from None
-
-
-def renamed(group: SnapshotGroup, fence: int) -> SnapshotGroup:
-    """Return the group with a new, unique payload name; `fence`: of the restoring trainer. Raises `SnapshotError`."""
-    payload = _renamed(group.name, fence)
-    header = msgspec.structs.replace(_held(group.fields["header"], Header, f"group {group.name}"), payload=payload)
-    fields = group.fields | {"payload": payload.encode(), "header": codec.encode(header)}
-    return msgspec.structs.replace(group, fields=fields)
-
-
-def renamed_plan(plan: dict[str, bytes], fence: int) -> dict[str, bytes]:
-    """Return the hash of a step that has such groups. Raises `SnapshotError`."""
-
-    def of_rank(body: bytes) -> bytes:
-        rows = _held(body, RankPlan, "a plan").rows
-        return codec.encode(RankPlan([[_of_renamed(sample, fence) for sample in row] for row in rows]))
-
-    return {name: of_rank(body) if name.startswith("rank:") else body for name, body in plan.items()}
-
-
-def _of_renamed(sample: Sample, fence: int) -> Sample:
-    return msgspec.structs.replace(sample, payload=_renamed(sample.payload.rpartition(".")[0], fence))
-
-
-def _held(body: bytes, kind: Any, of: str) -> Any:
-    try:
-        return codec.decode(body, kind)
-    except codec.CorruptMessage as error:
-        raise SnapshotError(f"the snapshot's {of} is damaged: {error}") from None
-
-
-def _renamed(group: str, fence: int) -> str:
-    return f"{group}.r{fence}"
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import msgspec
 import pytest
 import tomli_w
 from pydantic import BaseModel
@@ -17,7 +15,6 @@ from services.config import ConfigError, RunConfig, digest, load, load_resolved,
 from services.config.base import Section
 from services.config.docstrings import docstrings
 from services.config.faults import IN_WORDS, REPLACED, models_of
-from services.config.load import NOT_DEFINING
 
 SMALLEST = """
 [model]
@@ -460,16 +457,6 @@ def test_a_chat_template_is_read_from_its_file(file: Path) -> None:
     for given, reason in (("chat.jinja", "it is not UTF-8"), ("none.jinja", "No such file or directory")):
         message = f"data.chat_template = '{given}': {file.parent / given} cannot be read: {reason}; correct the path"
         assert fault(file, f"data.chat_template={given}") == f"command line: {message}"
-
-
-def test_shards_change_the_digest_only_if_set(file: Path) -> None:
-    alone, spread = settings(file), settings(file, "redis.payload_shards=3")
-    assert len({digest(alone), digest(spread), digest(settings(file, "redis.payload_shards=4"))}) == 3
-    assert digest(spread) == digest(settings(file, "redis.payload_shards=3", "redis.url=redis://elsewhere:1/0"))
-    tree = alone.model_dump(mode="json", exclude={**NOT_DEFINING, "redis": True})
-    assert digest(alone) == hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
-    with pytest.raises(ConfigError, match=r"redis.payload_shards = 65: input should be less than or equal to 64"):
-        settings(file, "redis.payload_shards=65")
 
 
 def sections(model: type[BaseModel]) -> set[type[BaseModel]]:

@@ -15,9 +15,9 @@ import sys
 import time
 
 from services.config import digest, load_resolved
-from services.http.credentials import redis_password
 from services.protocol.messages import PodStatus
 from services.store import Store
+from tests.support.servers.admin import admin_password
 
 
 async def serve(kind: str, path: str, name: str) -> int:
@@ -36,7 +36,7 @@ async def serve(kind: str, path: str, name: str) -> int:
         print(f"error: {message}", file=sys.stderr)
         return int(code)
     print(f"up at {os.environ.get('MASTER_PORT')}", flush=True)
-    store = await Store.connect(config.redis.url, config.run.name, redis_password(config))
+    store = await Store.connect(config.redis.url, config.run.name, admin_password(config))
     status = PodStatus(kind, name, os.urandom(4).hex(), "here", os.getpid(), "", "ready", 0, 0, {"tokens_per_s": 7.0})
     if kind == "dataprep":
         await store.run.create(digest(config), "data", config.run.steps, config.slots)

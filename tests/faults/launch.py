@@ -1,6 +1,7 @@
 """`grpo run` with a proxy between each pod and Redis: `python -m tests.faults.launch` takes grpo's command line.
 
-FAULTS_PROXIES names the ports, `{"generator-0": 40001, …}`. Every pod reads its own configuration, which differs only in
+FAULTS_APPENDFSYNC says how often Redis flushes its file. FAULTS_PROXIES names the ports, `{"generator-0": 40001, …}`.
+ Every pod reads its own configuration, which differs only in
 `redis.url`; that of a pod which the run itself does not start is written beside the others, for the process that starts it.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from services.config import RunConfig, to_toml
 from services.console.__main__ import main
-from services.console.run import command
+from services.console.run import command, redis_server
 from services.console.run.plan import plan_units
 from services.runtime.child_processes import ProcessPlan, ServicePlan
 
@@ -48,6 +49,7 @@ def _own_places(config: RunConfig, folder: Path) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
+    redis_server.APPENDFSYNC = os.environ["FAULTS_APPENDFSYNC"]
     real = command.run
     command.run = lambda options: real(options, proxied)
     sys.exit(main())

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from services.config import RunConfig, load, to_toml
 from services.config.load import load_resolved
 from services.console.run.folder import RunFolder
-from services.http.credentials import redis_password
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import die_with_parent, free_port
 from services.store import Store
@@ -30,6 +29,7 @@ from tests.faults.kinds import Shape
 from tests.faults.mutants import ROOT
 from tests.faults.proxy import Proxy
 from tests.support.harness import save_model_folder, small_config
+from tests.support.servers.admin import admin_password
 
 PROFILES = {
     "fifo": (),
@@ -100,7 +100,7 @@ class Setting:
 
     def write(self, name: str, *overrides: str) -> Path:
         """Write the configuration file of the run `name`."""
-        own = [f"run.name={name}", f'run.dir="{self.folder}"', f"run.steps={self.steps}", f"redis.appendfsync={self.appendfsync}"]
+        own = [f"run.name={name}", f'run.dir="{self.folder}"', f"run.steps={self.steps}"]
         own += [f"generator.count={self.generators}", *self._profile(), *overrides]
         if self.engine == "vllm":
             config = load(ROOT / "examples/arithmetic/config.toml", [*VLLM, *own], environ={})
@@ -163,10 +163,11 @@ class RunUnderTest:
     def start(self, module: str = "tests.faults.launch") -> None:
         """Run the command as a user would: at first, and again after the console has exited."""
         ports = json.dumps({name: proxy.port for name, proxy in self.proxies.items()})
+        environ = self._environ(FAULTS_PROXIES=ports, FAULTS_APPENDFSYNC=self.setting.appendfsync)
         command = [sys.executable, "-m", module, "run", str(self.path), "--no-screen"]
         with self.log.open("ab") as log:
             self._console = subprocess.Popen(
-                command, env=self._environ(FAULTS_PROXIES=ports), cwd=self.setting.code, stdout=log, stderr=log,
+                command, env=environ, cwd=self.setting.code, stdout=log, stderr=log,
                 preexec_fn=die_with_parent, start_new_session=True,
             )  # fmt: skip
 
@@ -193,7 +194,7 @@ class RunUnderTest:
         """Return the run's store, bypassing the proxies. Raises `StoreError` when it cannot be reached."""
         try:
             config = load_resolved(self.folder.config)
-            return await Store.connect(config.redis.url, self.name, redis_password(config))
+            return await Store.connect(config.redis.url, self.name, admin_password(config))
         except (OSError, ValueError) as error:
             raise StoreError(f"the run has no folder yet: {error}") from None
 

@@ -80,7 +80,7 @@ def test_each_pod_has_only_the_passwords_of_its_own_users() -> None:
 def test_an_external_redis_has_all_users_or_a_single_one(tmp_path: Path) -> None:
     external = {"enabled": False, "external": {"url": "redis://redis.example.com:6379/0"}}
     for given, expected, config in (
-        ({"usersSecret": "mine"}, {"users/generator": "generator"}, "users_dir"),
+        ({"usersSecret": "mine"}, {"users/generator": "generator"}, "secrets/users"),
         ({"external": {**external["external"], "existingSecret": "mine"}}, {"redis-password": "redis-password"}, "password_file"),
         ({}, {}, '"url"'),
     ):  # type: ignore[misc]

@@ -39,7 +39,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("config.run.steps", "many", "steps"),
     ("config.model.dtype", "float16", "dtype"),
     ("config.data.sources", [], "sources"),
-    ("config.redis.payload_shards", 65, "payload_shards"),
     ("redis.external.url", "redis://user:secret@host:6379/0", "url"),
     ("rewards.files", {"my reward.py": ""}, "my reward.py"),
     ("rewards.files", {"my_reward.py": ["def"]}, "my_reward.py"),
@@ -69,7 +68,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"redis": {"enabled": False}}, "redis.external.url"),
     ({"redis": {"external": {"url": "redis://host:6379/0"}}}, "redis.external.url"),
     ({"redis": {"external": {"cluster": True}}}, "redis.external.cluster"),
-    ({"config": {"redis": {"payload_shards": 3}}}, "config.redis.payload_shards = 3"),
     (ENVIRONMENT, 'environments tokenize with config.model.path = "Qwen/Qwen3-0.6B", which their pods must download'),
     (
         changed(ENVIRONMENT, "config.environments", [{"name": "e", "kind": "python", "function": "e.py:E"}]),

@@ -79,7 +79,7 @@ def test_payload_shards_on_a_cluster_change_nothing(folder: Path, undisturbed: s
     (folder / "cluster").mkdir()
     with redis_cluster(folder / "cluster", find_server(), "spread", replicated=1) as cluster:
         users, hold = folder / "cluster" / "users", Hold(folder, "spread")
-        path = write_run(folder, "spread", hold.option, "redis.payload_shards=6", f'redis.users_dir="{users}"')
+        path = write_run(folder, "spread", hold.option, f'redis.password_file="{users}"')
         process = start(path, "--redis-url", f"redis://:{cluster.password}@127.0.0.1:{cluster.third.port}/0")
         masters = (cluster.owner, cluster.other, cluster.third)
         used: set[int] = set()

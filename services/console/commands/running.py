@@ -133,7 +133,7 @@ def smoke(
 def acl(
     run: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run (run.name).")],
     users: Annotated[
-        Path, typer.Option("--users", metavar="DIR", help="Folder of passwords (redis.users_dir); missing ones are created.")
+        Path, typer.Option("--users", metavar="DIR", help="Folder of passwords (redis.password_file); missing ones are created.")
     ],
     as_json: Json = False,
 ) -> int:

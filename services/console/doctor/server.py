@@ -10,12 +10,12 @@ from typing import Any
 
 from services.config import ConfigError, RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
-from services.http.credentials import redis_login, redis_password
+from services.http.credentials import holds_users, redis_login, redis_password
 from services.protocol.errors import StoreError
-from services.protocol.shards import shards
 from services.runtime.redis_process import find_server
 from services.store import Store
 from services.store.acl import GRANTS
+from services.store.calls.payloads import SHARDS
 from services.store.connection.client import ClusterNode, Login, ask_nodes, in_cluster
 
 SKEW_S = 1.0  # above this, logs and metrics of different machines cannot be compared; leases use the server's clock only
@@ -72,18 +72,17 @@ def login(config: RunConfig, password: str) -> Login:
 
 
 def users_here(config: RunConfig) -> list[str]:
-    """Return the kinds of service whose passwords are in `redis.users_dir`: all on one machine, only its own in a pod."""
-    folder = Path(config.redis.users_dir)
-    return [kind for kind in GRANTS if config.redis.users_dir and (folder / kind).exists()]
+    """Return the kinds of service whose passwords are in the folder `redis.password_file`: all on one machine, only its own in a
+    pod.
+    """
+    return [kind for kind in GRANTS if holds_users(config) and (Path(config.redis.password_file) / kind).exists()]
 
 
 async def _ask(config: RunConfig, url: str, login: Login) -> Asked:
     store = await Store.connect(url, config.run.name, login)
     try:
-        spread = config.redis.payload_shards
-        if spread:
-            await store.payloads.check_shards(spread)
-        keys = [shard.prefix for shard in shards(config.run.name, spread)] if spread else []
+        await store.payloads.check()
+        keys = [shard.keys.prefix for shard in store.payloads.shards]
         info = await store.client.info()
         trips = []
         for _ in range(PINGS):
@@ -147,10 +146,10 @@ def _judge_master(which: str, info: dict[str, Any], config: RunConfig, held: int
 
 
 def _memory(what: str, info: dict[str, Any], config: RunConfig, held: int) -> Finding:
-    limit = (config.redis.max_memory_mib << 20) or int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
+    limit = int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
     used = int(info.get("used_memory", 0))
     tokens = config.slots * config.sampling.group_size * (config.sampling.max_tokens + config.data.max_prompt_tokens)
-    needed = tokens * PAYLOAD_BYTES * (held / config.redis.payload_shards if config.redis.payload_shards else 1)
+    needed = tokens * PAYLOAD_BYTES * (held / SHARDS if in_cluster(info) else 1)
     used_of = f"{used / GIBIBYTE:.2f} of {limit / GIBIBYTE:.2f} GiB used"
     detail = f"{used_of}; the run's groups in flight need up to {needed / GIBIBYTE:.2f} GiB"
     if limit and used + needed > TYPICAL_SHARE * limit:
@@ -161,14 +160,16 @@ def _memory(what: str, info: dict[str, Any], config: RunConfig, held: int) -> Fi
 
 async def _users(config: RunConfig, url: str) -> AsyncIterator[Finding]:
     """Check that the users whose passwords are stored here can log in."""
-    if not config.redis.users_dir:
+    if not holds_users(config):
         remedy = "create one per kind of service with grpo acl (docs/security.md)"
         yield note("Redis: users", "all services share one user", remedy)
         return
     let_in = []
     if not (here := users_here(config)):
         yield fault(
-            "Redis: users", f"redis.users_dir = {config.redis.users_dir!r} contains no password", "mount one, or run grpo acl"
+            "Redis: users",
+            f"redis.password_file = {config.redis.password_file!r} contains no password",
+            "mount one, or run grpo acl",
         )
     for kind in here:
         try:

@@ -105,7 +105,7 @@ def _keep(folder: RunPaths, keepers: list[subprocess.Popen[str]]) -> None:
         raise ConsoleError(keepers[-1].stderr.read().strip() or f"{folder.redis} could not be served", EXIT_REDIS)
     from services.console.run.redis_server import RedisServer
 
-    server = RedisServer(folder.redis, appendfsync=folder.keys("redis.appendfsync")[0], run=folder.path.name)
+    server = RedisServer(folder.redis, run=folder.path.name)
     keeper = subprocess.Popen(
         [sys.executable, "-m", "services.console.reading.keeper", str(folder.path.resolve())],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,

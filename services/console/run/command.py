@@ -151,7 +151,7 @@ def _administrator(config: RunConfig, password: str = "") -> Login:
 async def _trained(folder: RunFolder, config: RunConfig, url: str, password: str) -> int:
     """Return how many steps the run of this name has trained, by its Redis."""
     own = not url and (folder.redis / "password").exists()
-    server = start_server(folder.redis, config.redis.appendfsync, folder.path.name) if own else None
+    server = start_server(folder.redis, folder.path.name) if own else None
     try:
         if server is None and not url:
             return 0
@@ -175,10 +175,9 @@ def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Ite
             write_secret(folder.redis_password, password)
         yield resolve(config, folder, url, str(folder.redis_password.resolve()) if password else ""), None
         return
-    server = start_server(folder.redis, config.redis.appendfsync, folder.path.name)
+    server = start_server(folder.redis, folder.path.name)
     try:
-        password_file = str((folder.redis / "password").resolve())
-        yield resolve(config, folder, server.url, password_file, str(server.users.resolve())), server
+        yield resolve(config, folder, server.url, str(server.users.resolve())), server
     finally:
         server.stop()
 

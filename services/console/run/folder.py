@@ -14,7 +14,6 @@ from pathlib import Path
 from services.config import ConfigError, RunConfig, digest, load_resolved, to_toml
 from services.config.differences import differing
 from services.config.load import NOT_DEFINING
-from services.config.root import Redis
 from services.console.code import keep_code
 from services.console.doctor import Finding, fault
 from services.console.errors import EXIT_CONFIG, ConsoleError
@@ -98,7 +97,6 @@ def resolve(
     folder: RunFolder,
     redis_url: str = "",
     password_file: str = "",
-    users_dir: str = "",
     backend: str = "",
     web_port: int = 0,
     memory_share: float | None = None,
@@ -107,7 +105,6 @@ def resolve(
     redis = {
         "url": redis_url or config.redis.url,
         "password_file": password_file or config.redis.password_file,
-        "users_dir": users_dir or config.redis.users_dir,
     }
     tokens = {
         "token_file": config.api.token_file or str(folder.token.resolve()),
@@ -127,14 +124,11 @@ def resolve(
 
 
 def check_redis(config: RunConfig, url: str) -> Iterator[Finding]:
-    """Find keys of `[redis]` that have no effect on the server at `url` or, if that is empty, on the run's own server."""
-    own = not url
-    for key in ("password_file", "users_dir", "ca_file", "payload_shards") if own else ("appendfsync",):
-        value, default = getattr(config.redis, key), Redis.model_fields[key].default
-        if value != default:
-            why = "without redis.url, because the run starts its own server" if own else f"on the server at {url}"
-            remedy = f"{'set redis.url' if own else 'set it there'}, or remove the key (default: {default!r})"
-            yield fault("Redis", f"redis.{key} = {value!r} has no effect {why}", remedy)
+    """Find keys of `[redis]` that have no effect: `url` is empty, so that the run starts its own server."""
+    for key in ("password_file", "ca_file") if not url else ():
+        if value := getattr(config.redis, key):
+            why = "without redis.url, because the run starts its own server"
+            yield fault("Redis", f"redis.{key} = {value!r} has no effect {why}", "set redis.url, or remove the key")
 
 
 def _differences(held: RunConfig, asked: RunConfig) -> str:

@@ -44,13 +44,10 @@ FIXED = {
     "lora": "the checkpoint has the weights and the optimizer state of the run's adapters",
     "reference": "the checkpoint has the reference policy",
     "replay": "the checkpoint has the clocks and counters of the replay table",
-    "redis.payload_shards": "it determines how the run is stored in Redis",
 }
 """Keys and sections that a fork keeps -> why."""
 
-ELSEWHERE = {"max_memory_mib", "payload_shards"}
-"""Keys of `[redis]` that a fork keeps on another server than the old run's, which must not receive the old one's password."""
-KEPT: dict[str, Collection[str]] = {"api": {"host"}, "web": {"host"}, "redis": {"appendfsync", "max_memory_mib"}}
+KEPT: dict[str, Collection[str]] = {"api": {"host"}, "web": {"host"}, "redis": ()}
 """Sections whose other keys belong only to the old run: its addresses, secrets and server."""
 
 
@@ -125,8 +122,8 @@ def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[
     if faults:
         raise ConfigError(*faults)
     kept = KEPT
-    if not (old.redis / "password").exists():
-        kept = {**KEPT, "redis": Redis.model_fields if config.redis.url == held.redis.url else ELSEWHERE}
+    if config.redis.url == held.redis.url and not (old.redis / "password").exists():
+        kept = {**KEPT, "redis": Redis.model_fields}  # another server must not receive the old one's password
     return config.model_copy(update={name: _own(name, getattr(config, name), keys, places) for name, keys in kept.items()})
 
 

@@ -73,9 +73,8 @@ async def claim_name(config: RunConfig, url: str, login: Login, fresh: bool) -> 
                     f"{config.fleet.ttl_s:g} s; stop them first",
                     EXIT_CONFIG,
                 )
-            await store.restores.delete_run(config.redis.payload_shards)
-        if config.redis.payload_shards:
-            await store.payloads.check_shards(config.redis.payload_shards)
+            await store.restores.delete_run()
+        await store.payloads.check()
         state = await store.run.state()
         if state is not None and state.config != digest(config):
             raise ConsoleError(

@@ -13,6 +13,7 @@ from services.runtime.process_tools import free_port
 from services.runtime.redis_process import RedisProcess, find_server, on_a_free_port, quoted
 from services.store.acl import access_list
 
+APPENDFSYNC = "everysec"  # a machine that loses power loses the last second; flushing every write is up to six times as slow
 REWRITE_BYTES = 2**29  # below this size, rewriting a file of short-lived payloads costs more than it saves
 
 
@@ -28,13 +29,13 @@ class RedisServer(RedisProcess):
         *,
         program: str = "",
         port: int = 0,
-        appendfsync: str = "everysec",
+        appendfsync: str = "",
         maxmemory: str = "0",
         run: str = "",
     ) -> None:
         super().__init__(find_server(program), folder, kept_secret(folder / "password"), port or free_port())
         self.run = run
-        self._options: dict[str, str | int] = {"appendfsync": appendfsync, "maxmemory": maxmemory}
+        self._options: dict[str, str | int] = {"appendfsync": appendfsync or APPENDFSYNC, "maxmemory": maxmemory}
 
     @property
     def url(self) -> str:
@@ -70,11 +71,11 @@ class RedisServer(RedisProcess):
         return {"aclfile": quoted(path)}
 
 
-def start_server(folder: Path, appendfsync: str, run: str) -> RedisServer:
+def start_server(folder: Path, run: str) -> RedisServer:
     """Start the server of a run on its data folder, on a free port."""
 
     def start() -> RedisServer:
-        server = RedisServer(folder, appendfsync=appendfsync, run=run)
+        server = RedisServer(folder, run=run)
         server.start()
         return server
 

@@ -29,7 +29,7 @@ def kept_secret(path: Path) -> str:
 
 
 def user_passwords(folder: Path) -> dict[str, str]:
-    """Return the password of each kind of service, from its file in `folder` (redis.users_dir). Create missing ones."""
+    """Return the password of each kind of service, from its file in `folder` (redis.password_file). Create missing ones."""
     from services.store.acl import GRANTS  # the store takes long to import
 
     return {kind: kept_secret(folder / kind) for kind in GRANTS}

@@ -1,7 +1,6 @@
 """Stops issuing prompts when Redis may have no memory for their groups.
 
-Guarantees: the last tenth of `redis.max_memory_mib`, or of the server's own limit, is reserved for work in progress; a leader
-that waits says why.
+Guarantees: the last tenth of the server's `maxmemory` is reserved for work in progress; a leader that waits says why.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import time
 
 import structlog
 
-from services.config import RunConfig
 from services.store import Store
 
 log = structlog.get_logger()
@@ -24,8 +22,8 @@ POLL_S = 1.0
 class MemoryGuard:
     """Watches the server's memory for the leader."""
 
-    def __init__(self, config: RunConfig, store: Store) -> None:
-        self._limit, self._store = config.redis.max_memory_mib << 20, store
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._looked = float("-inf")
         self.why = ""
         """Why no prompt is issued, or empty."""
@@ -35,7 +33,7 @@ class MemoryGuard:
         if time.monotonic() - self._looked < POLL_S:
             return bool(self.why)
         self._looked = time.monotonic()
-        used, limit = await self._store.run.memory(self._limit)
+        used, limit = await self._store.run.memory()
         if limit and used >= (ROOM if self.why else FULL) * limit:
             if not self.why:
                 log.warning("Redis is nearly full: no prompts are issued until a checkpoint frees memory", remedy=REMEDY)
@@ -46,4 +44,4 @@ class MemoryGuard:
         return bool(self.why)
 
 
-REMEDY = "lower replay.capacity or checkpoint.every_steps, or raise redis.max_memory_mib and the server's maxmemory"
+REMEDY = "lower replay.capacity or checkpoint.every_steps, or raise the server's maxmemory"

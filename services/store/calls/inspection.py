@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, StepPlan
 from services.store.calls.facet import Facet, pairs
-from services.store.calls.payloads import ELSEWHERE
 from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.store.records import HeaderEntry, read_claim, read_header
 from services.store.step_records import find_record
@@ -141,9 +140,7 @@ class Inspection(Facet):
         """Return a payload, or None if it is deleted. Raises `CorruptMessage` if it is damaged."""
         from services.protocol.payloads import Payload  # needs numpy, which takes long to import
 
-        raw = await self._redis.ask(self._redis.commands.get(self._keys.payload(name)))
-        if raw == ELSEWHERE:
-            [raw] = await self._payloads.sealed([name])
+        [raw] = await self._payloads.sealed([name])
         return None if raw is None else codec.decode(codec.unseal(raw), Payload)
 
     async def kept_step(self, step: int) -> KeptStep | None:

@@ -130,13 +130,11 @@ class Monitor(Facet):
         now_ms = 1e3 * int(seconds) + int(micros) / 1e3
         return Sizes(claimed, max(0.0, now_ms - min(issued_ms, default=now_ms)) / 1e3, groups, letters)
 
-    async def server(self, limit: int = 0) -> Server:
-        """Return the state of the server, or of several the fullest and the busiest. `limit`: bytes that each may use, 0: its own
-        limit.
-        """
+    async def server(self) -> Server:
+        """Return the state of the server, or of several the fullest and the busiest."""
         said = await self._payloads.info_of_all("memory", "clients", "persistence")
         clients = max(int(info["connected_clients"]) for info in said)
-        return Server(*fullest(said, limit), clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
+        return Server(*fullest(said), clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
 
     @asynccontextmanager
     async def listening(self) -> AsyncGenerator[TopicSubscription]:

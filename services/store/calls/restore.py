@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from services.store.calls.facet import Facet
-from services.store.calls.payloads import ELSEWHERE, FIELD
+from services.store.calls.payloads import restored_place
 from services.store.connection.base import Connection, facts
 from services.store.snapshot_format import (
     Groups,
@@ -27,8 +27,6 @@ from services.store.snapshot_format import (
     SnapshotGroup,
     clock_key,
     clock_of,
-    renamed,
-    renamed_plan,
     restoration,
 )
 from services.store.step_records import Entry, read_record
@@ -83,22 +81,20 @@ class Restores(Facet):
         `Fenced`, `StoreError`, `SnapshotError`; the next trainer must then start it again.
         """
         head = snapshot.head
-        await self._payloads.spread(int(head.run.get(FIELD, 0)))
         await self._redis.call("restore_begin", fence, head.step)
         write = RestoreWriter(self._redis, fence, head.step)
         await self._delete_all_but(KEPT, write.delete)
         await self._payloads.sweep()  # frees memory for what is restored
         target = await asyncio.to_thread(_plan, snapshot, keep_plans)
         target, abandoned = await self._without_lost_round(target, head.step)
-        if self._payloads.shards:
-            target = replace(target, plans={step: renamed_plan(plan, fence) for step, plan in target.plans.items()})
         pieces = snapshot.pieces()
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             alive()
+            laid = dict[str, bytes]()
             if isinstance(piece, Groups) and target.whole and self._payloads.shards:
-                await self._put_in_shards([renamed(group, fence) for group in piece.groups], target, write)
-            else:
-                await write(self._commands(piece, target))
+                piece, laid = _placed(piece, fence)
+            await write(self._commands(piece, target))  # first: a sweep would delete payloads that the index does not name
+            await self._payloads.lay(laid)
         await write(self._commands_of_head(head, target))
         await write([("ZADD", self._keys.requeued, place, name) for place, name in enumerate(head.requeued)])
         departed = head.departed if target.whole else []
@@ -128,21 +124,10 @@ class Restores(Facet):
         why = f"version {version}: the run was restored to step {step}, whose weights are newer"
         return replace(target, ledger=ledger, fields=target.fields | {"evaluation_abandoned": why}), why
 
-    async def _put_in_shards(self, groups: Sequence[SnapshotGroup], target: Restoration, write: Write) -> None:
-        """Put groups with new names into shards. The index names their payloads first: otherwise a sweep would delete them."""
-        payloads = {group.fields["payload"].decode(): group.payload for group in groups if group.payload is not None}
-        named = [msgspec.structs.replace(group, payload=group.payload and ELSEWHERE) for group in groups]
-        await write([command for group in named for command in self._put(group, target)])
-        await self._payloads.lay(payloads)
-
-    async def delete_run(self, payload_shards: int = 0) -> None:
-        """Delete every key of the run. Until all are gone, there is no run, and `create` refuses to make one.
-
-        `payload_shards`: the number of shards, if the run no longer records it.
-        """
-        await self._redis.send(("HDEL", self._keys.run, "protocol"))  # the rest of the hash goes last: it names the shards, too
-        await self._payloads.delete_shards(payload_shards)
-
+    async def delete_run(self) -> None:
+        """Delete every key of the run. Until all are gone, there is no run, and `create` refuses to make one."""
+        await self._redis.send(("HDEL", self._keys.run, "protocol"))  # the rest of the hash goes last: it shows what remains
+        await self._payloads.delete_all()
         await self._delete_all_but(("run",), lambda keys: self._redis.send(("UNLINK", *keys)))
         await self._redis.send(("UNLINK", self._keys.run))
 
@@ -241,6 +226,18 @@ def _plan(snapshot: Snapshot, keep_plans: bool) -> Restoration:
             elif group.version is not None and int(group.fields["uses"]) == 0:
                 untrained[group.name] = group.seq
     return restoration(snapshot.head, untrained, planned, keep_plans)
+
+
+def _placed(piece: Groups, fence: int) -> tuple[Groups, dict[str, bytes]]:
+    """Return groups with the places of their payloads in shards instead of the payloads, and these by place."""
+    groups, payloads = list[SnapshotGroup](), dict[str, bytes]()
+    for group in piece.groups:
+        if group.payload is not None:
+            place = restored_place(group.fields["payload"].decode(), fence)
+            payloads[place] = group.payload
+            group = msgspec.structs.replace(group, payload=place.encode())
+        groups.append(group)
+    return Groups(groups), payloads
 
 
 def _flat(fields: dict[str, Any]) -> list[Any]:

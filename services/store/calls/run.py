@@ -17,20 +17,17 @@ class Runs(Facet):
     """The run as a whole."""
 
     async def create(
-        self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None, payload_shards: int = 0,
+        self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None,
         defining: bytes = b"",
     ) -> bool:  # fmt: skip
         """Create the run, or attach to the same one (returns False). `defining`: the keys that `config` is the digest of.
 
-        Raises `DifferentRun` if another run has the name, `StoreError` if its payloads cannot be stored in that many shards.
+        Raises `DifferentRun` if another run has the name, `StoreError` if a master of a Cluster cannot store its payloads.
         """
-        identity, spread = (PROTOCOL_VERSION, config, dataset, steps, slots), (payload_shards,) if payload_shards else ()
-        if spread and await self.state() is None:  # a process that attaches can do without a shard for a while
-            await self._payloads.check_shards(payload_shards)
-        rules = astuple(table or TableRules())
-        created = bool(await self._redis.call("create", *identity, *rules, defining, *spread))
-        await self._payloads.spread(payload_shards)
-        return created
+        if self._payloads.shards and await self.state() is None:  # a process that attaches can do without a shard for a while
+            await self._payloads.check()
+        identity, rules = (PROTOCOL_VERSION, config, dataset, steps, slots), astuple(table or TableRules())
+        return bool(await self._redis.call("create", *identity, *rules, defining))
 
     async def defining(self) -> bytes:
         """Return the keys that define the run, as it was created with them; empty: an older version created it."""
@@ -46,10 +43,7 @@ class Runs(Facet):
 
     async def state(self) -> RunState | None:
         """Return the run's state, or None if it was not created yet."""
-        state = read_state(self._keys.name, await self._redis.ask(self._redis.commands.hgetall(self._keys.run)))
-        if state is not None:
-            await self._payloads.spread(state.payload_shards)
-        return state
+        return read_state(self._keys.name, await self._redis.ask(self._redis.commands.hgetall(self._keys.run)))
 
     async def pause(self, role: str, why: str, mode: PauseMode = "keep") -> None:
         """Request that `generator`, `dataprep` or `trainer` pods pause until resumed. `why` also names the requester."""
@@ -122,11 +116,9 @@ class Runs(Facet):
         """End the run; every service exits. A trainer gives its `fence`. Raises `OutOfOrder` if a restore was requested."""
         await self._desire("finished", how, fence)
 
-    async def memory(self, limit: int = 0) -> tuple[int, int]:
-        """Return the bytes that the server uses, and may use: `limit`, or by default its own; 0: no limit. Of several servers,
-        the fullest.
-        """
-        return fullest(await self._payloads.info_of_all("memory"), limit)
+    async def memory(self) -> tuple[int, int]:
+        """Return the bytes that the server uses, and its maxmemory; 0: no limit. Of several servers, the fullest."""
+        return fullest(await self._payloads.info_of_all("memory"))
 
     async def audit(self) -> dict[str, int]:
         """Count every place a ticket can be in, and every outcome, at the same instant (functions/control.lua)."""
@@ -154,9 +146,9 @@ def _paused(mode: PauseMode, why: str) -> str:
     return f"{mode}@{time.time():.0f} {why}"
 
 
-def fullest(said: Sequence[Mapping[str, str]], limit: int) -> tuple[int, int]:
-    """Return bytes used and the limit of the fullest server, from their INFO. The fullest is the one with the largest share of
-    its memory in use, or without limits the one that uses most. The limit is `limit`, or by default the server's own.
+def fullest(said: Sequence[Mapping[str, str]]) -> tuple[int, int]:
+    """Return bytes used and maxmemory of the fullest server, from their INFO. The fullest is the one with the largest share of
+    its memory in use, or without limits the one that uses most.
     """
-    memory = [(int(info["used_memory"]), limit or int(info.get("maxmemory", 0))) for info in said]
+    memory = [(int(info["used_memory"]), int(info.get("maxmemory", 0))) for info in said]
     return max(memory, key=lambda one: (one[0] / (one[1] or math.inf), one[0]))

@@ -9,7 +9,7 @@ from services.protocol import codec
 from services.protocol.errors import OutOfOrder, StoreError
 from services.protocol.messages import Header, Ticket
 from services.store.calls.facet import BOOT, Facet, ordinal
-from services.store.calls.payloads import ELSEWHERE, Payloads
+from services.store.calls.payloads import Payloads
 from services.store.connection.base import Connection
 from services.store.connection.batching import Batcher
 from services.store.records import Claim, read_claim
@@ -166,10 +166,11 @@ class Tickets(Facet):
         return bool(accepted)
 
     async def _submit(self, groups: Sequence[_Submission]) -> list[int]:
-        if shards := self._payloads.shards:
+        shards = self._payloads.shards
+        if shards:
             await self._payloads.lay({group.payload: group.sealed for group in groups})
         writes = [
-            ("SET", self._keys.payload(group.payload), ELSEWHERE if shards else group.sealed, "EX", group.ttl_s, "NX")
+            ("SET", self._keys.payload(group.payload), group.payload if shards else group.sealed, "EX", group.ttl_s, "NX")
             for group in groups
         ]
         args = [arg for group in groups for arg in group.args]

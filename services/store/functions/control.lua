@@ -4,12 +4,11 @@
 local SAMPLER = {is = 'a sampler', fits = function(text) return FIRST[text] end}
 local REMOVER = {is = 'a remover', fits = function(text) return REMOVERS[text] end}
 
--- args: protocol version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, the keys that define
--- the run ('' to keep none), and number of payload shards if any. Creates the run, or attaches to the same one. Returns 1 if
--- created, 0 if it existed; rejects a different run under the name, and the remains of one. Desired state may already exist.
+-- args: protocol version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, and the keys that
+-- define the run ('' to keep none). Creates the run, or attaches to the same one. Returns 1 if created, 0 if it existed; rejects a different run under the name, and the remains of one. Desired state may already exist.
 register('create', {
   'protocol', TEXT, 'configuration', TEXT, 'data set', TEXT, 'steps', NATURAL, 'slots', NATURAL, 'sampler', SAMPLER, 'remover', REMOVER,
-  'capacity', POSITIVE, 'max uses', NATURAL, 'defining keys', TEXT, MAYBE, 'payload shards', POSITIVE,
+  'capacity', POSITIVE, 'max uses', NATURAL, 'defining keys', TEXT,
 }, function(prefix, args)
   local key = prefix .. ':run'
   local have = redis.call('HMGET', key, 'protocol', 'config', 'dataset')
@@ -30,7 +29,6 @@ register('create', {
     'checkpointed_step', -1, 'retired_step', -1, 'last_epoch', -1,
     'incarnation', math.floor(now_ms() / 1000), 'created_ms', now_ms())
   if args[10] ~= '' then redis.call('SET', prefix .. ':defining', args[10]) end
-  if args[11] then redis.call('HSET', key, 'payload_shards', args[11]) end
   redis.call('HSET', prefix .. ':replay:state', 'sampler', args[6], 'remover', args[7], 'capacity', args[8], 'max_uses', args[9])
   redis.call('XGROUP', 'CREATE', prefix .. ':tickets', 'generators', '0', 'MKSTREAM')
   redis.call('XGROUP', 'CREATE', prefix .. ':tickets:rollouts', 'environments', '0', 'MKSTREAM')

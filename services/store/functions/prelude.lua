@@ -176,7 +176,7 @@ local function delete_consumer(stream, group, name)
   if #redis.call('XPENDING', stream, group, '-', '+', 1, name) == 0 then redis.call('XGROUP', 'DELCONSUMER', stream, group, name) end
 end
 
--- Store why a ticket was dropped, for inspection (store/inspection.py).
+-- Store why a ticket was dropped, for inspection (store/calls/inspection.py).
 -- owns: drops       hash  ticket -> "<ms> <outcome>", of a dead letter `failed <entry of the stream>`
 --       drops:order zset  the same tickets by time
 local function remember_drop(prefix, ticket, outcome)
@@ -214,8 +214,6 @@ end
 -- Return roughly the size of a group's tokens in bytes. If they are in a shard, the header has the size.
 local function payload_size(prefix, payload, header)
   if payload == '' then return 0 end
-  local size = redis.call('STRLEN', prefix .. ':payload:' .. payload)
-  if size > 0 then return size end
   local read, fields = pcall(cmsgpack.unpack, header)
   return read and type(fields) == 'table' and math.max(tonumber(fields[6]) or 0, 0) or 0
 end

@@ -2,7 +2,7 @@
 
 Guarantees: a periodic checkpoint that fails costs only its time, because Redis keeps the plans since the last one; the last
 checkpoint of a run, or of a process that was told to stop, is written or its failure is reported. What Redis has to keep is
-bounded: in steps by `checkpoint.every_steps`, in bytes by `redis.max_memory_mib`; close to that limit a checkpoint is written
+bounded: in steps by `checkpoint.every_steps`, in bytes by the server's `maxmemory`; close to that limit a checkpoint is written
 early.
 Waits for: the other ranks, the disk, Redis.
 """
@@ -62,7 +62,7 @@ class Saving:
         """Save early when Redis is nearly full, so that it can drop old steps. Save again only after memory use has fallen
         once.
         """
-        used, limit = self._call(self._store.run.memory(self._config.redis.max_memory_mib << 20))
+        used, limit = self._call(self._store.run.memory())
         if not limit or used < EARLY * limit:
             self._saved_early = -1
         elif self._saved_early < 0 and step > self.last:

@@ -159,15 +159,19 @@ def test_the_new_run_has_an_address_of_its_own_unless_it_is_given_one(
 def test_another_server_does_not_get_the_password_of_the_old_one(
     tmp_path: Path, old: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = "redis.url=redis://there:1/0", "redis.password_file=secret", "redis.max_memory_mib=512", "redis.payload_shards=2"
+    given = "redis.url=rediss://there:1/0", "redis.password_file=secret", "redis.ca_file=ca.pem"
     config = small_config(tmp_path, None, *given)
     old.write(config)
     checkpoint(config, 3)
     same = load(forked(capsys)["file"], environ={}).redis
-    assert (same.url, same.password_file, same.payload_shards) == ("redis://there:1/0", config.redis.password_file, 2)
-    other = load(forked(capsys, "run.name=other", "redis.url=redis://here:1/0")["file"], environ={}).redis
-    assert (other.url, other.password_file, other.max_memory_mib, other.payload_shards) == ("redis://here:1/0", "", 512, 2)
-    asked = "redis.url=redis://here:1/0", "redis.password_file=here"
+    assert (same.url, same.password_file, same.ca_file) == (
+        "rediss://there:1/0",
+        config.redis.password_file,
+        config.redis.ca_file,
+    )
+    other = load(forked(capsys, "run.name=other", "redis.url=rediss://here:1/0")["file"], environ={}).redis
+    assert (other.url, other.password_file, other.ca_file) == ("rediss://here:1/0", "", "")
+    asked = "redis.url=rediss://here:1/0", "redis.password_file=here"
     assert load(forked(capsys, "run.name=more", *asked)["file"], environ={}).redis.password_file.endswith("here")
 
 

@@ -118,8 +118,7 @@ async def test_a_misconfigured_replica_is_a_problem(tmp_path: Path, config: RunC
 
 
 async def see_that_masters_with_shards_are_looked_at(cluster: RedisCluster, config: RunConfig) -> None:
-    redis = config.redis.model_copy(update={"payload_shards": 3})
-    spread = config.model_copy(update={"redis": redis, "sampling": config.sampling.model_copy(update={"max_tokens": 10**9})})
+    spread = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": 10**9})})
     cluster.call(cluster.other, "CONFIG", "SET", "appendonly", "no")
     found = [one async for one in server.server(spread, cluster.url(cluster.third), cluster.password)]
     other, third = (f"Redis: master 127.0.0.1:{node.port}" for node in (cluster.other, cluster.third))
@@ -381,7 +380,7 @@ async def test_users_that_can_log_in_are_named(tmp_path: Path, config: RunConfig
     guarded = RedisServer(tmp_path / "redis", run="small")
     await asyncio.to_thread(guarded.start)
     try:
-        redis_section = config.redis.model_copy(update={"users_dir": str(guarded.users)})
+        redis_section = config.redis.model_copy(update={"password_file": str(guarded.users)})
         guarded_config = config.model_copy(update={"redis": redis_section})
         found = [one async for one in server.server(guarded_config, guarded.url, guarded.password)]
         assert only(found, "Redis: users").detail == f"can log in: {', '.join(GRANTS)}"

@@ -88,10 +88,10 @@ def test_keys_without_effect_on_the_redis_that_is_used_are_reported(
     monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
     make_model(tmp_path / "model")
     small_config(tmp_path)
-    file, given = str(tmp_path / "run.toml"), ["redis.ca_file=/ca.pem", "redis.users_dir=/users"]
+    file, given = str(tmp_path / "run.toml"), ["redis.ca_file=/ca.pem", "redis.password_file=/users"]
     assert main(["doctor", file, *given]) == 1
     output = capsys.readouterr().out
-    assert "redis.users_dir = '/users' has no effect without redis.url" in output
+    assert "redis.password_file = '/users' has no effect without redis.url" in output
     monkeypatch.setenv(CONFIG_ENV, file)
     main(["doctor", file, *given])
     assert "has no effect without redis.url" not in capsys.readouterr().out, "a pod's configuration is complete"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -18,10 +17,7 @@ from services.console import lock as locks
 from services.console.errors import ConsoleError
 from services.console.lock import FolderLock, InUse
 from services.console.run.folder import RunFolder, check_redis, resolve
-from services.console.run.place import claim_name
-from services.console.run.redis_server import RedisServer
-from services.protocol.errors import StoreError
-from services.store.connection.client import Login, split_password
+from services.store.connection.client import split_password
 from tests.support.console import ROOT
 from tests.support.harness import small_config
 
@@ -67,24 +63,17 @@ def test_only_run_folders_are_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "url", "message"),
+    ("override", "message"),
     [
-        (
-            "redis.password_file=secret",
-            "",
-            r"redis\.password_file = 'secret' has no effect without redis\.url, .* or remove the key",
-        ),
-        ("redis.users_dir=users", "", r"redis\.users_dir = 'users' has no effect without redis\.url"),
-        ("redis.ca_file=ca.pem", "", r"redis\.ca_file = 'ca\.pem' has no effect without redis\.url"),
-        ("redis.payload_shards=3", "", r"redis\.payload_shards = 3 has no effect without redis\.url"),
-        ("redis.appendfsync=always", "redis://h:1", r"redis\.appendfsync = 'always' has no effect on the server at redis://h:1"),
+        ("redis.password_file=secret", r"redis\.password_file = 'secret' has no effect without redis\.url, .* or remove the key"),
+        ("redis.ca_file=ca.pem", r"redis\.ca_file = 'ca\.pem' has no effect without redis\.url"),
     ],
 )
-def test_keys_without_effect_for_the_kind_of_redis_are_rejected(tmp_path: Path, override: str, url: str, message: str) -> None:
+def test_keys_without_effect_for_the_kind_of_redis_are_rejected(tmp_path: Path, override: str, message: str) -> None:
     config = small_config(tmp_path, None, override)
-    (found,) = check_redis(config, url)
+    (found,) = check_redis(config, "")
     assert re.match(message, f"{found.detail}: {found.remedy}")
-    assert list(check_redis(config, "" if url else "rediss://h:1")) == []
+    assert list(check_redis(config, "rediss://h:1")) == []
 
 
 def test_passwords_are_split_from_urls() -> None:
@@ -154,9 +143,3 @@ def test_no_process_is_killed_after_the_lock_changes_hands(tmp_path: Path, monke
     assert child.poll() is None
     child.kill()
     child.wait()
-
-
-def test_shards_on_a_single_server_are_rejected_before_the_run(tmp_path: Path, server: RedisServer) -> None:
-    config = small_config(tmp_path, server, "redis.payload_shards=3")
-    with pytest.raises(StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster"):
-        asyncio.run(claim_name(config, server.url, Login(server.password), fresh=False))

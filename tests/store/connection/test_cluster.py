@@ -162,13 +162,13 @@ async def check_that_the_owner_is_verified(cluster: RedisCluster) -> None:
 
 
 async def test_a_run_works_on_a_cluster_over_tls(tmp_path: Path) -> None:
-    """The redis-py client handles pipelines, transactions, functions and payload shards."""
+    """The client handles pipelines, transactions, functions and payload shards."""
     if shutil.which("redis-server") is None or shutil.which("openssl") is None:
         pytest.skip("needs redis-server with TLS, and openssl to make certificates")
     certificates = make_certificates(tmp_path)
     with redis_cluster(tmp_path, "redis-server", RUN, certificates) as cluster:
         async with store_at(cluster, cluster.third) as store:
-            await store.run.create("config", "dataset", 100, 8, payload_shards=3)
+            await store.run.create("config", "dataset", 100, 8)
             team = await flow.start(store)
             first, *others = await flow.buffer(store, team, 3)
             await asyncio.to_thread(cluster.fail_over, cluster.replica)
