@@ -62,7 +62,9 @@ class Inspection(Facet):
         }[sort]
         found = await self._redis.ask(self._redis.commands.zrange(key, offset, offset + limit - 1, desc=reverse))
         records = await self.group_records([name.decode() for name in found])
-        weights = await self._redis.ask(self._redis.commands.zmscore(self._keys.replay_weight, list(records))) if records else []
+        weights: list[float | None] = []
+        if records:
+            weights = await self._redis.ask(self._redis.commands.zmscore(self._keys.replay_weight, list(records)))
         return [TableRow(record, weight) for record, weight in zip(records.values(), weights, strict=True)]
 
     async def group_records(self, groups: Sequence[str]) -> dict[str, GroupRecord]:

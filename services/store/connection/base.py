@@ -142,7 +142,7 @@ class Connection:
         pool: Any = self.client.connection_pool
         line = await pool.get_connection()
         try:
-            return await line.retry.call_with_retry(partial(_replies, line, commands), lambda _: line.disconnect(nowait=True))
+            return await line.retry.call_with_retry(partial(_replies, line, commands), partial(_broken, line))
         finally:
             await pool.release(line)
 
@@ -177,6 +177,10 @@ class Connection:
                 )
             case _:
                 return explain(self._named, error)
+
+
+async def _broken(line: Any, _error: Exception) -> None:
+    await line.disconnect(nowait=True)
 
 
 async def _replies(line: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
