@@ -67,10 +67,9 @@ def holds_users(config: RunConfig) -> bool:
 
 
 def redis_password(config: RunConfig) -> str | None:
-    """Return the password that all services share, or None."""
-    if holds_users(config):
-        return None
-    return _read("redis.password_file", config.redis.password_file, REDIS_PASSWORD_ENV) or None
+    """Return the password of the server's default user, which all services share unless each has its own, or None."""
+    file = "" if holds_users(config) else config.redis.password_file
+    return _read("redis.password_file", file, REDIS_PASSWORD_ENV) or None
 
 
 def _error(message: str) -> ConfigError:

@@ -51,7 +51,7 @@ from services.console.run.redis_server import RedisServer, start_server
 from services.console.run.resumption import again, next_step, requeue_failed
 from services.console.run.secrets import write_secret
 from services.console.run.terminal import Interrupts, lasting_output
-from services.http.credentials import api_tokens, redis_password
+from services.http.credentials import api_tokens, holds_users, redis_password
 from services.operations.control import reason
 from services.operations.observe import RunFeed
 from services.protocol.errors import StoreError
@@ -120,22 +120,23 @@ def _start(
         if options.fresh:
             folder.clear()
         with _redis(config, folder, url, password) as (config, server):
-            config = _written(config, folder, before, step)
+            login = _administrator(config, server.password if server else password)
+            config = _written(config, folder, before, step, login)
             for sentence in loss_in_words(config):
                 print(f"loss: {sentence}", flush=True)
             environ = common_environment(os.environ, config, gpus)
             interrupts.check()
-            return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step, ended).run())
+            return asyncio.run(_Job(options, config, folder, planner, gpus, server, login, lock.fd, environ, step, ended).run())
 
 
-def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None) -> RunConfig:
+def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None, login: Login) -> RunConfig:
     """Write the configuration into the run's folder, and record how it differs from that `before`, if the run is resumed.
 
     Raise `ConsoleError`, and write nothing, if the run is beyond its last step.
     """
     if before is None:
         return folder.write(config)
-    begins = asyncio.run(next_step(config, _administrator(config), folder, restore))
+    begins = asyncio.run(next_step(config, login, folder, restore))
     take_back(folder.changes, before)
     if changed := changes(before, config):
         record(folder.changes, begins, changed)
@@ -171,9 +172,10 @@ async def _trained(folder: RunFolder, config: RunConfig, url: str, password: str
 def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Iterator[tuple[RunConfig, RedisServer | None]]:
     """Yield the configuration with Redis filled in, and the run's own server, or None if it uses the one at `url`."""
     if url:
-        if password:
+        shared = bool(password) and not holds_users(config)
+        if shared:
             write_secret(folder.redis_password, password)
-        yield resolve(config, folder, url, str(folder.redis_password.resolve()) if password else ""), None
+        yield resolve(config, folder, url, str(folder.redis_password.resolve()) if shared else ""), None
         return
     server = start_server(folder.redis, folder.path.name)
     try:
@@ -190,6 +192,7 @@ class _Job:
     planner: Planner
     gpus: Sequence[str]
     server: RedisServer | None
+    login: Login
     lock_fd: int
     environ: dict[str, str]
     restore: int | None  # step of the checkpoint to return to
@@ -202,7 +205,7 @@ class _Job:
         for sig in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(sig, self._interrupt)
         config = self.config
-        store = await Store.connect(config.redis.url, config.run.name, _administrator(config))
+        store = await Store.connect(config.redis.url, config.run.name, self.login)
         mirror, evaluations = Mirror(self.folder.metrics), Mirror(self.folder.evaluations, EVALUATED)
         try:
             return await self._see_through(store, mirror, evaluations)
