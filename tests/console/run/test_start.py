@@ -60,7 +60,7 @@ def test_a_run_that_trained_nothing_is_replaced(tmp_path: Path) -> None:
 def test_steps_known_only_to_redis_count(tmp_path: Path) -> None:
     """As if the console had been killed before it wrote the first step's record."""
     config, run = held(tmp_path, trained=False)
-    server = start_server(run.redis, "everysec", config.run.name)
+    server = start_server(run.redis, config.run.name)
 
     async def train() -> None:
         store = await Store.connect(server.url, config.run.name, server.password)
