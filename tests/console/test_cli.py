@@ -199,7 +199,7 @@ def stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool 
     monkeypatch.setenv(PLAIN, "1")
     folder = RunFolder.of(small_config(tmp_path, None, "fleet.ttl_s=600"))
     folder.write(small_config(tmp_path, None, "fleet.ttl_s=600"))
-    server = start_server(folder.redis, "everysec", folder.path.name)
+    server = start_server(folder.redis, folder.path.name)
     asyncio.run(begin(folder, server))
     if finished:
         asyncio.run(finish(folder, server))
@@ -276,7 +276,7 @@ def test_commands_work_on_a_stopped_run(
     config = small_config(tmp_path, None, 'run.dir="runs"', "fleet.ttl_s=600")
     folder = RunFolder.of(config)
     folder.write(config)
-    server = start_server(folder.redis, "everysec", folder.path.name)
+    server = start_server(folder.redis, folder.path.name)
     asyncio.run(begin(folder, server))
     server.stop()
 

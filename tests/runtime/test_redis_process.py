@@ -25,7 +25,7 @@ def test_a_server_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["a space", "it's", 'a "quote"', r"back\slash"])
 def test_a_server_starts_in_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
-    server = start_server(tmp_path / name / "redis", "everysec", "small")
+    server = start_server(tmp_path / name / "redis", "small")
     try:
         assert (tmp_path / name / "redis" / "appendonlydir").is_dir()
     finally:
@@ -33,7 +33,7 @@ def test_a_server_starts_in_a_folder_of_any_name(tmp_path: Path, name: str) -> N
 
 
 def test_a_server_whose_port_is_taken_is_ended(tmp_path: Path) -> None:
-    first = start_server(tmp_path / "first", "everysec", "small")
+    first = start_server(tmp_path / "first", "small")
     second = RedisServer(tmp_path / "second", port=first.port)
     try:
         with pytest.raises(StoreError, match="in use by another Redis server"):
