@@ -56,13 +56,10 @@ REPLACED = {
     "stores what changed",
     "sync.join_deadline_s": "was merged into sync.deadline_s, of which joining has at most 20 s: remove the key",
     "sync.transfer_deadline_s": "is sync.deadline_s now: set sync.deadline_s",
-    "admission.overtake": "was removed: remove the key, or set admission.overtake_deadline_s = 0 for drop",
     "redis.appendfsync": "was removed, and the server that grpo run starts flushes its file every second: remove the key",
     "redis.max_memory_mib": "was removed, and the server's own maxmemory is used: set that, and remove the key",
     "redis.users_dir": "is redis.password_file now, which may be a file or a folder: set that",
     "redis.payload_shards": "was removed, and on a Redis Cluster payloads are always spread over its masters: remove the key",
-    "sync.drain_deadline_s": "was removed, and half of sync.join_deadline_s or sync.transfer_deadline_s, whichever is less, is "
-    "used: remove the key",
     **{
         f"sampling.{name}": "was removed, since only the whole distribution can be trained on: with a truncated one the engine's "
         "logprobs would be relative to the tokens that it kept and the trainer's to all, which biases their ratios "

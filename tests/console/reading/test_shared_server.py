@@ -43,7 +43,7 @@ def stopped(tmp_path: Path) -> RunFolder:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     folder.write(config)
-    server = start_server(folder.redis, "everysec", folder.path.name)
+    server = start_server(folder.redis, folder.path.name)
 
     async def create() -> None:
         store = await Store.connect(server.url, config.run.name, server.password)

@@ -24,7 +24,7 @@ def test_an_empty_file_is_no_secret(tmp_path: Path) -> None:
     for name in ("password", "users/trainer"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    server = start_server(tmp_path, "everysec", "small")
+    server = start_server(tmp_path, "small")
     server.stop()
     assert len((tmp_path / "password").read_text()) > 30
     assert len((tmp_path / "users" / "trainer").read_text()) > 30
