@@ -122,7 +122,7 @@ async def overhead_us(folder: Path, groups: int, repeats: int) -> list[float]:
 def judged(folder: Path, server: RedisServer, service: FlakyServer, timeout_s: float) -> RunConfig:
     """Return the configuration of a generator whose completions a judge scores, each in its own request."""
     template = "Rate {{ completion }}"
-    judge = f'kind="judge", url="{service.url}/v1", model="m", prompt="{template}", timeout_s={timeout_s}, max_requests=256'
+    judge = f'kind="judge", url="{service.url}/v1", model="m", prompt="{template}", timeout_s={timeout_s}'
     return small_config(
         folder / "judged", server, f"verifiers=[{{{judge}}}]", f"sampling.group_size={GROUP}", "data.max_prompt_tokens=8",
         f"sampling.max_tokens={TOKENS}", f"generator.max_num_seqs={SEATS}", "generator.max_concurrent_groups=0",

@@ -42,7 +42,7 @@ def make_task(source: ReasoningGymSource, size: int, seed: int) -> Any:
     """Return the task of the run with another size and seed."""
     from reasoning_gym.factory import create_dataset
 
-    return create_dataset(source.task, size=size, seed=seed, **source.options)
+    return create_dataset(source.task, **{**source.options, "size": size, "seed": seed})
 
 
 def make_examples(source: ReasoningGymSource, held_out: int, worked: int, seed: int) -> tuple[list[Example], list[Example]]:

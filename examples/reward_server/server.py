@@ -4,7 +4,7 @@
     grpo run examples/arithmetic/config.toml 'verifiers=[{kind="http", url="http://127.0.0.1:8080/score"}]' \
         generator.verifier_workers=2
 
-If the variable REWARDS_TOKEN is set, requests need it as a bearer token: name the variable in the verifier's `token_env`.
+If the variable REWARDS_TOKEN is set, requests need it as a bearer token: set the verifier's `token` to "env:REWARDS_TOKEN".
 """
 
 import hmac

@@ -110,11 +110,10 @@ def _scores(config: RunConfig) -> Iterator[str]:
                 "give one of them another weight"
             )
     for index, verifier in enumerate(config.verifiers):
-        if verifier.kind == "length" and verifier.soft_tokens > (limit := verifier.max_tokens or config.sampling.max_tokens):
-            key = f"verifiers.{index}.max_tokens" if verifier.max_tokens else "sampling.max_tokens"
+        if verifier.kind == "length" and verifier.soft_tokens > (limit := config.sampling.max_tokens):
             yield (
-                f"verifiers.{index}.soft_tokens = {verifier.soft_tokens} exceeds {key} = {limit}, so that even an empty "
-                f"completion would be penalised: lower verifiers.{index}.soft_tokens or raise {key}"
+                f"verifiers.{index}.soft_tokens = {verifier.soft_tokens} exceeds sampling.max_tokens = {limit}, so that even an "
+                f"empty completion would be penalised: lower verifiers.{index}.soft_tokens or raise sampling.max_tokens"
             )
 
 

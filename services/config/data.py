@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
 from services.config.base import Section
 
@@ -70,12 +70,23 @@ class ReasoningGymSource(NamedSource):
     """`reasoning_gym`."""
     task: str
     """Name of the task, e.g. `basic_arithmetic`."""
-    size: int = Field(default=10_000, ge=1)
-    """Number of prompts per epoch."""
-    seed: int = 0
-    """Seed of the task's generator."""
     options: dict[str, Any] = {}
-    """Further options of the task; see the documentation of reasoning-gym."""
+    """Options of the task; see the documentation of reasoning-gym. `size`, the number of prompts per epoch, is 10000 by default,
+    and `seed`, which the prompts depend on, 0."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return all options of the task."""
+        return {"size": 10_000, "seed": 0, **self.options}
+
+    @field_validator("options")
+    @classmethod
+    def _has_prompts(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, least in (("size", 1), ("seed", None)):
+            value = options.get(name, 1)
+            if type(value) is not int or (least is not None and value < least):
+                raise ValueError(f"{name} = {value!r} must be an integer{' of at least 1' * (least is not None)}")
+        return options
 
 
 Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]

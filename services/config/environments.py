@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.config.base import Section
 from services.config.data import FileSource, Source
+from services.config.secrets import TOKEN, variable_of
 from services.config.verifiers import FUNCTION, VerifierConfig, check_name, verifier_names
 
 
@@ -24,7 +25,8 @@ class CommonEnvironment(Section):
     """Maximum number of turns of a rollout. One that needs more is truncated."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Time limit of one reply of the environment; for an agent, of the whole rollout on one pod, without the policy's turns. A
-    rollout that exceeds it fails and starts again."""
+    rollout that exceeds it fails and starts again. A call of a built-in or MCP tool may take a twentieth of it; if it takes
+    longer, the policy gets an error as the reply."""
     processes: int = Field(default=1, ge=1)
     """Number of worker processes in each environment pod. A process runs many rollouts, but one step of its code at a time."""
     variables: list[str] = []
@@ -47,19 +49,6 @@ class ToolEnvironment(CommonEnvironment):
     tools: list[Literal["python"]] = []
     """Built-in tools that the policy may call in addition to the environment's own. `python` runs code that the policy writes,
     without network, in a folder that lasts as long as the rollout."""
-    tool_timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit of a call of a built-in or MCP tool. If a call exceeds it, the policy gets an error as the reply."""
-    memory_mib: int = Field(default=512, ge=64)
-    """Memory limit of the code that the tool `python` runs."""
-
-    @model_validator(mode="after")
-    def _calls_end_before_their_reply(self) -> Self:
-        if (self.tools or isinstance(self, McpEnvironment)) and self.tool_timeout_s > self.timeout_s / 2:
-            raise ValueError(
-                f"tool_timeout_s = {self.tool_timeout_s:g} is more than half of timeout_s = {self.timeout_s:g}, so that a slow "
-                "call would fail its rollout instead of being answered: lower it, or raise timeout_s"
-            )
-        return self
 
 
 class PythonEnvironment(ToolEnvironment):
@@ -88,15 +77,13 @@ class McpEnvironment(ToolEnvironment):
 
     kind: Literal["mcp"]
     """`mcp`."""
-    command: list[str] = []
+    server: list[str] | str
     """Program and arguments of a server that speaks over its standard input and output, started for each rollout that calls one
-    of its tools. Empty: `url` is used."""
-    url: str = ""
-    """Address of a server that speaks streamable HTTP, such as `http://tools:8000/mcp`. Empty: `command` is started."""
+    of its tools; or the address of one that speaks streamable HTTP, such as `http://tools:8000/mcp`."""
     shared: bool = False
     """Whether the rollouts of a worker process share one session with the server: for stateless servers."""
-    token_env: str = ""
-    """Name of an environment variable that contains the bearer token of the server at `url`. Empty: none."""
+    token: str = Field(default="", pattern=TOKEN)
+    """Bearer token of a server with an address: `env:NAME` names an environment variable, `file:PATH` a file. Empty: none."""
     function: str = ""
     """`module:Class`, or `path.py:Class` relative to the configuration file, as for kind `python`: it may score, reply, and add
     tools. Empty: a rollout ends with the first reply that calls no tool, and verifiers score it."""
@@ -106,27 +93,37 @@ class McpEnvironment(ToolEnvironment):
     def _names_a_class(cls, text: str) -> str:
         return _named_in_code(text) if text else text
 
-    @field_validator("url")
+    @field_validator("server")
     @classmethod
-    def _is_a_url(cls, text: str) -> str:
-        if text and not text.startswith(("http://", "https://")):
-            raise ValueError("must begin with http:// or https://, such as http://tools:8000/mcp")
-        if "@" in urlsplit(text).netloc:
-            raise ValueError("contains a user name or password: remove them; token_env names a bearer token")
-        return text
+    def _is_one(cls, server: list[str] | str) -> list[str] | str:
+        if not server:
+            raise ValueError("must be a program with its arguments, or an address")
+        if isinstance(server, str) and not server.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://, such as http://tools:8000/mcp, or be a list of words")
+        if isinstance(server, str) and "@" in urlsplit(server).netloc:
+            raise ValueError("contains a user name or password: remove them; token names a bearer token")
+        return server
+
+    @model_validator(mode="after")
+    def _has_use_for_a_token(self) -> Self:
+        if self.token and self.command:
+            raise ValueError("token has no effect with a server that is a program: remove it")
+        return self
+
+    @property
+    def command(self) -> list[str]:
+        """Return the program and its arguments; empty for a server with an address."""
+        return self.server if isinstance(self.server, list) else []
+
+    @property
+    def url(self) -> str:
+        """Return the address; empty for a server that is a program."""
+        return self.server if isinstance(self.server, str) else ""
 
     @property
     def inherited(self) -> list[str]:
         """Return the environment variables that its processes inherit although they look like secrets."""
-        return [*self.variables, *filter(None, [self.token_env])]
-
-    @model_validator(mode="after")
-    def _one_server(self) -> Self:
-        if bool(self.command) == bool(self.url):
-            raise ValueError("needs either command or url: set one of them")
-        if self.token_env and not self.url:
-            raise ValueError(f'token_env = "{self.token_env}" has no effect without url: remove it')
-        return self
+        return [*self.variables, *filter(None, [variable_of(self.token)])]
 
 
 class AgentEnvironment(CommonEnvironment):
@@ -134,36 +131,34 @@ class AgentEnvironment(CommonEnvironment):
 
     kind: Literal["agent"]
     """`agent`."""
-    function: str = ""
-    """`module:function`, or `path.py:function` relative to the configuration file. Empty: `command` is run."""
-    command: list[str] = []
-    """Program and arguments, started once per rollout. Empty: `function` is called."""
+    run: list[str] | str
+    """`module:function`, or `path.py:function` relative to the configuration file; or, as a list, a program and its arguments,
+    started once per rollout."""
 
-    @field_validator("function")
+    @field_validator("run")
     @classmethod
-    def _names_a_function(cls, text: str) -> str:
-        return _named_in_code(text) if text else text
+    def _names_a_program(cls, run: list[str] | str) -> list[str] | str:
+        if not run:
+            raise ValueError("must be a function, or a program with its arguments")
+        return _named_in_code(run) if isinstance(run, str) else run
 
-    @model_validator(mode="after")
-    def _one_program(self) -> Self:
-        if bool(self.function) == bool(self.command):
-            raise ValueError("needs either function or command: set one of them")
-        return self
+    @property
+    def function(self) -> str:
+        """Return the name of the function; empty for a program."""
+        return self.run if isinstance(self.run, str) else ""
+
+    @property
+    def command(self) -> list[str]:
+        """Return the program and its arguments; empty for a function."""
+        return self.run if isinstance(self.run, list) else []
 
 
 class VerifiersEnvironment(CommonEnvironment):
-    """An environment of the library verifiers, version 0.3 or 0.4 (docs/environments.md). `options` are the keyword arguments of
-    its `load_environment`, or, with the v1 API, fields of its configuration."""
+    """An environment of the library verifiers, of its v1 API (docs/environments.md). Its id is `name`; `options` are fields of
+    its configuration."""
 
     kind: Literal["verifiers"]
     """`verifiers`."""
-    environment: str = Field(default="", pattern=r"^([A-Za-z0-9_.-]+/)?[A-Za-z0-9_.-]*(@[A-Za-z0-9_.-]+)?$")
-    """Id of the environment, as verifiers' own loader takes it, such as `gsm8k` or `owner/gsm8k`. Empty: its name."""
-
-    @property
-    def id(self) -> str:
-        """Return the id of the environment."""
-        return self.environment or self.name
 
 
 def _named_in_code(text: str) -> str:
@@ -180,6 +175,11 @@ EnvironmentConfig = Annotated[
 def code_of(environment: EnvironmentConfig) -> str:
     """Return the name of the environment's class or function, or "" if it has none."""
     return "" if isinstance(environment, VerifiersEnvironment) else environment.function
+
+
+def code_key(environment: EnvironmentConfig) -> str:
+    """Return the key that names the environment's class or function."""
+    return "run" if environment.kind == "agent" else "function"
 
 
 def environment_file(environment: EnvironmentConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from services.config.root import RunConfig
-from services.config.secrets import shown
+from services.config.secrets import TOKEN, shown
 
 REPLACED = {
     "api.key_file": "was removed: write the key into the file api.certificate_file, or give it a folder with tls.crt and tls.key",
@@ -60,6 +60,30 @@ REPLACED = {
     "redis.max_memory_mib": "was removed, and the server's own maxmemory is used: set that, and remove the key",
     "redis.users_dir": "is redis.password_file now, which may be a file or a folder: set that",
     "redis.payload_shards": "was removed, and on a Redis Cluster payloads are always spread over its masters: remove the key",
+    "sync.drain_deadline_s": "was removed, and half of sync.join_deadline_s or sync.transfer_deadline_s, whichever is less, is "
+    "used: remove the key",
+    "verifiers.token_env": 'is a place of token now: set token = "env:NAME"',
+    "verifiers.token_file": 'is a place of token now: set token = "file:PATH"',
+    "verifiers.give_up_s": "was removed, and a ticket waits 600 s for a service: remove the key",
+    "verifiers.max_requests": "was removed, and a generator has at most 64 requests of a verifier in flight: remove the key",
+    "verifiers.memory_mib": "was removed, and a worker may use 4 GiB: remove the key, and for a function that needs more or uses "
+    'a GPU set kind = "http"',
+    "verifiers.environment": "is variables now: rename the key",
+    "verifiers.max_tokens": "was removed, and sampling.max_tokens is used: remove the key",
+    "verifiers.system": 'is part of prompt now: set prompt = [{ role = "system", content = SYSTEM }, { role = "user", content = '
+    "PROMPT }]",
+    "environments.tool_timeout_s": "was removed, and a call may take a twentieth of timeout_s: remove the key, and set timeout_s",
+    "environments.memory_mib": "was removed, and the tool python may use 512 MiB: remove the key",
+    "environments.environment": "was removed, and name is the id: remove the key, and set name",
+    "environments.token_env": 'is a place of token now: set token = "env:NAME"',
+    "environments.command": "is run of an agent and server of an MCP server now: rename the key",
+    "environments.url": "is server now: rename the key",
+    "environments.function": "is run of an agent now: rename the key",
+    **{
+        f"{section}.sources.{name}": f"is an option of the task now: set options.{name}"
+        for section in ("data", "evaluation")
+        for name in ("size", "seed")
+    },
     **{
         f"sampling.{name}": "was removed, since only the whole distribution can be trained on: with a truncated one the engine's "
         "logprobs would be relative to the tokens that it kept and the trainer's to all, which biases their ratios "
@@ -104,10 +128,9 @@ IN_WORDS = {
     r"^[A-Za-z0-9_-]{1,40}$": 'must have 1 to 40 letters, digits, "_" and "-"',
     r"^[A-Za-z0-9_-]{0,40}$": 'may have up to 40 letters, digits, "_" and "-"',
     r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$": "must be module:function, such as my_module:my_function",
-    r"^([A-Za-z0-9_.-]+/)?[A-Za-z0-9_.-]*(@[A-Za-z0-9_.-]+)?$": "must be NAME, OWNER/NAME or OWNER/NAME@VERSION",
     r"^(https?://.+)?$": "must begin with http:// or https://",
     r"^https?://[^\s]+$": "must begin with http:// or https://, and have no spaces",
-    r"^[A-Za-z_]*\w*$": "must be the name of an environment variable",
+    TOKEN: 'must be "env:NAME", an environment variable, or "file:PATH"',
 }
 """The pattern of a text -> what it demands."""
 
@@ -116,9 +139,10 @@ def explained(fault: Any) -> str:
     """Return one of pydantic's errors as a line."""
     location, sections = _located(fault)
     key = ".".join(map(str, location)) or "configuration"
-    if fault["type"] == "extra_forbidden" and key in REPLACED:
+    of_all = ".".join(str(part) for part in location if not isinstance(part, int))  # verifiers.token_env of verifiers.0.token_env
+    if fault["type"] == "extra_forbidden" and of_all in REPLACED:
         value = fault["input"]
-        return f"{key}{f' = {shown(key, value)}' * isinstance(value, str | int | float)} {REPLACED[key]}"
+        return f"{key}{f' = {shown(key, value)}' * isinstance(value, str | int | float)} {REPLACED[of_all]}"
     if fault["type"] == "extra_forbidden":
         if known := ELSEWHERE.get(str(location[-1])):
             return f"{key} = {shown(key, fault['input'])} is not a known key: use {known}"

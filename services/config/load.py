@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from services.config.consistency import broken
 from services.config.derived import derived
-from services.config.environments import code_of, environment_file
+from services.config.environments import code_key, code_of, environment_file
 from services.config.faults import explained, keys_of, models_of, without
 from services.config.generation import Generator, owned_options
 from services.config.loss import settle
@@ -189,7 +189,7 @@ def defining(config: RunConfig) -> bytes:
             described["function"] = [Path(verifier.file).name, verifier.function.rpartition(":")[2], code_digest(verifier.file)]
     for environment, described in zip(config.environments, tree["environments"], strict=True):
         if file := environment_file(environment):
-            described["function"] = [Path(file).name, code_of(environment).rpartition(":")[2], code_digest(file)]
+            described[code_key(environment)] = [Path(file).name, code_of(environment).rpartition(":")[2], code_digest(file)]
         described.pop("interpreter")  # says where it runs, not what it does
     return msgspec.json.encode(tree, order="sorted")
 
@@ -219,10 +219,11 @@ def _place_functions(tree: dict[str, Any], folder: Path) -> None:
     listed = [tree.get("verifiers"), tree.get("environments")]
     for described in [each for tables in listed if isinstance(tables, list) for each in cast("list[Any]", tables)]:
         table = _table(described)
-        function = table.get("function") if table else None
-        if table and isinstance(function, str) and function.rpartition(":")[0].endswith(".py"):
-            place, _, name = function.rpartition(":")
-            table["function"] = f"{folder / Path(place).expanduser()}:{name}"
+        for key in ("function", "run"):
+            function = table.get(key) if table else None
+            if table and isinstance(function, str) and function.rpartition(":")[0].endswith(".py"):
+                place, _, name = function.rpartition(":")
+                table[key] = f"{folder / Path(place).expanduser()}:{name}"
         interpreter = table.get("interpreter") if table else None
         if table and isinstance(interpreter, str) and "/" in interpreter:
             table["interpreter"] = str(folder / Path(interpreter).expanduser())

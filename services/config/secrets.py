@@ -1,17 +1,46 @@
-"""Values of keys for messages and pages, without anything that may be secret. Pure."""
+"""Values of keys for messages and pages, without anything that may be secret, and tokens where keys name them."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 HIDDEN = "(hidden)"
+TOKEN = r"^(env:[A-Za-z_]\w*|file:.+)?$"
+"""Pattern of a key that says where a token is."""
 _WORDS = "(?:password|passwd|secret|token|(?:api)?key|credentials?)"
 _SECRET = re.compile(rf"(?:^|[._-]){_WORDS}$", re.IGNORECASE)
 """Names of keys that may hold a secret."""
 _IN_ADDRESS = re.compile(r"(://[^:/@\s]*):.+@")
 _IN_QUERY = re.compile(rf"([?&](?:[\w.-]*[._-])?{_WORDS}=)[^&#\s]+", re.IGNORECASE)
+
+
+def variable_of(token: str) -> str:
+    """Return the environment variable that holds a token, or "" if none does."""
+    return token.removeprefix("env:") if token.startswith("env:") else ""
+
+
+def read_token(token: str) -> str:
+    """Return the token that is where `token` says. Raises ValueError for one that is missing or cannot be sent."""
+    kind, _, place = token.partition(":")
+    if kind == "env":
+        value = os.environ.get(place, "").strip()
+        if not value:
+            raise ValueError(f"token = {token}: the environment variable is not set or empty: set it, or remove token")
+    else:
+        try:
+            value = Path(place).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ValueError(f"token = {token}: the file cannot be read ({reason}): create it, or remove token") from None
+        if not value:
+            raise ValueError(f"token = {token}: the file is empty: write the token into it, or remove token")
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(f"token = {token}: the token has characters that a header cannot contain: check what was stored")
+    return value
 
 
 def shown(key: str, value: Any) -> str:

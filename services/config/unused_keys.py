@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from services.config.base import Section
-from services.config.environments import ToolEnvironment, code_of
+from services.config.environments import code_of
 from services.config.evaluation import Evaluation
 from services.config.loss import CLIPS, CORRECTION, POLICIES
 from services.config.root import RunConfig
@@ -89,10 +89,6 @@ def _scoring(config: RunConfig) -> Rules:
 def _environments(config: RunConfig) -> Rules:
     for index, environment in enumerate(config.environments):
         key = f"environments.{index}"
-        if isinstance(environment, ToolEnvironment) and not environment.tools:
-            yield f"{key}.memory_mib", "without the tool python", 'set tools = ["python"]'
-            if environment.kind == "python":
-                yield f"{key}.tool_timeout_s", "without the tool python", 'set tools = ["python"]'
         if code_of(environment) or environment.kind == "verifiers":
             continue
         yield f"{key}.options", "without function, whose arguments they are", "name one"

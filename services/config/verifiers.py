@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_valid
 
 from services.config.base import Section
 from services.config.data import Capture, FileSource, Source, pattern_of
-from services.config.secrets import without_secrets
+from services.config.secrets import TOKEN, without_secrets
 
 FUNCTION = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 """`module:name` or `path.py:name`."""
@@ -111,9 +111,7 @@ class LengthConfig(CommonVerifier):
     kind: Literal["length"]
     """`length`."""
     soft_tokens: int = Field(ge=1)
-    """Tokens before `max_tokens` over which the score falls from 0 to -1."""
-    max_tokens: int = Field(default=0, ge=0)
-    """Length in tokens at which the score reaches -1. 0: `sampling.max_tokens`."""
+    """Tokens before `sampling.max_tokens` over which the score falls from 0 to -1."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -159,10 +157,8 @@ class PythonConfig(OwnVerifier):
     """`completion`: each completion is scored by itself; `group`: all completions of a prompt are scored in one call."""
     network: bool = False
     """Allow the function to use the network (docs/security.md)."""
-    environment: list[str] = []
+    variables: list[str] = []
     """Names of environment variables, such as an API key's, that workers inherit although they look like secrets."""
-    memory_mib: int = Field(default=4096, ge=0)
-    """Memory that a worker process may use, in MiB of address space. 0: no limit, which a function that uses a GPU needs."""
 
     @field_validator("function")
     @classmethod
@@ -183,24 +179,10 @@ class RemoteVerifier(OwnVerifier):
 
     url: str = Field(pattern=r"^https?://[^\s]+$")
     """Address of the service."""
-    token_env: str = Field(default="", pattern=r"^[A-Za-z_]*\w*$")
-    """Name of an environment variable that contains the service's bearer token. Empty: none."""
-    token_file: str = ""
-    """File that contains the service's bearer token. Empty: none."""
+    token: str = Field(default="", pattern=TOKEN)
+    """The service's bearer token: `env:NAME` names an environment variable, `file:PATH` a file. Empty: none."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one request."""
-    give_up_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a ticket becomes a dead letter if the service cannot be reached, is overloaded or fails. Until then
-    it is held."""
-    max_requests: int = Field(default=64, ge=1)
-    """Maximum number of requests that one generator has in flight at a time."""
-
-    @field_validator("token_file")
-    @classmethod
-    def _one_token(cls, path: str, given: ValidationInfo) -> str:
-        if path and given.data.get("token_env"):
-            raise ValueError("token_env is also set: set only one of them")
-        return path
 
 
 class HttpConfig(RemoteVerifier):
@@ -208,6 +190,15 @@ class HttpConfig(RemoteVerifier):
 
     kind: Literal["http"]
     """`http`."""
+
+
+class PromptMessage(Section):
+    """A message of a judge's prompt."""
+
+    role: Literal["system", "user", "assistant"]
+    """Its role."""
+    content: str
+    """Jinja2 template of its text."""
 
 
 class JudgeConfig(RemoteVerifier):
@@ -219,11 +210,9 @@ class JudgeConfig(RemoteVerifier):
     """`completion`: each completion is scored by itself; `group`: all completions of a prompt are scored in one call."""
     model: str
     """Name of the model at the endpoint."""
-    prompt: str = Field(min_length=1)
+    prompt: str | list[PromptMessage]
     """Jinja2 template of the question, with the variables `question`, `prompt` (messages), `answer`, `row`, `completion`, and
-    `completions` with `scope = "group"`."""
-    system: str = ""
-    """System message. Empty: none."""
+    `completions` with `scope = "group"`; or a list of messages, each a `role` and a template as `content`."""
     verdict: Capture = r"(?i)score[\s:=*]*(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the score, a number; the last match counts. With `scope = "group"` the last n
     matches are the scores of the n completions. Ignored with `json_schema`."""
@@ -235,6 +224,18 @@ class JudgeConfig(RemoteVerifier):
     must be at least half."""
     request: dict[str, Any] = {}
     """Further fields of the request, e.g. `temperature` or `max_tokens`."""
+
+    @property
+    def messages(self) -> list[PromptMessage]:
+        """Return the messages of a request, whose contents are templates."""
+        return [PromptMessage(role="user", content=self.prompt)] if isinstance(self.prompt, str) else self.prompt
+
+    @field_validator("prompt")
+    @classmethod
+    def _asks_something(cls, prompt: str | list[PromptMessage]) -> str | list[PromptMessage]:
+        if not prompt:
+            raise ValueError("is empty: give a template, or a list of messages")
+        return prompt
 
     @field_validator("json_schema")
     @classmethod
@@ -248,7 +249,7 @@ class JudgeConfig(RemoteVerifier):
     @classmethod
     def _leaves_the_question(cls, fields: dict[str, Any], given: ValidationInfo) -> dict[str, Any]:
         if taken := sorted({"model", "messages", "stream", "n"} & fields.keys()):
-            raise ValueError(f"{', '.join(taken)} cannot be set here: use the keys model, prompt, system and votes")
+            raise ValueError(f"{', '.join(taken)} cannot be set here: use the keys model, prompt and votes")
         if type(fields.get("seed", 0)) is not int:
             raise ValueError(f"seed = {fields['seed']!r} is not an integer; the votes of a completion count up from it")
         if "response_format" in fields and given.data.get("json_schema"):
@@ -347,7 +348,7 @@ def _check_address(key: str, verifier: RemoteVerifier) -> None:
         url = without_secrets("url", verifier.url)
         raise ValueError(f'{key} = "{url}" is not an address ({error}): correct it') from None
     if "@" in address.netloc:  # the message does not repeat it
-        raise ValueError(f"{key} contains a user name or password: remove them; token_env or token_file names a secret")
+        raise ValueError(f"{key} contains a user name or password: remove them; token names a secret")
     if not address.hostname:
         raise ValueError(f'{key} = "{verifier.url}" names no host: add it after {address.scheme}://')
     if isinstance(verifier, JudgeConfig) and (address.query or address.fragment):

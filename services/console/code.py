@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.config import ConfigError, RunConfig
-from services.config.environments import code_of, environment_file
+from services.config.environments import code_key, code_of, environment_file
 from services.config.load import code_digest
 from services.config.verifiers import named
 from services.runtime import atomic_folders
@@ -66,7 +66,7 @@ def _functions(config: RunConfig) -> list[tuple[str, str, str, str]]:
         if each.kind == "python"
     ]
     environments = [
-        (f"environments.{index}.function", each.name, code_of(each), environment_file(each))
+        (f"environments.{index}.{code_key(each)}", each.name, code_of(each), environment_file(each))
         for index, each in enumerate(config.environments)
     ]
     return [described for described in (*verifiers, *environments) if described[3]]
@@ -85,7 +85,7 @@ def _with(config: RunConfig, functions: dict[str, str]) -> RunConfig:
         for name, each in named(config.verifiers)
     ]
     environments = [
-        each.model_copy(update={"function": functions[each.name]}) if each.name in functions else each
+        each.model_copy(update={code_key(each): functions[each.name]}) if each.name in functions else each
         for each in config.environments
     ]
     return config.model_copy(update={"verifiers": verifiers, "environments": environments})

@@ -64,7 +64,7 @@ def differences(then: bytes, now: bytes) -> str:
 
 
 def _in_words(key: str, before: Any, after: Any) -> str:
-    if key.endswith(".function") and isinstance(before, list) and isinstance(after, list):
+    if key.endswith((".function", ".run")) and isinstance(before, list) and isinstance(after, list):
         old, new = cast("list[str]", before), cast("list[str]", after)  # file, name in it, digest of its content
         if old[:2] == new[:2]:
             return f"{key} has another content of {new[0]}"

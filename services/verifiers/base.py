@@ -60,6 +60,7 @@ class Setup(msgspec.Struct, array_like=True):
     network: bool = False
     memory_bytes: int = 0  # of address space; 0: no limit
     prints: bool = False  # whether what verifiers print is shown
+    max_tokens: int = 0  # of a completion
 
 
 class Hello(msgspec.Struct, array_like=True):

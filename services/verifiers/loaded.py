@@ -28,7 +28,7 @@ BUILTIN: dict[str, str] = {
     "reasoning_gym": "services.verifiers.builtin.reasoning_gym:ReasoningGymVerifier",
     "length": "services.verifiers.builtin.length:LengthVerifier",
 }
-"""Kind -> `module:Class`. The class takes (config, Source) and has the method `score`."""
+"""Kind -> `module:Class`. The class takes (config, Source), or for `length` the maximum length, and has the method `score`."""
 ASYNC_GRACE_S = 1.0
 """An asynchronous call is cancelled at its limit; one that blocks the event loop instead ends its process this much later."""
 OF_ONE = {"completion": "completions", "tokens": "tokens", "finish": "finish"}
@@ -47,12 +47,17 @@ ELSEWHERE = {
 class LoadedVerifier:
     """Scores groups with one verifier."""
 
-    def __init__(self, config: VerifierConfig, source: Source, own: Callable[..., Any] | None = None) -> None:
-        """`own`: the result of `load` for a custom function. Raises `Unusable`, and any exception of the verifier's code."""
+    def __init__(
+        self, config: VerifierConfig, source: Source, own: Callable[..., Any] | None = None, max_tokens: int = 0
+    ) -> None:
+        """`own`: the result of `load` for a custom function; `max_tokens`: the maximum length of a completion.
+
+        Raises `Unusable`, and any exception of the verifier's code.
+        """
         self._source, self._limit_s = source, config.timeout_s
         self._whole = config.kind == "python" and config.scope == "group"
         self._own = own is not None
-        self._call: Callable[..., Any] = builtin(config, source).score if own is None else own
+        self._call: Callable[..., Any] = builtin(config, source, max_tokens).score if own is None else own
         self.needs = _parameters(self._call, self._whole)
         """Names of the parameters that it requests."""
         called = self._call.func if isinstance(self._call, partial) else self._call
@@ -115,10 +120,11 @@ def load(config: PythonConfig) -> Callable[..., Any]:
     return partial(found, **config.options) if config.options else found
 
 
-def builtin(config: VerifierConfig, source: Source) -> Any:
+def builtin(config: VerifierConfig, source: Source, max_tokens: int = 0) -> Any:
     """Return a built-in verifier. Raises ValueError for invalid settings."""
     module, _, name = BUILTIN[config.kind].partition(":")
-    return getattr(importlib.import_module(module), name)(config, source)
+    made = getattr(importlib.import_module(module), name)
+    return made(config, max_tokens) if config.kind == "length" else made(config, source)
 
 
 def _offered(whole: bool) -> set[str]:

@@ -21,8 +21,8 @@ from services.verifiers.base import Hello, Job, Setup, VerifierFailure
 from services.verifiers.results import Verdict, fault_of
 
 MEMORY_BYTES = 4 << 30
-"""Address space of a worker with built-in verifiers: several times the size that the libraries map, and far below that of a
-tower of powers."""
+"""Address space of a worker: several times the size that the libraries of built-in verifiers map, and far below that of a tower
+of powers."""
 
 GRACE_S = 5.0
 """A worker ends itself at a call's limit. If it does not, because it is stopped or stuck, it is killed this much later."""
@@ -46,8 +46,6 @@ class Freedoms:
     network: bool = False
     inherited: frozenset[str] = frozenset()
     """Environment variables that they get although they look like secrets."""
-    memory_bytes: int = MEMORY_BYTES
-    """Maximum address space of a worker. 0: no limit."""
     prints: bool = False
     """Whether what verifiers print is shown."""
     withheld: frozenset[str] = frozenset()
@@ -59,14 +57,14 @@ class VerifierPool:
 
     def __init__(
         self, verifiers: Sequence[tuple[str, VerifierConfig]], workers: int, sources: Sequence[Source],
-        freedoms: Freedoms = Freedoms(),
+        freedoms: Freedoms = Freedoms(), max_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """`verifiers` have names; `sources` are all possible sources."""
+        """`verifiers` have names; `sources` are all possible sources; `max_tokens` is the maximum length of a completion."""
         self.counts = PoolCounts()
         setup = Setup(
             [(name, each.model_dump(mode="json")) for name, each in verifiers],
             [each.model_dump(mode="json") for each in sources],
-            freedoms.network, freedoms.memory_bytes, freedoms.prints,
+            freedoms.network, MEMORY_BYTES, freedoms.prints, max_tokens,
         )  # fmt: skip
         self._verifiers = {
             source.name: [(name, verifier) for name, verifier in verifiers if verifier.scores(source.name)] for source in sources

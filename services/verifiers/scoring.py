@@ -1,7 +1,7 @@
 """Scores groups with all verifiers of the run: those in worker processes on this machine, and those that are services.
 
 Guarantees: a group gets the scores of all verifiers of its prompt source, each checked (results.py), or one `VerifierFailure`.
-Waits for: idle workers, and services, whose outages it outlasts up to their `give_up_s`; `waiting` says for which one.
+Waits for: idle workers, and services, whose outages it outlasts up to `GIVE_UP_S`; `waiting` says for which one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from dataclasses import replace
 
 from services.config import RunConfig
 from services.config.data import Source
+from services.config.secrets import variable_of
 from services.config.verifiers import RemoteVerifier, VerifierConfig, named
 from services.verifiers.base import Job, Scores, VerifierFailure
-from services.verifiers.pool import MEMORY_BYTES, Freedoms, PoolCounts, VerifierPool
+from services.verifiers.pool import Freedoms, PoolCounts, VerifierPool
 from services.verifiers.remote import RemotePool
+from services.verifiers.remote.connection import GIVE_UP_S
 from services.verifiers.results import Verdict, gathered
 from services.verifiers.together import together
 
@@ -23,19 +25,28 @@ from services.verifiers.together import together
 class Scoring:
     """All verifiers of a run. Verifiers with `network = true` have their own worker processes."""
 
-    def __init__(self, config: RunConfig, sources: Sequence[Source], workers: int = 0, prints: bool = False) -> None:
-        """`workers`: of each pool; 0: as configured. `prints`: show what verifiers print."""
-        verifiers = [(name, _completed(verifier, config)) for name, verifier in named(config.verifiers)]
+    def __init__(
+        self,
+        config: RunConfig,
+        sources: Sequence[Source],
+        workers: int = 0,
+        prints: bool = False,
+        give_up_s: float = 0.0,
+    ) -> None:
+        """`workers`: of each pool; 0: as configured. `prints`: show what verifiers print; `give_up_s`: how
+        long a service may be away; 0: `GIVE_UP_S`."""
+        verifiers = named(config.verifiers)
         self._sources = {source.name for source in sources}
         workers = workers or config.generator.verifier_workers
-        tokens = frozenset(each.token_env for each in config.verifiers if isinstance(each, RemoteVerifier))
+        tokens = frozenset(variable_of(each.token) for each in config.verifiers if isinstance(each, RemoteVerifier))
         self.pools: list[VerifierPool] = []
         for network in (False, True):
             chosen = [(name, each) for name, each in verifiers if _is_local(each) and _networked(each) == network]
             if chosen:
                 freedoms = replace(_freedoms([each for _, each in chosen], network, prints), withheld=tokens)
-                self.pools.append(VerifierPool(chosen, workers, sources, freedoms))
-        self._remote = RemotePool([(name, each) for name, each in verifiers if not _is_local(each)], sources)
+                self.pools.append(VerifierPool(chosen, workers, sources, freedoms, config.sampling.max_tokens))
+        remote = [(name, each) for name, each in verifiers if not _is_local(each)]
+        self._remote = RemotePool(remote, sources, give_up_s or GIVE_UP_S)
 
     async def start(self) -> None:
         """Start all workers and wait until they are warm. Raises `VerifierFailure`, e.g. for a function that cannot be loaded."""
@@ -73,12 +84,6 @@ class Scoring:
         return total
 
 
-def _completed(verifier: VerifierConfig, config: RunConfig) -> VerifierConfig:
-    if verifier.kind == "length" and not verifier.max_tokens:
-        return verifier.model_copy(update={"max_tokens": config.sampling.max_tokens})
-    return verifier
-
-
 def _is_local(verifier: VerifierConfig) -> bool:
     return not isinstance(verifier, RemoteVerifier)
 
@@ -89,6 +94,4 @@ def _networked(verifier: VerifierConfig) -> bool:
 
 def _freedoms(verifiers: Sequence[VerifierConfig], network: bool, prints: bool) -> Freedoms:
     own = [verifier for verifier in verifiers if verifier.kind == "python"]
-    limits = [verifier.memory_mib << 20 if verifier.kind == "python" else MEMORY_BYTES for verifier in verifiers]
-    memory = 0 if 0 in limits else max(limits)
-    return Freedoms(network, frozenset(name for each in own for name in each.environment), memory, prints)
+    return Freedoms(network, frozenset(name for each in own for name in each.variables), prints=prints)

@@ -38,6 +38,7 @@ from services.verifiers.results import BadResult, Verdict
 PARENT_CHECK_S = 2.0
 """Seconds between an idle worker's checks that its parent is alive, in case a copy of the pool's socket outlives the parent."""
 
+MEMORY = "4 GiB of address space"
 REFUSED = "the sandbox refuses processes, files elsewhere and, without network = true, sockets (docs/rewards.md)"
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ def _build(setup: Setup) -> dict[str, list[LoadedVerifier]]:
             own = load(config) if config.kind == "python" else None  # once, whatever the number of sources: it may be costly
             for source in sources:
                 if config.scores(source.name):
-                    found[source.name].append(LoadedVerifier(config, source, own))
+                    found[source.name].append(LoadedVerifier(config, source, own, setup.max_tokens))
         except BaseException as error:  # whatever its code raises is reported to the pool, and to the user
             reason = str(error) if isinstance(error, Unusable) else reason_of(error)
             raise Unusable(f"verifier {name!r} cannot be used: {reason}") from error
@@ -150,7 +151,7 @@ def _exactly(pool: socket.socket, size: int, parent: int) -> bytes | None:
 def _reason(error: BaseException) -> str:
     """Return what was raised, and what to change if the sandbox refused it."""
     if isinstance(error, MemoryError):
-        return f"{reason_of(error)}: raise its memory_mib"
+        return f'{reason_of(error)}: its worker may use {MEMORY}; for more, run it as a service (kind = "http")'
     if isinstance(error, OSError) and _refused(error):
         return f"{reason_of(error)}: {REFUSED}"
     return reason_of(error)

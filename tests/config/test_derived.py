@@ -29,7 +29,7 @@ def _configured(folder: Path, context: int | None, given: list[str]) -> RunConfi
 
 
 MODEL, PROMPT, COMPLETION, ROW = "model.max_tokens=", "data.max_prompt_tokens=", "sampling.max_tokens=", "trainer.row_tokens="
-TURNS = ("environments=[{kind='agent', name='e', command=['true']}]", "data.sources.0.environment=e")
+TURNS = ("environments=[{kind='agent', name='e', run=['true']}]", "data.sources.0.environment=e")
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ PRIORITIZED = "replay.sampler=prioritized"
 EVALUATED = ["evaluation.every_steps=5", "evaluation.sources=[{kind='jsonl', name='held', path='h'}]", "generator.count=2"]
 TWO = "data.sources=[{kind='jsonl', name='a', path='a', weight=2}, {kind='jsonl', name='b', path='b'}]"
 BARE, UNIFORM = "data.chat_template=false", "replay.sampler=uniform"
-TURNS = ["environments=[{kind='agent', name='e', command=['true']}]", "data.sources.0.environment=e"]
+TURNS = ["environments=[{kind='agent', name='e', run=['true']}]", "data.sources.0.environment=e"]
 SOURCE, CLASS = "data.sources.0.environment=e", "environments.0.function=f.py:C"
 TOOLS = ["environments=[{kind='python', name='e', tools=['python']}]", SOURCE]
 PLAIN = ["environments=[{kind='python', name='e', function='f.py:C'}]", SOURCE]
-SERVER = ["environments=[{kind='mcp', name='e', command=['true']}]", SOURCE]
+SERVER = ["environments=[{kind='mcp', name='e', server=['true']}]", SOURCE]
 REMOTE = "verifiers=[{kind='http', url='http://h'}]"
 
 
@@ -52,10 +52,6 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("environments.0.options={a=1}", TOOLS, "without function, whose arguments they are: name one", [*TOOLS, CLASS]),
     ("environments.0.solved_at=1", TOOLS, "without function, which alone gives a score: set solved_at of", [*TOOLS, CLASS]),
     ("environments.0.solved_at=1", SERVER, "without function, which alone gives a score", [*SERVER, CLASS]),
-    ("environments.0.memory_mib=99", SERVER, "without the tool python", [*SERVER, "environments.0.tools=['python']"]),
-    ("environments.0.memory_mib=99", [*SERVER, CLASS], "without the tool python", [*SERVER, "environments.0.tools=['python']"]),
-    ("environments.0.memory_mib=99", PLAIN, "without the tool python", [*PLAIN, "environments.0.tools=['python']"]),
-    ("environments.0.tool_timeout_s=9", PLAIN, "without the tool python", [*PLAIN, "environments.0.tools=['python']"]),
     ("lora.alpha=8", [], "with lora.rank = 0: set lora.rank", ["lora.rank=4"]),
     ("redis.ca_file=c", ["redis.url=redis://h:1"], "with redis.url = 'redis://h:1': use rediss://", ["redis.url=rediss://h:1"]),
     (

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_the_tool_replies_as_the_lessons_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    tool = CodeTool(f"example-{os.getpid()}", 10, 512)
+    tool = CodeTool(f"example-{os.getpid()}", 10)
     for program, reply in replies(347, 85).items():
         assert await tool.call({"code": program}) == reply
     await tool.close()
@@ -52,7 +52,7 @@ def test_one_program_in_three_prints_the_product() -> None:
 
 def test_prompts_and_lessons_are_rendered_identically(model: Path) -> None:
     config = load(FOLDER / "config.toml", [f"model.path={model}"], environ={})
-    chat, tool = ChatFormat(model, config.data), CodeTool("example", 10, 512)
+    chat, tool = ChatFormat(model, config.data), CodeTool("example", 10)
     prompt = chat.decode(PromptSource(config).prompt(0).tokens)
     assert prompt.startswith(f"{OFFERED}<|user|>Calculate ")
     for program in replies(347, 85):

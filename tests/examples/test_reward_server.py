@@ -40,7 +40,7 @@ def test_the_documented_command_has_a_valid_configuration() -> None:
 async def test_groups_are_scored_during_startup_with_the_token_only(url: str) -> None:
     job = group("2 + 2 = 4", "It is 5.", "4, I think", "no number")
     job.finish[2] = "length"
-    async with asking("http", url, token_env="REWARDS_TOKEN", range=[0, 1]) as pool:
+    async with asking("http", url, token="env:REWARDS_TOKEN", range=[0, 1]) as pool:
         verdict = (await pool.score(job))["http"]
     assert verdict.scores == [1.0, 0.1, 0.9, 0.1]
     assert verdict.parts == {"right": [1.0, 0.0, 1.0, 0.0], "finished": [1.0, 1.0, 0.0, 1.0]}

@@ -14,7 +14,7 @@ pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install
 TOOLS = {
     "config": {
         "data": {"sources": [{"kind": "reasoning_gym", "task": "basic_arithmetic", "environment": "shop"}]},
-        "environments": [{"name": "shop", "kind": "mcp", "url": "http://tools:8000/mcp", "token_env": "TOKEN"}],
+        "environments": [{"name": "shop", "kind": "mcp", "server": "http://tools:8000/mcp", "token": "env:TOKEN"}],
     },
     "environment": {"egress": [{"ports": [{"port": 8000}]}], "secretName": "keys", "internet": True},
 }

@@ -69,8 +69,8 @@ MISTAKES = [
         "no_token",
         "verifiers.0.url",
         "JUDGE_KEY",
-        "set it, or remove token_env",
-        [sub(PYTHON, 'kind = "http"\nurl = "http://127.0.0.1:9"\ntoken_env = "JUDGE_KEY"')],
+        "set it, or remove token",
+        [sub(PYTHON, 'kind = "http"\nurl = "http://127.0.0.1:9"\ntoken = "env:JUDGE_KEY"')],
         calls=True,
     ),
     Mistake(

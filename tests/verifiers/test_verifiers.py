@@ -201,7 +201,7 @@ def test_a_tasks_scorer_needs_prompts_of_a_task():
 def test_reasoning_gym_uses_the_tasks_own_scorer():
     from reasoning_gym.factory import create_dataset
 
-    source = ReasoningGymSource(kind="reasoning_gym", task="basic_arithmetic", size=4, seed=7)
+    source = ReasoningGymSource(kind="reasoning_gym", task="basic_arithmetic", options={"size": 4, "seed": 7})
     entry = create_dataset("basic_arithmetic", size=4, seed=7)[2]
     answer = encode_entry(entry)
     plain = _verifier("reasoning_gym", source)
@@ -219,7 +219,7 @@ def test_an_answer_on_which_a_tasks_scorer_fails_scores_zero(task: str, completi
     from reasoning_gym.factory import create_dataset
 
     tasks = create_dataset(task, size=2, seed=7)
-    verifier = _verifier("reasoning_gym", ReasoningGymSource(kind="reasoning_gym", task=task, size=2, seed=7))
+    verifier = _verifier("reasoning_gym", ReasoningGymSource(kind="reasoning_gym", task=task, options={"size": 2, "seed": 7}))
     assert verifier.score(completion, encode_entry(tasks[0])) == 0.0
 
     def broken(*_: object) -> float:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME = "doctor"  # of the rollout
 CUT_OFF = "doctor-cut-off"  # of the rollout that is scored without a turn
 TRIAL_LIMIT_S = 60.0
-OWN_FOLDER = "command starts in a folder of its own, so its paths must be absolute"
+OWN_FOLDER = "the program starts in a folder of its own, so its paths must be absolute"
 
 
 def environments(config: RunConfig, work: Work) -> Iterator[Finding]:
@@ -147,9 +147,9 @@ def _remedy(environment: EnvironmentConfig) -> str:
 def _named(environment: EnvironmentConfig) -> str:
     """Return the key that names the program, and its value."""
     if environment.kind == "mcp":
-        return f"url = {environment.url!r}" if environment.url else f"command = {environment.command!r}"
+        return f"server = {environment.server!r}"
     if environment.kind == "verifiers":
-        return f"environment = {environment.id!r}"
-    if environment.function:
-        return f"function = {environment.function!r}"
-    return f"command = {environment.command!r}" if environment.kind == "agent" else f"tools = {environment.tools!r}"
+        return f"name = {environment.name!r}"
+    if environment.kind == "agent":
+        return f"run = {environment.run!r}"
+    return f"function = {environment.function!r}" if environment.function else f"tools = {environment.tools!r}"

@@ -88,12 +88,10 @@ async def _call(config: RunConfig, index: int, name: str, verifier: str, remote:
 
     given, tried = verifier, config.verifiers[index]
     asks = isinstance(tried, RemoteVerifier)
-    if isinstance(tried, RemoteVerifier):
-        tried = tried.model_copy(update={"give_up_s": REMOTE_GIVE_UP_S})
     what, sources = f"verifier {name}", config.all_sources
     asked = [source for source in sources if tried.scores(source.name)]
     only = config.model_copy(update={"verifiers": [tried.model_copy(update={"name": name})]})
-    scoring, offline = Scoring(only, sources, workers=1), Offline(only)
+    scoring, offline = Scoring(only, sources, workers=1, give_up_s=REMOTE_GIVE_UP_S), Offline(only)
     began = time.monotonic()
     try:
         await scoring.start()

@@ -18,7 +18,6 @@ TASK = """\
 [[data.sources]]                # prompts from a task that generates them, so that this file runs as it is; `--data` takes a file
 kind = "reasoning_gym"
 task = "basic_arithmetic"
-size = 10000
 """
 
 FILE = """\
@@ -162,9 +161,9 @@ def _verifier(file: Path, rows: SeenRows | None, reward: SeenReward | None) -> s
 
 def _environment(seen: SeenEnvironment) -> str:
     program = [
-        _line("command", list(seen.command)) if seen.command else "",
-        _line("url", seen.url) if seen.url else "",
-        _line("function", seen.function) if seen.function else "",
+        _line("run" if seen.kind == "agent" else "server", list(seen.command)) if seen.command else "",
+        _line("server", seen.url) if seen.url else "",
+        _line("run" if seen.kind == "agent" else "function", seen.function) if seen.function else "",
         CODE if seen.code else "",
     ]
     text = ENVIRONMENT.format(

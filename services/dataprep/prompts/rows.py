@@ -216,12 +216,12 @@ def _reasoning_gym(source: ReasoningGymSource, needs: Needs) -> Iterator[PromptR
         hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see the task list of reasoning-gym"
         raise DataError(f'task of source "{source.name}" = {source.task!r} is not a task of reasoning-gym; {hint}')
     try:
-        task = factory.create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
+        task = factory.create_dataset(source.task, **source.arguments)
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(
             f'options of source "{source.name}" = {source.options!r} are not valid for the task {source.task!r}: {error}'
         ) from None
-    for index in range(source.size):
+    for index in range(source.arguments["size"]):
         where = f"{source.task}, row {index}"
         entry = task[index]
         try:

@@ -27,6 +27,7 @@ from services.environment.programs.tools import Callee, shortened
 from services.runtime.own_code import Unusable
 from services.runtime.process_tools import processors
 
+MEMORY_BYTES = 512 << 20  # of the process that runs the code
 LOOK_S = 0.1  # between checks of how full the folder is
 _ROOT = Path(__file__).resolve().parents[3]
 _at_once = asyncio.Semaphore(processors())
@@ -95,10 +96,10 @@ def _described(name: str) -> str:
 class CodeTool(PythonTool):
     """Runs the code in a process of this machine."""
 
-    def __init__(self, rollout: str, limit_s: float, memory_mib: int, wait_limit_s: float | None = None) -> None:
+    def __init__(self, rollout: str, limit_s: float, wait_limit_s: float | None = None) -> None:
         """`rollout` names it, and is part of the names of its folder and processes; `wait_limit_s`: how long a call may wait
         until calls of other rollouts have ended."""
-        self._rollout, self._limit_s, self._memory = rollout, limit_s, memory_mib << 20
+        self._rollout, self._limit_s = rollout, limit_s
         self._wait_limit_s = wait_limit_s
         self._folder = Path.cwd() / f"code-{rollout}"
         self._process: asyncio.subprocess.Process | None = None
@@ -125,7 +126,7 @@ class CodeTool(PythonTool):
     async def _run(self, code: str) -> str:
         variables = {"HOME": ".", "TMPDIR": ".", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-B", code_runner.__file__, str(_ROOT), str(os.getpid()), str(self._memory),
+            sys.executable, "-I", "-B", code_runner.__file__, str(_ROOT), str(os.getpid()), str(MEMORY_BYTES),
             str(int(self._limit_s) + 1), f"code-{self._rollout}", env=variables, cwd=self._folder,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,

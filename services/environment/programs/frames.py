@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+TOOL_SHARE = 0.05
+"""Share of `timeout_s` that one call of a tool may take."""
+
 
 def as_json(value: Any) -> str:
     """Return the JSON of what programs receive and return: msgpack has no integers beyond 64 bits.
@@ -25,13 +28,16 @@ class ProgramSetup(msgspec.Struct, array_like=True):
     command: list[str] = []  # of an agent that is a separate program, or of an MCP server
     url: str = ""  # of an MCP server
     shared: bool = False  # whether rollouts share a session with it
-    token_env: str = ""  # variable with its bearer token
+    token: str = ""  # where its bearer token is
     tools: list[str] = []  # built-in
-    tool_timeout_s: float = 30.0
-    memory_mib: int = 512  # of code that the policy writes
     timeout_s: float = 600.0  # for one reply
-    environment: str = ""  # id of an environment of the library verifiers
+    environment: str = ""  # name of an environment of the library verifiers
     max_turns: int = 16  # after which that environment ends the rollout itself
+
+    @property
+    def tool_limit_s(self) -> float:
+        """Return the time limit of a call of a built-in or MCP tool."""
+        return TOOL_SHARE * self.timeout_s
 
 
 class Started(msgspec.Struct, array_like=True):

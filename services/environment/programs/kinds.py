@@ -96,10 +96,10 @@ class Conversing(Kind):
     def _code(self, rollout: str) -> CodeTool | SandboxTool:
         setup, wait_limit_s = self._setup, WAIT_SHARE * self._setup.timeout_s
         if not on_cluster():
-            return CodeTool(rollout, setup.tool_timeout_s, setup.memory_mib, wait_limit_s)
+            return CodeTool(rollout, setup.tool_limit_s, wait_limit_s)
         if self._sandboxes is None:
             self._sandboxes = connected()
-        return SandboxTool(setup.tool_timeout_s, self._sandboxes, wait_limit_s)
+        return SandboxTool(setup.tool_limit_s, self._sandboxes, wait_limit_s)
 
 
 class Agent(Kind):
@@ -109,11 +109,11 @@ class Agent(Kind):
         super().__init__(setup)
         self._function: Any = imported(setup.function) if setup.function else None
         if setup.function and not callable(self._function):
-            raise Unusable(f"function = {setup.function!r} is not a function")
+            raise Unusable(f"run = {setup.function!r} is not a function")
         if inspect.isfunction(self._function):
             _check_call(self._function, "client, row", 2, setup.options)
         if setup.command and shutil.which(setup.command[0]) is None:
-            raise Unusable(f"command = {setup.command!r}: there is no program {setup.command[0]!r}; install it, or give its path")
+            raise Unusable(f"run = {setup.command!r}: there is no program {setup.command[0]!r}; install it, or give its path")
 
     async def run(self, given: Any) -> dict[str, float] | None:
         """Run the agent with access to the policy."""

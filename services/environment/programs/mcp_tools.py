@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from pydantic_core import ValidationError, to_json
 
+from services.config.secrets import read_token
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.loaded import BadReply
 from services.environment.programs.tools import ANSWER_CHARACTERS, ERROR_CHARACTERS, Callee, shortened
@@ -134,10 +135,10 @@ class HeldSession:
 
 
 def _token(setup: ProgramSetup) -> str:
-    token = os.environ.get(setup.token_env, "") if setup.token_env else ""
-    if setup.token_env and not token:
-        raise ServerLost(f'token_env = "{setup.token_env}": the variable is not set; set it where the run is started')
-    return token
+    try:
+        return read_token(setup.token) if setup.token else ""
+    except ValueError as error:
+        raise ServerLost(str(error)) from None
 
 
 class McpTool:
@@ -179,7 +180,7 @@ class McpToolSet:
     def __init__(self, described: Sequence[dict[str, Any]], setup: ProgramSetup, shared: McpSession | None) -> None:
         self._session = shared or McpSession(setup)
         self._own = shared is None
-        self.tools: Sequence[Callee] = [McpTool(each, self._session, setup.tool_timeout_s) for each in described]
+        self.tools: Sequence[Callee] = [McpTool(each, self._session, setup.tool_limit_s) for each in described]
 
     def snapshot(self) -> Any:
         """Return an empty state if there is nothing to keep: the server is shared, or was not called yet."""

@@ -207,12 +207,11 @@ def setup_of(environment: EnvironmentConfig) -> ProgramSetup:
     if isinstance(environment, AgentEnvironment | McpEnvironment):
         setup.command = environment.command
     if isinstance(environment, VerifiersEnvironment):
-        setup.environment, setup.max_turns = environment.id, environment.max_turns
+        setup.environment, setup.max_turns = environment.name, environment.max_turns
     if isinstance(environment, ToolEnvironment):
-        setup.tools, setup.tool_timeout_s = list(environment.tools), environment.tool_timeout_s
-        setup.memory_mib = environment.memory_mib
+        setup.tools = list(environment.tools)
     if isinstance(environment, McpEnvironment):
-        setup.url, setup.shared, setup.token_env = environment.url, environment.shared, environment.token_env
+        setup.url, setup.shared, setup.token = environment.url, environment.shared, environment.token
     return setup
 
 

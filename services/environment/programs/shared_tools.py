@@ -37,6 +37,8 @@ async def shared_tools(environment: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of an environment in OpenAI's form; an agent names its own in each call."""
     fields = {name: environment[name] for name in ProgramSetup.__struct_fields__ if name in environment}
     setup = ProgramSetup(**fields)
+    server = environment.get("server")
+    setup.command, setup.url = (server, "") if isinstance(server, list) else ([], server or "")
     kind = await opened(setup)
     try:
         return kind.shared_tools()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from services.config.data import Source
 from services.config.verifiers import LengthConfig
 
 
 class LengthVerifier:
     """Scores 0 up to `max_tokens - soft_tokens`, then falls linearly to -1 at `max_tokens`."""
 
-    def __init__(self, config: LengthConfig, source: Source) -> None:
-        self._limit, self._soft = config.max_tokens, config.soft_tokens
+    def __init__(self, config: LengthConfig, max_tokens: int) -> None:
+        self._limit, self._soft = max_tokens, config.soft_tokens
 
     def score(self, tokens: list[int]) -> float:
         """Return the score in -1..0 of one completion."""

@@ -20,7 +20,7 @@ class ReasoningGymVerifier:
                 f'verifiers: kind "reasoning_gym" needs a source of kind "reasoning_gym", but "{source.name}" is "{source.kind}"'
             )
         self._extract = Extractor(config.extract)
-        self._task = import_factory().create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
+        self._task = import_factory().create_dataset(source.task, **source.arguments)
         self._entry = lru_cache(maxsize=8)(decode_entry)
 
     def score(self, completion: str, answer: str) -> float:

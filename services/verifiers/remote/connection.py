@@ -1,9 +1,9 @@
 """The requests of one verifier to its service, repeated while it is unavailable.
 
-Guarantees: at most `max_requests` are in flight at a time; a request is repeated, after growing and jittered pauses, until the
-service answers it or has not answered its group for `give_up_s`. `waiting` says so while a service is unavailable; no text has
+Guarantees: at most `MOST_REQUESTS` are in flight at a time; a request is repeated, after growing and jittered pauses, until the
+service answers it or has not answered its group for `GIVE_UP_S`. `waiting` says so while a service is unavailable; no text has
 the token or an address's password.
-Waits for: a free place among `max_requests`, pauses, the service.
+Waits for: a free place among `MOST_REQUESTS`, pauses, the service.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from services.verifiers.base import VerifierFailure
 from services.verifiers.remote.attempt import Unauthorized, Unavailable, UnusableReply, post
 from services.verifiers.remote.token import ServiceToken
 
+GIVE_UP_S = 600.0
+"""Seconds after which a ticket becomes a dead letter if the service cannot be reached, is overloaded or fails."""
+MOST_REQUESTS = 64
+"""Requests of a verifier that one pod has in flight at a time."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Limits of the pause before a request is repeated, which doubles each time: a service that restarts is found within seconds, and
 an overloaded one gets few requests."""
@@ -54,10 +58,10 @@ class Silence:
 class ServiceConnection:
     """One verifier's connection to its service."""
 
-    def __init__(self, name: str, config: RemoteVerifier, http: httpx.AsyncClient) -> None:
-        self._name, self._config, self._http = name, config, http
+    def __init__(self, name: str, config: RemoteVerifier, http: httpx.AsyncClient, give_up_s: float, most_requests: int) -> None:
+        self._name, self._config, self._http, self._give_up_s = name, config, http, give_up_s
         self._token = ServiceToken(config)
-        self._under_way = asyncio.Semaphore(config.max_requests)
+        self._under_way = asyncio.Semaphore(most_requests)
         self._groups = 0  # with requests now
         self._silence, self._reason = Silence(), ""
         self._not_before = 0.0  # until when the service asked for no requests
@@ -86,7 +90,7 @@ class ServiceConnection:
         """Post a request until it is answered, and return the answer. Raises `VerifierFailure`."""
         pause_s = FIRST_PAUSE_S
         while True:
-            left_s = self._config.give_up_s - silence.length_s
+            left_s = self._give_up_s - silence.length_s
             if (rest_s := min(self._not_before - time.monotonic(), left_s)) > 0:
                 await asyncio.sleep(rest_s + random.uniform(0.0, FIRST_PAUSE_S))
             async with self._under_way:
@@ -103,7 +107,7 @@ class ServiceConnection:
                     self._answered(silence)
                     return answer
             if left_s <= 0:
-                raise self._failure(f"{reason}; no answer for give_up_s = {self._config.give_up_s:g}", final=True)
+                raise self._failure(f"{reason}; no answer for {self._give_up_s:g} s", final=True)
             await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), left_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -144,7 +148,7 @@ class ServiceConnection:
         for each in (self._silence, silence):
             each.failed(started)
         self._reason = error.reason
-        left_s = self._config.give_up_s - silence.length_s
+        left_s = self._give_up_s - silence.length_s
         if error.after_s:
             self._not_before = max(self._not_before, time.monotonic() + min(error.after_s, left_s))
         return left_s

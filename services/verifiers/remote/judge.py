@@ -61,7 +61,7 @@ class JudgeVerifier:
         """Raises ValueError for a template that cannot be used."""
         self._config, self._connection = config, connection
         self._url = config.url.rstrip("/") + "/chat/completions"
-        self._template = PromptTemplate(config.prompt, config.scope)
+        self._templates = [(each.role, PromptTemplate(each.content, config.scope)) for each in config.messages]
         self._verdict = re.compile(config.verdict)
 
     async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
@@ -78,8 +78,9 @@ class JudgeVerifier:
 
     async def _ask(self, variables: Mapping[str, Any], count: int, silence: Silence) -> tuple[list[float], dict[str, Any]]:
         """Return `count` scores, each the mean of the votes that can be read, and the part of the votes to keep."""
-        prompt, wanted = self._template.render(variables), self._config.votes
-        votes = await together([self._vote(self._body(prompt, i), count, silence) for i in range(wanted)])
+        messages = [{"role": role, "content": template.render(variables)} for role, template in self._templates]
+        wanted = self._config.votes
+        votes = await together([self._vote(self._body(messages, i), count, silence) for i in range(wanted)])
         good = [vote.scores for vote in votes if not vote.fault]
         if 2 * len(good) < wanted or not good:
             fault = next(vote.fault for vote in votes if vote.fault)
@@ -87,11 +88,10 @@ class JudgeVerifier:
         share = NOTE_CHARACTERS // wanted
         return [_mean(column) for column in zip(*good, strict=True)], {"votes": [vote.text[-share:] for vote in votes]}
 
-    def _body(self, prompt: str, vote: int) -> bytes:
+    def _body(self, messages: list[dict[str, str]], vote: int) -> bytes:
         """Return the request for one vote. Votes differ in their seed."""
         config = self._config
-        system = [{"role": "system", "content": config.system}] if config.system else []
-        body: dict[str, Any] = {"model": config.model, "messages": [*system, {"role": "user", "content": prompt}]}
+        body: dict[str, Any] = {"model": config.model, "messages": messages}
         if config.json_schema:
             schema = {"name": "verdict", "strict": True, "schema": config.json_schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}

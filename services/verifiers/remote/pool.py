@@ -16,7 +16,7 @@ import msgspec
 from services.config.data import Source
 from services.config.verifiers import HttpConfig, JudgeConfig, VerifierConfig
 from services.verifiers.base import Job, VerifierFailure
-from services.verifiers.remote.connection import ServiceConnection, Silence
+from services.verifiers.remote.connection import GIVE_UP_S, MOST_REQUESTS, ServiceConnection, Silence
 from services.verifiers.remote.http import HttpVerifier
 from services.verifiers.results import Verdict, fault_of
 from services.verifiers.together import together
@@ -33,8 +33,12 @@ class RemoteScorer(Protocol):
 class RemotePool:
     """Scores groups with those verifiers of their prompt source that are services."""
 
-    def __init__(self, verifiers: Sequence[tuple[str, VerifierConfig]], sources: Sequence[Source]) -> None:
+    def __init__(
+        self, verifiers: Sequence[tuple[str, VerifierConfig]], sources: Sequence[Source], give_up_s: float = GIVE_UP_S,
+        most_requests: int = MOST_REQUESTS,
+    ) -> None:  # fmt: skip
         """`verifiers` have names; `sources` are all possible sources."""
+        self._give_up_s, self._most_requests = give_up_s, most_requests
         self._verifiers = [(name, each) for name, each in verifiers if isinstance(each, HttpConfig | JudgeConfig)]
         self._sources = {source.name: source for source in sources}
         self._http: httpx.AsyncClient | None = None
@@ -46,11 +50,13 @@ class RemotePool:
         if not self._verifiers:
             return
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log a line for each request, with its address
-        kept = httpx.Limits(max_connections=None, max_keepalive_connections=sum(each.max_requests for _, each in self._verifiers))
+        kept = httpx.Limits(max_connections=None, max_keepalive_connections=self._most_requests * len(self._verifiers))
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx.AsyncClient(timeout=None, limits=kept, cookies=no_cookies)
         for name, verifier in self._verifiers:
-            connection = self._connections[name] = ServiceConnection(name, verifier, self._http)
+            connection = self._connections[name] = ServiceConnection(
+                name, verifier, self._http, self._give_up_s, self._most_requests
+            )
             try:
                 connection.start()
                 self._scorers[name] = _scorer(name, verifier, connection)

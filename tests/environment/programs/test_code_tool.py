@@ -33,7 +33,7 @@ NOBODY = 65_534  # an unprivileged user
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CodeTool:
     monkeypatch.chdir(tmp_path)
-    return CodeTool("0-0.1.0", 100.0, 512)
+    return CodeTool("0-0.1.0", 100.0)
 
 
 async def run(tool: CodeTool, code: str) -> str:
@@ -48,7 +48,7 @@ async def test_code_keeps_files_but_no_variables(tool: CodeTool, tmp_path: Path)
     assert (await run(tool, "1 / 0")).endswith("ZeroDivisionError: division by zero")
     assert (await run(tool, "def (")).endswith("SyntaxError: invalid syntax")
     assert await tool.call({"code": 1}) == "Error: code: Input should be a valid string"
-    other = CodeTool("0-0.1.1", 100.0, 512)
+    other = CodeTool("0-0.1.1", 100.0)
     other.restore(tool.snapshot())
     assert await run(other, "open('d/a').read()") == "'[1]'"
     await tool.close()
@@ -134,7 +134,7 @@ async def test_code_beyond_its_limits_is_stopped(
     code: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tool = CodeTool("0-0.2.0", 1.0 if "longer" in expected else 100.0, 512)
+    tool = CodeTool("0-0.2.0", 1.0 if "longer" in expected else 100.0)
     assert expected in await run(tool, code)
     tool._limit_s = 100.0
     assert await run(tool, "import os; len(os.listdir('.'))") == "0"
@@ -144,7 +144,7 @@ async def test_code_beyond_its_limits_is_stopped(
 async def test_a_call_that_waits_too_long_for_others_is_answered(tool: CodeTool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait must not count as its own rollout's time, which it would exceed."""
     monkeypatch.setattr("services.environment.programs.code_tool._at_once", asyncio.Semaphore(1))
-    other = CodeTool("0-0.1.1", 100.0, 512, wait_limit_s=0.05)
+    other = CodeTool("0-0.1.1", 100.0, wait_limit_s=0.05)
     running = asyncio.create_task(run(tool, "import time; time.sleep(100)"))
     await wait_until(lambda: tool._process is not None)
     assert await run(other, "1 + 1") == "Error: not run, since other calls have kept the processors busy for 0.05 s: try again"
@@ -161,7 +161,7 @@ UNPRIVILEGED = """
 import asyncio, ctypes, os, sys
 from services.environment.programs.code_tool import CodeTool
 async def main():
-    tool = CodeTool("0-0.1.0", 100.0, 512)
+    tool = CodeTool("0-0.1.0", 100.0)
     for code in sys.argv[2:]:
         print(await tool.call({"code": code}))
     await tool.close()
@@ -281,7 +281,7 @@ from services.config.environments import PythonEnvironment
 from services.environment.programs.pool import ProgramPool
 from services.confined.scratch import remove
 async def main():
-    made = ProgramPool(PythonEnvironment(name="code", kind="python", tools=["python"], tool_timeout_s=300))
+    made = ProgramPool(PythonEnvironment(name="code", kind="python", tools=["python"], timeout_s=6000))
     await made.start()
     process = made.processes[0]
     await process.do("kill-9.0.0", "start", {})

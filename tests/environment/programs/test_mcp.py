@@ -64,7 +64,7 @@ def servers() -> list[int]:
 
 
 async def test_every_rollout_has_its_own_robust_server() -> None:
-    async with worker(command=SERVER, tool_timeout_s=3.0) as process:
+    async with worker(server=SERVER, timeout_s=60.0) as process:
         started = (await process.do("a", "start", {})).value
         await process.do("b", "start", {})
         names = [tool["function"]["name"] for tool in started["tools"]]
@@ -102,7 +102,7 @@ async def test_a_server_at_a_url_can_be_shared_and_resumed(monkeypatch: pytest.M
     try:
         await wait_until(lambda: _answers(port))
         monkeypatch.setenv("TESTS_TOKEN", "secret")
-        async with worker(url=f"http://127.0.0.1:{port}/mcp", shared=True, token_env="TESTS_TOKEN") as process:
+        async with worker(server=f"http://127.0.0.1:{port}/mcp", shared=True, token="env:TESTS_TOKEN") as process:
             for rollout in ("a", "b"):
                 await process.do(rollout, "start", {})
             assert (await say(process, "a", "count"))[0] == "1"
@@ -124,7 +124,7 @@ async def test_a_server_at_a_url_can_be_shared_and_resumed(monkeypatch: pytest.M
 
 
 async def test_a_shared_server_that_dies_is_restarted() -> None:
-    async with worker(command=SERVER, shared=True) as process:
+    async with worker(server=SERVER, shared=True) as process:
         for rollout in ("a", "b"):
             await process.do(rollout, "start", {})
         with pytest.raises(ProgramFailed, match="was lost during a call of 'die'"):
@@ -180,11 +180,17 @@ def _answers(port: int) -> bool:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"command": [sys.executable, "-c", "import sys; sys.exit('no such database')"]}, "no such database"),
-        ({"command": ["/nowhere/server"]}, "'/nowhere/server' cannot be used: FileNotFoundError"),
-        ({"url": "http://127.0.0.1:9/mcp"}, "'http://127.0.0.1:9/mcp' cannot be used"),
-        ({"url": "http://127.0.0.1:9/mcp", "token_env": "UNSET_TOKEN"}, 'token_env = "UNSET_TOKEN": the variable is not set'),
-        ({"url": "http://x/mcp", "interpreter": "/nowhere/python"}, "cannot be run .*No such file or directory.*: make it with"),
+        ({"server": [sys.executable, "-c", "import sys; sys.exit('no such database')"]}, "no such database"),
+        ({"server": ["/nowhere/server"]}, "'/nowhere/server' cannot be used: FileNotFoundError"),
+        ({"server": "http://127.0.0.1:9/mcp"}, "'http://127.0.0.1:9/mcp' cannot be used"),
+        (
+            {"server": "http://127.0.0.1:9/mcp", "token": "env:UNSET_TOKEN"},
+            "token = env:UNSET_TOKEN: the environment variable",
+        ),
+        (
+            {"server": "http://x/mcp", "interpreter": "/nowhere/python"},
+            "cannot be run .*No such file or directory.*: make it with",
+        ),
     ],
 )
 async def test_an_unusable_server_is_named_with_the_reason(keys: dict[str, Any], expected: str) -> None:
@@ -198,11 +204,11 @@ async def test_an_unusable_server_is_named_with_the_reason(keys: dict[str, Any],
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ('kind = "mcp"', "needs either command or url: set one of them"),
-        ('kind = "mcp", url = "tools:8000"', "must begin with http:// or https://"),
-        ('kind = "mcp", url = "http://u:p@h/mcp"', "contains a user name or password: remove them; token_env"),
-        ('kind = "mcp", command = ["x"], token_env = "T"', 'token_env = "T" has no effect without url'),
-        ('kind = "mcp", command = ["x"]', "has no function, and no verifier scores source"),
+        ('kind = "mcp"', "missing required key"),
+        ('kind = "mcp", server = "tools:8000"', "must begin with http:// or https://"),
+        ('kind = "mcp", server = "http://u:p@h/mcp"', "contains a user name or password: remove them; token"),
+        ('kind = "mcp", server = ["x"], token = "env:T"', "token has no effect with a server that is a program"),
+        ('kind = "mcp", server = ["x"]', "has no function, and no verifier scores source"),
         ('kind = "python"', 'needs function, a class, or tools = \\["python"\\]'),
     ],
 )

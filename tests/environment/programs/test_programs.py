@@ -218,10 +218,10 @@ async def test_a_command_prints_its_reward_or_fails_with_a_reason() -> None:
     script = "import json, os, sys; row = json.loads(os.environ['GRPO_ROW']); print('hello'); print(row['reward'])"
     given = {"url": "http://127.0.0.1:1/v1", "key": "k"}
     node = "import sys; print('throw err;\\n\\nError: Cannot find module\\n\\nNode.js v20', file=sys.stderr); sys.exit(1)"
-    async with process(AgentEnvironment(name="n", kind="agent", command=[sys.executable, "-c", node])) as one:
+    async with process(AgentEnvironment(name="n", kind="agent", run=[sys.executable, "-c", node])) as one:
         with pytest.raises(ProgramFailed, match=r"exited with status 1: Error: Cannot find module$"):
             await one.do("a", "run", {**given, "row": {}})
-    async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:
+    async with process(AgentEnvironment(name="c", kind="agent", run=[sys.executable, "-c", script])) as one:
         assert (await one.do("a", "run", {**given, "row": {"reward": 0.5}})).value == {"score": 0.5}
         parts = json.dumps({"score": 1, "part": 2})
         assert (await one.do("a", "run", {**given, "row": {"reward": parts}})).value == {"score": 1.0, "part": 2.0}
@@ -326,26 +326,26 @@ def tried(folder: Path, program: str, keys: str = "", *overrides: str) -> Findin
     ],
 )
 def test_doctor_rehearses_an_agent(name: str, keys: str, state: str, expected: str, tmp_path: Path) -> None:
-    finding = tried(tmp_path, f'kind = "agent", function = "{PROGRAMS}:{name}"', keys)
+    finding = tried(tmp_path, f'kind = "agent", run = "{PROGRAMS}:{name}"', keys)
     assert (finding.state, expected in finding.detail) == (state, True), finding
     hint = "without a tool call, as models sometimes do: if the error is about that, return a low reward instead of raising"
     assert (hint in finding.remedy) == (state == "fault")
 
 
 def test_doctor_rehearses_a_command(tmp_path: Path) -> None:
-    finding = tried(tmp_path, f'kind = "agent", command = ["{sys.executable}", "agent.py"]')
+    finding = tried(tmp_path, f'kind = "agent", run = ["{sys.executable}", "agent.py"]')
     assert "agent.py': [Errno 2] No such file or directory" in finding.detail
-    assert finding.remedy.endswith("(command starts in a folder of its own, so its paths must be absolute)")
+    assert finding.remedy.endswith("(the program starts in a folder of its own, so its paths must be absolute)")
 
 
-@pytest.mark.parametrize("kind", ["agent", "mcp"])
-def test_doctor_names_the_file_that_a_command_means(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "key"), [("agent", "run"), ("mcp", "server")])
+def test_doctor_names_the_file_that_a_command_means(kind: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("")
-    finding = tried(tmp_path, f'kind = "{kind}", command = ["{sys.executable}", "own.py"]', "", 'verifiers=[{kind = "exact"}]')
+    finding = tried(tmp_path, f'kind = "{kind}", {key} = ["{sys.executable}", "own.py"]', "", 'verifiers=[{kind = "exact"}]')
     assert "own.py': [Errno 2] No such file or directory" in finding.detail
     assert finding.remedy == (
-        f"command starts in a folder of its own, so its paths must be absolute: write {tmp_path.resolve() / 'own.py'}"
+        f"the program starts in a folder of its own, so its paths must be absolute: write {tmp_path.resolve() / 'own.py'}"
     )
 
 
@@ -354,7 +354,7 @@ def test_an_unusable_environment_is_one_fault(tmp_path: Path) -> None:
     found = [
         fault("data source main", f"data.sources.0.path = 'a.jsonl': {lost}", "fix this error"),
         fault("data source other", "data.sources.1.path = 'b.jsonl' does not exist", "correct the path"),
-        fault("environment world", f"environments.0.command = ['x']: {lost}", "fix this error"),
+        fault("environment world", f"environments.0.run = ['x']: {lost}", "fix this error"),
     ]
     assert without_repeats(found) == found[1:]
     assert without_repeats(found[:2]) == found[:2]

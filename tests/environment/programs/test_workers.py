@@ -89,7 +89,7 @@ def world(tmp_path: Path) -> PythonEnvironment:
 @pytest.fixture
 def agent(tmp_path: Path) -> AgentEnvironment:
     (tmp_path / "world.py").write_text(CODE)
-    return AgentEnvironment(name="a", kind="agent", function=f"{tmp_path / 'world.py'}:solve", timeout_s=1.0)
+    return AgentEnvironment(name="a", kind="agent", run=f"{tmp_path / 'world.py'}:solve", timeout_s=1.0)
 
 
 async def ask(one: ProgramProcess, rollout: str, content: str = "") -> str:
@@ -251,7 +251,7 @@ async def test_a_command_has_its_own_folder_and_may_print_endlessly() -> None:
         "print(json.dumps({'score': len(row['text'])} | {f'part_{i}': i for i in range(30)}))"
     )
     given = {"url": "http://127.0.0.1:1/v1", "key": "k", "row": {"text": "x" * 200_000}}
-    async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:
+    async with process(AgentEnvironment(name="c", kind="agent", run=[sys.executable, "-c", script])) as one:
         for rollout in "ab":
             assert (await one.do(rollout, "run", given)).value["score"] == 200_000
         await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1)  # the first two have left no process behind

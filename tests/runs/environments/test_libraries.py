@@ -22,8 +22,8 @@ def test_third_party_clients_and_servers_train(folder: Path) -> None:
         for name in (*AGENTS, "clock")
     )
     clock = json.dumps([sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"])
-    environments = "".join(f'{{name = "{name}", kind = "agent", function = "{LIBRARIES}:{name}"}}, ' for name in AGENTS)
-    environments += f'{{name = "clock", kind = "mcp", command = {clock}, shared = true}}'
+    environments = "".join(f'{{name = "{name}", kind = "agent", run = "{LIBRARIES}:{name}"}}, ' for name in AGENTS)
+    environments += f'{{name = "clock", kind = "mcp", server = {clock}, shared = true}}'
     path = write_run(
         folder, "libraries", f"data.sources=[{sources}]", f"environments=[{environments}]", f"run.steps={STEPS}",
         'verifiers=[{kind="regex", pattern="[0-4]", sources=["clock"]}]', "filters.exclude_pass_rate=0",

@@ -12,6 +12,7 @@ from services.config.data import FileSource
 from services.protocol.messages import Row
 from services.verifiers.base import Job
 from services.verifiers.remote import RemotePool
+from services.verifiers.remote.connection import GIVE_UP_S, MOST_REQUESTS
 from tests.support.verifiers import verifier
 
 SOURCE = FileSource(kind="jsonl", path="/unused")
@@ -19,9 +20,11 @@ ROW = Row([{"role": "system", "content": "Be brief."}, {"role": "user", "content
 
 
 @asynccontextmanager
-async def asking(kind: str, url: str, name: str = "", **settings: Any) -> AsyncIterator[RemotePool]:
+async def asking(
+    kind: str, url: str, name: str = "", give_up_s: float = GIVE_UP_S, most_requests: int = MOST_REQUESTS, **settings: Any
+) -> AsyncIterator[RemotePool]:
     """Yield a started pool with one service."""
-    pool = RemotePool([(name or kind, verifier(kind, url=url, **settings))], [SOURCE])
+    pool = RemotePool([(name or kind, verifier(kind, url=url, **settings))], [SOURCE], give_up_s, most_requests)
     await pool.start()
     try:
         yield pool

@@ -176,17 +176,18 @@ async def test_a_pause_works_while_the_service_is_down(
 
 
 async def test_a_service_that_stays_down_fails_tickets_with_the_reason(
-    tmp_path: Path, server: RedisServer, service: FlakyServer
+    tmp_path: Path, server: RedisServer, service: FlakyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.kill()
-    given_up = f'verifiers=[{{kind="http", url="{service.url}/score", give_up_s=0.5}}]'
+    monkeypatch.setattr("services.verifiers.scoring.GIVE_UP_S", 0.5)
+    given_up = f'verifiers=[{{kind="http", url="{service.url}/score"}}]'
     async with pod(tmp_path, server, service, given_up) as held:
         running = asyncio.create_task(held.service.run(held.loop.work))
         await wait_until(lambda: _buried(held, GROUPS))
         held.service.stop()
         await running
         for _, reason in await buried(held.service.store):
-            assert "connection refused; no answer for give_up_s = 0.5" in reason
+            assert "connection refused; no answer for 0.5 s" in reason
         assert (await held.audit())["headers"] == 0
 
 
@@ -213,7 +214,7 @@ async def test_workers_of_other_verifiers_do_not_inherit_the_token(
     tmp_path: Path, service: FlakyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HARMLESS", "s3cr3t-token")
-    verifiers = f'verifiers=[{{kind="exact"}}, {{kind="http", url="{service.url}/score", token_env="HARMLESS"}}]'
+    verifiers = f'verifiers=[{{kind="exact"}}, {{kind="http", url="{service.url}/score", token="env:HARMLESS"}}]'
     config = small_config(tmp_path, None, verifiers)
     scoring = Scoring(config, config.data.sources, workers=1)
     await scoring.start()

@@ -25,13 +25,14 @@ SCHEMA = {"type": "object", "properties": {"score": {"type": "number"}}, "requir
 async def judged(service: FlakyServer, job: Job, *says: str, **settings: Any) -> Verdict:
     """Return the verdict on a group of a judge that replies `says`."""
     service.behave(*(say if say.startswith(("cut:", "raw:")) else f"say:{say}" for say in says))
-    given = {"model": "tiny", "prompt": PROMPT, "max_requests": 1, **settings}  # one request at a time, in order
+    given = {"model": "tiny", "prompt": PROMPT, "most_requests": 1, **settings}  # one request at a time, in order
     async with asking("judge", f"{service.url}/v1", **given) as pool:
         return (await pool.score(job))["judge"]
 
 
 async def test_each_completion_is_sent_to_the_model(service: FlakyServer) -> None:
-    settings = {"system": "Judge.", "request": {"temperature": 0, "max_tokens": 9}}
+    messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": PROMPT}]
+    settings = {"prompt": messages, "request": {"temperature": 0, "max_tokens": 9}}
     verdict = await judged(service, group("four", "five"), "Score: 1", "I think... **Score:** -0.25 of 1", **settings)
     assert verdict.scores == [1.0, -0.25]
     assert json.loads(verdict.notes[1]) == {"votes": ["I think... **Score:** -0.25 of 1"]}
