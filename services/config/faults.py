@@ -60,8 +60,6 @@ REPLACED = {
     "redis.max_memory_mib": "was removed, and the server's own maxmemory is used: set that, and remove the key",
     "redis.users_dir": "is redis.password_file now, which may be a file or a folder: set that",
     "redis.payload_shards": "was removed, and on a Redis Cluster payloads are always spread over its masters: remove the key",
-    "sync.drain_deadline_s": "was removed, and half of sync.join_deadline_s or sync.transfer_deadline_s, whichever is less, is "
-    "used: remove the key",
     "verifiers.token_env": 'is a place of token now: set token = "env:NAME"',
     "verifiers.token_file": 'is a place of token now: set token = "file:PATH"',
     "verifiers.give_up_s": "was removed, and a ticket waits 600 s for a service: remove the key",
