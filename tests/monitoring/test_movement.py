@@ -33,7 +33,7 @@ from tests.support import flow
 from tests.support.harness import small_config, wait_until
 from tests.support.rounds_world import open_world
 from tests.tracker import test_follower as tracker
-from tests.weights.test_leader import Breaking
+from tests.weights.rounds.test_leader import Breaking
 
 recorder = tracker.recorder
 Value = Callable[..., float | None]

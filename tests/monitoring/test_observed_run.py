@@ -46,7 +46,7 @@ ONLY_IN_TROUBLE = {
     "grpo_generator_catch_ups_total",
 }  # fmt: skip
 """Metrics that do not change in a run without problems. tests/monitoring/test_movement.py, test_trouble.py and
-tests/weights/versions/test_store_rounds.py change them."""
+tests/weights/rounds/test_store_rounds.py change them."""
 OF_EVALUATION = {metric.name for metric in declarations(EvaluationMetrics).values()}
 """Metrics of evaluations, which this run does not have. tests/runs/test_evaluation.py changes them."""
 OF_A_MOMENT = {

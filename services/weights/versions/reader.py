@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
@@ -37,16 +36,6 @@ _LATE_S = 5.0  # an NFS client may show a catalogue that is a few seconds old
 _POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class FetchedVersion:
-    """What was read to bring a mirror to a version."""
-
-    objects: int
-    nbytes: int
-    full_nbytes: int
-    seconds: float
-
-
 class VersionReader:
     """Reads the versions of one trainer. Several readers may share a mirror: one that begins waits for the others' fetches."""
 
@@ -54,7 +43,7 @@ class VersionReader:
         """`place` ends with the trainer's fence. Raises `RuntimeError` if this machine cannot read it."""
         self._objects, self._mirror = open_objects(place), mirror
         self._fence = int(place.rpartition("/")[2])
-        self.fetched = FetchedVersion(0, 0, 0, 0.0)
+        self.fetched_bytes = 0
         """What the last `take` read."""
         try:
             self.catalogue()
@@ -75,7 +64,7 @@ class VersionReader:
         """
         if not self._mirror.busy.acquire(timeout=deadline.left.total_seconds()):
             raise TimeoutError("an earlier fetch has not ended")
-        began, objects, nbytes, full = time.monotonic(), 0, 0, 0
+        began, self.fetched_bytes = time.monotonic(), 0
         pool = ThreadPoolExecutor(AHEAD, "fetch-weights")
         try:
             way = self._way_to(version, deadline)
@@ -83,8 +72,7 @@ class VersionReader:
                 self._follow(way, pool, deadline)
             except InvalidVersion as error:  # of an object: the store does not hold what was written
                 raise WeightChanged(f"version {version} in the store ({error})") from error
-            objects, nbytes = sum(1 + len(entry.parts) for entry in way), sum(entry.nbytes for entry in way)
-            full = way[-1].full_nbytes if way else 0
+            self.fetched_bytes = sum(entry.nbytes for entry in way)
         except TimeoutError:  # of a future, without a text
             raise TimeoutError(f"version {version} was not fetched in {time.monotonic() - began:.0f} s") from None
         except OSError as error:
@@ -95,7 +83,6 @@ class VersionReader:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs ends by its own limit
             self._mirror.busy.release()
-        self.fetched = FetchedVersion(objects, nbytes, full, time.monotonic() - began)
         return self._mirror.weights()
 
     def _way_to(self, version: int, deadline: Deadline) -> list[Entry]:
@@ -201,5 +188,5 @@ class StoreReceiver(Receiver):
     def take(self, connection: VersionReader, version: int, deadline: Deadline) -> Loaded:
         """Fetch the objects that lead to the version."""
         weights = connection.take(deadline, version)
-        self.fetched_bytes = connection.fetched.nbytes
+        self.fetched_bytes = connection.fetched_bytes
         return weights

@@ -23,7 +23,7 @@ from services.weights.versions.objects import BucketObjects, FolderObjects, Obje
 from tests.support.harness import wait_until
 from tests.support.rounds_world import open_world
 from tests.support.servers.s3_server import S3Server, find_rclone
-from tests.weights.versions.test_store_rounds import assert_equal, step
+from tests.weights.rounds.test_store_rounds import assert_equal, step
 
 
 @pytest.fixture(scope="module")

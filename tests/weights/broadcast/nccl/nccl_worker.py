@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.weights.vllm_worker import WorkerExtension as WorkerExtension
-from tests.weights.nccl.nccl_wire import wired
+from tests.weights.broadcast.nccl.nccl_wire import wired
 
 _wired = wired()
 _wired.__enter__()

@@ -30,13 +30,13 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    from tests.weights.nccl.nccl_wire import wired
+    from tests.weights.broadcast.nccl.nccl_wire import wired
 
     folder = tmp_path_factory.mktemp("nccl")
     model = make_model(folder, tied=False)
     worker = {
         "weight_transfer_config": {"backend": "grpo_nccl"},
-        "worker_extension_cls": "tests.weights.nccl.nccl_worker.WorkerExtension",
+        "worker_extension_cls": "tests.weights.broadcast.nccl.nccl_worker.WorkerExtension",
     }
     config = make_config(
         folder,
@@ -68,7 +68,7 @@ async def test_the_engine_matches_transformers_after_every_update(pair: Pair) ->
 
 
 async def test_corrupted_weights_are_never_sampled_from(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.weights.nccl.nccl_wire import Library
+    from tests.weights.broadcast.nccl.nccl_wire import Library
 
     honest, sent = Library.ncclBroadcast, []
 
