@@ -26,7 +26,6 @@ from services.tracker.follower import Follower
 from services.tracker.metrics import TrackerMetrics
 from services.trainer.loop import TrainLoop
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.weight_updates import WeightUpdates
 from tests.dataprep.test_loop import answer, configured, dataprep
 from tests.monitoring.test_trouble import pod
 from tests.support import flow
@@ -184,11 +183,8 @@ async def test_problems_of_a_tracker_change_metrics(store: Store, tmp_path: Path
 
 
 def test_problems_of_a_sync_change_metrics(tmp_path: Path, server: RedisServer) -> None:
-    with open_world(tmp_path, server) as world:
-        registry = CollectorRegistry()
-        metrics = TrainerMetrics(registry)
-        shown: Any = SimpleNamespace(_metrics=metrics, _clock=metrics.sync_clock())
-        world.rounds._begins = partial(WeightUpdates._begins, shown)
+    registry = CollectorRegistry()
+    with open_world(tmp_path, server, metrics=TrainerMetrics(registry)) as world:
         world.member("a")
         world.member("b", Breaking("join", True))
         world.train(0)

@@ -25,6 +25,7 @@ from services.verifiers.base import Job, Scores
 from services.weights.buckets import BUCKET_BYTES
 from services.weights.rounds.leader import Send, SyncReport, SyncRounds
 from services.weights.rounds.member import WeightFollower
+from services.weights.rounds.metrics import RoundMetrics
 from services.weights.transport import Sender
 from tests.support.harness import PlainTokenizer, small_config
 from tests.support.scripted import ScriptedEngine
@@ -134,6 +135,7 @@ def open_world(
     *overrides: str,
     model: torch.nn.Module | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    metrics: RoundMetrics | None = None,
 ) -> Iterator[World]:
     """Yield the trainer's side of a run that has no members yet, by default with a small model."""
     config = small_config(folder, server, *LIMITS, *overrides)
@@ -153,7 +155,7 @@ def open_world(
         await opening(fence, current)
         world.gathered.update(current.members)
         for watcher in world.watchers:
-            watcher(current)
+            await asyncio.to_thread(watcher, current)  # which may call the portal
 
     store.fleet.set_round = opened
     try:
