@@ -147,7 +147,9 @@ def open_world(
     model = model or torch.nn.Linear(8, 4)
     sender = sender_of(config, model, bucket_bytes=bucket_bytes)
     listening = portal.start(notifications.listen(store))
-    rounds = SyncRounds(config, store, notifications, portal, fence, sender, lambda *given: world.send(*given), lambda: None)
+    rounds = SyncRounds(
+        config, store, notifications, portal, fence, sender, lambda *given: world.send(*given), lambda: None, metrics
+    )
     world = World(config, portal, store, fence, sender, rounds, model, sender.send)
     opening = store.fleet.set_round
 
