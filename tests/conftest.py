@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -27,6 +28,9 @@ from tests.support.preloading.memory import freeze_for_good
 # Hundreds of processes read the same modules, so they are compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A shell ignores it for a job in the background, and so would whatever the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # pytest-xdist sets it in its workers, where the output of commands would be wrapped as on a terminal.
 os.environ.pop("COLUMNS", None)

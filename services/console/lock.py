@@ -57,9 +57,9 @@ class FolderLock:
         self._patience_s, self._readers, self._say = patience_s, readers, say
 
     def __enter__(self) -> FolderLock:
-        self._open()
+        self.open()
         started, told, killed = time.monotonic(), False, False
-        while not self._take():
+        while not self.take():
             found = holder(self.folder) or LockHolder(0, True)
             waited_s, limit_s = time.monotonic() - started, KILLED_S if killed else self._limit_s(found)
             if found.readers and not self._readers and not told:
@@ -97,7 +97,7 @@ class FolderLock:
 
     def _kill_left(self, found: LockHolder, waited_s: float) -> bool:
         """Kill processes that a dead console left behind. Returns False if the lock has changed hands meanwhile."""
-        left = _holders(self.path)
+        left = holders(self.path)
         time.sleep(POLL_S)  # whoever takes the lock now says so within that time
         if holder(self.folder) != found:
             return False
@@ -105,11 +105,11 @@ class FolderLock:
         _kill(left)
         return True
 
-    def _open(self) -> None:
+    def open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def _take(self) -> bool:
+    def take(self) -> bool:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,7 +117,7 @@ class FolderLock:
         if os.fstat(self.fd).st_nlink:
             return True
         os.close(self.fd)  # a refused start has deleted it
-        self._open()
+        self.open()
         return False
 
 
@@ -160,13 +160,13 @@ def users(folder: Path, found: LockHolder) -> str:
     """Describe who uses a run folder."""
     if found.readers:
         return f"the server of its readers (process {found.pid})"
-    left = [] if found.lives else _holders(folder / "lock")
+    left = [] if found.lives else holders(folder / "lock")
     if not left:
         return f"process {found.pid or 'unknown'}"
     return f"process {', '.join(map(str, left))} (left behind when process {found.pid} died)"
 
 
-def _holders(path: Path) -> list[int]:
+def holders(path: Path) -> list[int]:
     """Return the other processes that share the lock, without those that wait for it. Empty where /proc is not available."""
     found = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _has_open(int(entry.name), path, locked=True)]
     return sorted(pid for pid in found if pid != os.getpid())

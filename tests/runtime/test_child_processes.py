@@ -11,6 +11,7 @@ import pytest
 from services.runtime import exits
 from services.runtime.child_processes import ChildProcess, ProcessPlan
 from services.runtime.exits import OUT_OF_MEMORY, oom_kills
+from tests.support.console import wait_until
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 TERMINATED = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
@@ -40,8 +41,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_lack_of_memory_is_the_cause_of_a_kill(tmp_path: Path, counter: Path, program: str, before: str, after: str) -> None:
     child = ChildProcess(ProcessPlan("child", (sys.executable, "-c", program)), tmp_path)
     child.start(os.environ)
-    assert child._process is not None
-    child._process.wait(30)
+    wait_until(lambda: child.code is not None, "the child's end")
     assert child.cause() == before
     counter.write_text("oom_kill 3\n")
     assert child.cause() == after

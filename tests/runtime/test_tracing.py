@@ -67,7 +67,6 @@ def test_a_hanging_collector_blocks_nothing(tmp_path: Path, monkeypatch: pytest.
         for _ in range(1000):
             made.record("train", context, 0.0, step=1)
         assert made.counts["dropped"] >= 1000 - 100 - tracing.BATCH
-        assert made._queue.qsize() <= 100
         made.close()
         assert made.counts["sent"] == 0
 

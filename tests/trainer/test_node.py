@@ -29,7 +29,6 @@ OBSTINATE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);
 RANK = """
 import ctypes, signal, sys, time
 from services.trainer import __main__ as trainer
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent of the tests may ignore it
 def load(*_):
     print("loading", flush=True)
     if how == "meeting":  # Python runs no handler while ranks meet, or in a lock that is never released

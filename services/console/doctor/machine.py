@@ -54,7 +54,7 @@ def shared_memory(config: RunConfig, gpus: int) -> Iterator[Finding]:
 def gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check that torch sees the GPUs that the driver reports."""
     shown = visible_gpus(environ)
-    seen = _torch()
+    seen = ask_torch()
     if "error" in seen:
         yield fault("torch", seen["error"], "install it: pip install 'grpo[trainer]'")
     elif len(seen["gpus"]) < len(shown):
@@ -106,7 +106,7 @@ def network(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
             yield fault("network", f"weight-sync groups cannot meet at {host}: {error}", remedy)
 
 
-def _torch() -> dict[str, Any]:
+def ask_torch() -> dict[str, Any]:
     """Ask torch for its version and GPUs in a separate process: importing it takes seconds, and a broken driver may crash it."""
     try:
         asked = subprocess.run(

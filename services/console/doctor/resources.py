@@ -71,13 +71,13 @@ def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
     given, rank = f"model.path = {config.model.path!r}", _rank_bytes(config, weights.parameters)
     copies, where = weights.parameters * _width(config), "a GPU" if gpus else "this machine"
     if gpus:
-        free, needed = _gpu_bytes(), rank if not config.trainer.offload else copies
+        free, needed = gpu_bytes(), rank if not config.trainer.offload else copies
         with contextlib.suppress(ConsoleError):  # which `fleet` reports
             if free is not None and (left := trainer_share(config, gpus)) < 1:
                 free, where = int(left * free), "a GPU, beside its generators,"
         remedy = "use more trainer.ranks with trainer.zero_stage = 3, trainer.offload = true or lora.rank"
     else:
-        free, generator = _free_bytes(), GENERATOR_COPIES * copies + config.generator.cpu_kv_cache_bytes + GENERATOR_BYTES
+        free, generator = free_bytes(), GENERATOR_COPIES * copies + config.generator.cpu_kv_cache_bytes + GENERATOR_BYTES
         needed = config.trainer.ranks * (rank + PROCESS_BYTES) + config.generator.count * generator
         remedy = "use a smaller model, lora.rank, fewer trainer.ranks or a lower generator.count"
     if free is None:
@@ -166,7 +166,7 @@ def _rank_bytes(config: RunConfig, parameters: int) -> float:
     return (weights + reference) / whole + state + gradients
 
 
-def _free_bytes() -> int | None:
+def free_bytes() -> int | None:
     """Return the memory that is still available on this machine, or in the container."""
     try:
         lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
@@ -181,7 +181,7 @@ def _free_bytes() -> int | None:
     return free
 
 
-def _gpu_bytes() -> int | None:
+def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU, as its driver reports it."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,30 +69,25 @@ def run(options: Options, planner: Planner = plan_units, check: Check | None = N
     """Run until finished or stopped, and return the exit code. `check`: the checks of a new run before it is started."""
     ended = list[Mapping[str, Any]]()
     try:
-        with lasting_output():
-            if not options.as_json:
-                return _run(options, planner, check, ended)
-            with contextlib.redirect_stdout(sys.stderr):
-                return _run(replace(options, screen=False), planner, check, ended)
-    finally:
-        for result in ended if options.as_json else ():
-            print_json(result)
-
-
-def _run(options: Options, planner: Planner, check: Check | None, ended: list[Mapping[str, Any]]) -> int:
-    """Add the summary to `ended`, unless the run could not be started."""
-    try:
-        with Interrupts() as interrupts:
+        output = contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext()
+        with lasting_output(), output, Interrupts() as interrupts:
             return _start(options, planner, check, interrupts, ended)
     except InUse as error:
         raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
     except KeyboardInterrupt:
         return EXIT_STOPPED
+    finally:
+        for result in ended if options.as_json else ():
+            print_json(result)
 
 
 def _start(
     options: Options, planner: Planner, check: Check | None, interrupts: Interrupts, ended: list[Mapping[str, Any]]
 ) -> int:
+    """Load and check the configuration, lock the folder and clear up what is in it, start Redis, launch, and conclude.
+
+    Add the summary to `ended`, unless the run could not be started.
+    """
     gpus = visible_gpus(os.environ)
     config, places = checked(
         options,
@@ -121,7 +116,7 @@ def _start(
             folder.clear()
         with _redis(config, folder, url, password) as (config, server):
             login = _administrator(config, server.password if server else password)
-            config = _written(config, folder, before, step, login)
+            config = written(config, folder, before, step, login)
             for sentence in loss_in_words(config):
                 print(f"loss: {sentence}", flush=True)
             environ = common_environment(os.environ, config, gpus)
@@ -129,7 +124,7 @@ def _start(
             return asyncio.run(_Job(options, config, folder, planner, gpus, server, login, lock.fd, environ, step, ended).run())
 
 
-def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None, login: Login) -> RunConfig:
+def written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None, login: Login) -> RunConfig:
     """Write the configuration into the run's folder, and record how it differs from that `before`, if the run is resumed.
 
     Raise `ConsoleError`, and write nothing, if the run is beyond its last step.
@@ -251,7 +246,7 @@ class _Job:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
         with contextlib.ExitStack() as stack:
             tail = WarningsTail(self.folder.logs)
-            if self.options.screen and sys.stdout.isatty():
+            if self.options.screen and not self.options.as_json and sys.stdout.isatty():
                 from services.console.display.screen import ScreenDisplay
 
                 display = stack.enter_context(ScreenDisplay(config.run.name, config.run.steps, rows, tail))

@@ -78,7 +78,7 @@ class Launcher:
         """
         self.observer, self.display, self.server = observer, display, server
         self.mirror, self.evaluations = mirror, evaluations
-        self._plan, self._count, self._limit = plan, count, limit
+        self.plan, self._count, self._limit = plan, count, limit
         self._logs, self._environ, self._lock_fd = logs, environ, lock_fd
         self.children: list[ChildService] = []
         self.restarts = {"redis": 0} if server else {}
@@ -185,7 +185,7 @@ class Launcher:
     def _rescale(self) -> None:
         """Start missing children and drain surplus ones. A child that is draining is started again only after it exits."""
         generators, refusal = wanted_generators(self.observer.last.state, self._count, self._limit)
-        plans = {plan.name: plan for plan in self._plan(generators)}
+        plans = {plan.name: plan for plan in self.plan(generators)}
         if generators != self._generators:
             if refusal:
                 self.display.event(refusal)

@@ -58,7 +58,7 @@ def test_a_healthy_machine_passes_and_missing_data_fails(
     """Runs the whole command and checks its exit codes."""
     exec(machine._ASK_TORCH, {})  # in this process, which has loaded torch, because importing it takes seconds
     assert json.loads(capsys.readouterr().out).keys() == {"torch", "cuda", "gpus", "slow"}
-    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": [], "slow": False})
+    monkeypatch.setattr(machine, "ask_torch", lambda: {"torch": "2", "cuda": None, "gpus": [], "slow": False})
     file = tmp_path / "run.toml"
     assert main(["doctor", str(file)]) == 0
     assert "All checks passed" in capsys.readouterr().out
@@ -236,7 +236,7 @@ def test_a_resumed_run_is_checked_for_what_may_change(tmp_path: Path, config: Ru
         now = load(tmp_path / "run.toml", overrides, environ={})
         return {one.what for one in check_again(now, config, [], {}) if one.state == "fault"}
 
-    monkeypatch.setattr(resources, "_free_bytes", lambda: 30 * 2**30)
+    monkeypatch.setattr(resources, "free_bytes", lambda: 30 * 2**30)
     assert faults() == set()
     (tmp_path / "data.jsonl").unlink()  # not needed: dataprep compares the data with the original data
     source = '{ name = "test", kind = "jsonl", path = "/nonexistent" }'
@@ -267,7 +267,7 @@ def test_existing_checkpoints_count_towards_the_required_space(
 def test_the_memory_of_processes_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured: 0.3 GiB for the example's trainer without activations, 1.07 GiB for a vLLM generator with 80 MiB of KV cache."""
     save_model_folder(tmp_path / "model")
-    monkeypatch.setattr(resources, "_free_bytes", lambda: 30 * 2**30)
+    monkeypatch.setattr(resources, "free_bytes", lambda: 30 * 2**30)
     given = 'generator.engine="vllm"', "generator.count=2", "generator.engine_options.kv_cache_memory_bytes=83886080"
     found = only(resources.memory(small_config(tmp_path, None, *given), []), "memory")
     more = "and more for activations, which grow with trainer.row_tokens = 256"
@@ -291,9 +291,10 @@ def test_compiled_training_is_recommended_where_a_gpu_gains_by_it(
 
 
 def test_a_trainer_that_shares_a_gpu_needs_room_beside_its_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_gpu_bytes", lambda: 80 * 2**30)
+    monkeypatch.setattr(resources, "gpu_bytes", lambda: 80 * 2**30)
     weights = Weights({"all": [3 * 10**9]}, 1)  # training takes 18 bytes per weight: 50 GiB
-    monkeypatch.setattr(resources, "_weights", lambda config: weights)
+    monkeypatch.setattr(resources, "folder_of", lambda path: tmp_path)
+    monkeypatch.setattr(resources, "weights_of", lambda folder: weights)
 
     def checked(gpus: str, *given: str) -> tuple[str, str]:
         overrides = ("generator.engine=vllm", "model.dtype=bfloat16", *given)
@@ -308,9 +309,9 @@ def test_a_trainer_that_shares_a_gpu_needs_room_beside_its_generators(tmp_path: 
 
 
 def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": "13", "gpus": []})
+    monkeypatch.setattr(machine, "ask_torch", lambda: {"torch": "2", "cuda": "13", "gpus": []})
     assert only(machine.gpus({"CUDA_VISIBLE_DEVICES": "0,1"}), "GPUs").state == "fault"
-    monkeypatch.setattr(machine, "_torch", lambda: {"error": "no module named torch"})
+    monkeypatch.setattr(machine, "ask_torch", lambda: {"error": "no module named torch"})
     assert only(machine.gpus({"CUDA_VISIBLE_DEVICES": ""}), "torch").state == "fault"
     assert only(machine.network(config, {}), "network").state == "ok"
     found = [*machine.network(config, {"NCCL_SOCKET_IFNAME": "nosuch0"})]
@@ -323,7 +324,7 @@ def test_an_unhealthy_machine_is_reported(tmp_path: Path, config: RunConfig, mon
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_faster_attention_for_hopper_is_recommended(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": "13", "gpus": ["NVIDIA H100"], "slow": slow})
+    monkeypatch.setattr(machine, "ask_torch", lambda: {"torch": "2", "cuda": "13", "gpus": ["NVIDIA H100"], "slow": slow})
     found = [*machine.gpus({"CUDA_VISIBLE_DEVICES": "0"})]
     assert [(one.what, one.state) for one in found] == [("GPUs", "ok"), ("attention", "note")][: 1 + slow]
     assert not slow or "pip install 'flash-attn-4" in found[1].remedy

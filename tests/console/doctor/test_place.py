@@ -85,7 +85,7 @@ def test_a_port_for_the_endpoints_is_a_note_where_grpo_run_is_not_sure_to_start_
 def test_keys_without_effect_on_the_redis_that_is_used_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
+    monkeypatch.setattr(machine, "ask_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
     make_model(tmp_path / "model")
     small_config(tmp_path)
     file, given = str(tmp_path / "run.toml"), ["redis.ca_file=/ca.pem", "redis.password_file=/users"]

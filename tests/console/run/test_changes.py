@@ -68,9 +68,9 @@ def test_a_change_that_a_killed_start_did_not_make_is_taken_back(tmp_path: Path,
     with monkeypatch.context() as killed:
         killed.setattr(RunFolder, "write", _kill)
         with pytest.raises(KeyboardInterrupt):
-            command._written(now, folder, before, None)
+            command.written(now, folder, before, None)
     assert lines() == [{"run.steps": [4, 9]}], "the start was killed before the run had them"
-    command._written(last, folder, before, None)
+    command.written(last, folder, before, None)
     made = [{"optimizer.betas": [[0.9, 0.95], [0.8, 0.9]], "run.steps": [4, 12]}]
     assert lines() == made
     with folder.changes.open("ab") as file:

@@ -114,14 +114,14 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
         raise ConsoleError("there is no such run")
     assert not folder.exists()
     first, second = FolderLock(folder), FolderLock(folder)
-    first._open()
-    assert first._take()
-    second._open()
+    first.open()
+    assert first.take()
+    second.open()
     folder.joinpath("lock").unlink()
     folder.rmdir()
     os.close(first.fd)  # as if the first start had been refused while the second waits
-    assert not second._take()
-    assert second._take(), "of a file that others find"
+    assert not second.take()
+    assert second.take(), "of a file that others find"
     assert os.fstat(second.fd).st_nlink == 1
     os.close(second.fd)
 
@@ -130,14 +130,14 @@ def test_no_process_is_killed_after_the_lock_changes_hands(tmp_path: Path, monke
     with FolderLock(tmp_path) as dead:
         child = subprocess.Popen(["sleep", "60"], pass_fds=(dead.fd,))
         (tmp_path / "lock").write_text("99999999\n")
-    listed = locks._holders
+    listed = locks.holders
 
     def taken(path: Path) -> list[int]:
         left = listed(path)
         (tmp_path / "lock").write_text(f"{child.pid}\n")  # a console now holds the lock
         return left
 
-    monkeypatch.setattr(locks, "_holders", taken)
+    monkeypatch.setattr(locks, "holders", taken)
     with pytest.raises(InUse, match=f"in use by process {child.pid}$"), FolderLock(tmp_path, 0.2):
         pass
     assert child.poll() is None

@@ -117,7 +117,7 @@ async def test_a_service_that_could_not_be_started_can_be_scaled_away(
 ) -> None:
     console, _ = launcher(tmp_path)
     wanted = [WAITS, ServicePlan("generator-0", (ProcessPlan("generator-0", ("never",)),))]
-    console._plan = lambda _: wanted
+    console.plan = lambda _: wanted
     start = ChildProcess.start
 
     def refused(self: ChildProcess, environ: Mapping[str, str], *files: int) -> None:
