@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from services.config import RunConfig
 from services.config.docstrings import docstrings
+from services.config.faults import models_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def as_json() -> str:
 def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
     helps = docstrings(model)
     for name, field in model.model_fields.items():
-        models, listed = _models(field.annotation)
+        models = models_of(field.annotation)
+        listed = bool(models) and typing.get_origin(field.annotation) is list
         if not models:
             yield Key(prefix + name, _type(field.annotation), _default(field), helps.get(name, ""))
         place = f"{prefix}{name}{'[]' if listed else ''}"
@@ -71,14 +73,6 @@ def _kinds(models: list[type[BaseModel]], place: str) -> Iterator[Key]:
     kind_count = max(map(len, kinds_of.values()))
     for key, kinds in kinds_of.items():
         yield replace(key, key=f"{place}.{key.key}" if len(kinds) == kind_count else f"{place}({', '.join(kinds)}).{key.key}")
-
-
-def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
-    """Return the sections that an annotation names, and whether it is a list of them."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
-        return [annotation], False
-    found = [model for part in typing.get_args(annotation) for model in _models(part)[0]]
-    return found, bool(found) and typing.get_origin(annotation) is list
 
 
 def _type(annotation: Any) -> str:

@@ -85,7 +85,7 @@ class Notifications:
             await self._subscription.add(*missing)
         except StoreError:
             return  # `listen` fails too, and subscribes to all of them on its next connection
-        except BaseException:
+        except BaseException:  # also a cancelled wait: the next one subscribes again
             self._topics -= missing
             raise
 

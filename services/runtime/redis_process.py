@@ -97,7 +97,7 @@ class RedisProcess:
         )
         try:
             self._wait()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no server may stay
             self.kill()
             raise
 

@@ -25,6 +25,7 @@ from services.config import RunConfig
 from services.config.loss_in_words import loss_in_words
 from services.console.commands.control import who
 from services.console.display.plain import PlainDisplay
+from services.console.display.screen import ScreenDisplay
 from services.console.display.warnings_tail import WarningsTail
 from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
@@ -247,8 +248,6 @@ class _Job:
         with contextlib.ExitStack() as stack:
             tail = WarningsTail(self.folder.logs)
             if self.options.screen and not self.options.as_json and sys.stdout.isatty():
-                from services.console.display.screen import ScreenDisplay
-
                 display = stack.enter_context(ScreenDisplay(config.run.name, config.run.steps, rows, tail))
             else:
                 display = stack.enter_context(PlainDisplay(config.run.steps, tail))

@@ -7,16 +7,18 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from services.store.acl import GRANTS
+
 
 def write_secret(path: Path, secret: str) -> None:
-    """Write a file that only its owner can read, atomically, whoever else writes it now."""
+    """Atomically write a file that only its owner can read, even if another process writes it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(secret)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: no copy of the secret may stay
         os.unlink(temporary)
         raise
 
@@ -30,6 +32,4 @@ def kept_secret(path: Path) -> str:
 
 def user_passwords(folder: Path) -> dict[str, str]:
     """Return the password of each kind of service, from its file in `folder` (redis.password_file). Create missing ones."""
-    from services.store.acl import GRANTS  # the store takes long to import
-
     return {kind: kept_secret(folder / kind) for kind in GRANTS}
