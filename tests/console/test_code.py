@@ -10,7 +10,7 @@ from services.config import ConfigError, RunConfig, digest, load, load_resolved
 from services.console.code import with_kept_code
 from services.console.errors import ConsoleError
 from services.console.run.folder import RunFolder
-from services.console.run.load import judged_as_before
+from services.console.run.place import judged_as_before
 from tests.support.harness import small_config
 
 ONE, OTHER = "def score(completion):\n    return 1\n", "def score(completion):\n    return 2\n"

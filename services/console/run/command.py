@@ -33,26 +33,17 @@ from services.console.gpus import visible_gpus
 from services.console.lock import FolderLock, InUse
 from services.console.printable import print_json, printable
 from services.console.run import conditions, summary
-from services.console.run.changes import changes, in_words, record, take_back
 from services.console.run.folder import RunFolder, resolve
 from services.console.run.launcher import Launcher, LaunchOutcome
-from services.console.run.load import (
-    Options,
-    checked,
-    fresh_or_asked,
-    judged_as_before,
-    placed_error,
-    redis_of,
-    resumed_step,
-)
+from services.console.run.load import Options, checked, placed_error, redis_of
 from services.console.run.mirror import EVALUATED, Mirror
-from services.console.run.place import as_started, claim_name
+from services.console.run.place import as_started, claim_name, fresh_or_asked, judged_as_before, resumed_step, trained
 from services.console.run.plan import common_environment, max_generators, plan_units
 from services.console.run.redis_server import RedisServer, start_server
-from services.console.run.resumption import again, next_step, requeue_failed
+from services.console.run.resumption import administrator, again, requeue_failed, written
 from services.console.run.secrets import write_secret
 from services.console.run.terminal import Interrupts, lasting_output
-from services.http.credentials import api_tokens, holds_users, redis_password
+from services.http.credentials import api_tokens, holds_users
 from services.operations.control import reason
 from services.operations.observe import RunFeed
 from services.protocol.errors import StoreError
@@ -100,7 +91,7 @@ def _start(
     with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
         web_port = config.web.port or (free_port() if options.web else 0)
         config = as_started(config, gpus, web_port)
-        options = fresh_or_asked(options, config, folder, lambda: asyncio.run(_trained(folder, config, url, password)))
+        options = fresh_or_asked(options, config, folder, lambda: asyncio.run(trained(folder, config, url, password)))
         if not options.fresh:
             config = judged_as_before(config, folder)
         held = not options.fresh and folder.check(config)
@@ -110,58 +101,19 @@ def _start(
             folder.check_clearable()  # before anything of the run is deleted
         if url:
             try:
-                asyncio.run(claim_name(config, url, _administrator(config, password), options.fresh))
+                asyncio.run(claim_name(config, url, administrator(config, password), options.fresh))
             except StoreError as error:
                 raise placed_error(error, options, url, places) from None
         if options.fresh:
             folder.clear()
         with _redis(config, folder, url, password) as (config, server):
-            login = _administrator(config, server.password if server else password)
+            login = administrator(config, server.password if server else password)
             config = written(config, folder, before, step, login)
             for sentence in loss_in_words(config):
                 print(f"loss: {sentence}", flush=True)
             environ = common_environment(os.environ, config, gpus)
             interrupts.check()
             return asyncio.run(_Job(options, config, folder, planner, gpus, server, login, lock.fd, environ, step, ended).run())
-
-
-def written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None, login: Login) -> RunConfig:
-    """Write the configuration into the run's folder, and record how it differs from that `before`, if the run is resumed.
-
-    Raise `ConsoleError`, and write nothing, if the run is beyond its last step.
-    """
-    if before is None:
-        return folder.write(config)
-    begins = asyncio.run(next_step(config, login, folder, restore))
-    take_back(folder.changes, before)
-    if changed := changes(before, config):
-        record(folder.changes, begins, changed)
-        print(f"changed from step {begins} on: {in_words(changed)}", flush=True)
-    return folder.write(config)
-
-
-def _administrator(config: RunConfig, password: str = "") -> Login:
-    """Return the login that loads the functions and deletes old data, which none of the run's own users may do."""
-    return Login(password or redis_password(config) or "", ca_file=config.redis.ca_file)
-
-
-async def _trained(folder: RunFolder, config: RunConfig, url: str, password: str) -> int:
-    """Return how many steps the run of this name has trained, by its Redis."""
-    own = not url and (folder.redis / "password").exists()
-    server = start_server(folder.redis, folder.path.name) if own else None
-    try:
-        if server is None and not url:
-            return 0
-        login = Login(server.password) if server else _administrator(config, password)
-        store = await Store.connect(server.url if server else url, config.run.name, login)
-        try:
-            state = await store.run.state()
-        finally:
-            await store.close()
-    finally:
-        if server is not None:
-            server.stop()
-    return state.committed_step + 1 if state else 0
 
 
 @contextlib.contextmanager

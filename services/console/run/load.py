@@ -1,25 +1,19 @@
-"""The options of `grpo run`, and everything that is checked before it starts anything."""
+"""The options of `grpo run`: loads the configuration, and checks everything before anything is started."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import ConfigError, RunConfig
 from services.config.load import load_with_places
 from services.config.places import KeyPlaces
-from services.console.code import with_kept_code
 from services.console.doctor import Finding
 from services.console.doctor.preflight import LOSS, Check, CheckAgain, faults_of
-from services.console.errors import EXIT_CONFIG, ConsoleError
-from services.console.options import confirm
 from services.console.printable import printable
 from services.console.run.folder import RunFolder, check_redis
-from services.operations.inspection.checkpoints import restorable
 from services.protocol.errors import StoreError
-from services.runtime.checkpoints import CheckpointError, CheckpointFolder
 from services.store.connection.client import split_password
 
 
@@ -74,53 +68,3 @@ def checked(options: Options, check: Check, again: CheckAgain) -> tuple[RunConfi
         if one.state == "note" and one.what != LOSS:  # which is described once the run is about to start
             print(f"note: {printable(one.line)}", flush=True)
     return loaded
-
-
-def judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """Return the configuration with the code that the run in the folder began with, and report whether it has changed since."""
-    if (held := folder.held()) is None:
-        return config
-    config, changed = with_kept_code(config, held)
-    for path in changed:
-        print(
-            f"{path} has changed since the run began; the run continues with the copy in {folder.code}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return config
-
-
-def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:
-    """Return the step of the checkpoint that --resume requests; None: resume from the current state. Raise `ConsoleError`."""
-    asked = options.resume
-    if not asked:
-        return None
-    if options.fresh:
-        raise ConsoleError(f"--resume {asked} and --fresh are mutually exclusive: remove one", EXIT_CONFIG)
-    if asked != "latest" and not asked.isdecimal():
-        raise ConsoleError(f"--resume {asked}: give `latest` or the step of a checkpoint (grpo checkpoints)", EXIT_CONFIG)
-    if not held:
-        raise ConsoleError(f"--resume {asked}: {folder.path} contains no run yet; remove --resume to start one", EXIT_CONFIG)
-    if asked == "latest":
-        return None
-    try:
-        return restorable(CheckpointFolder(folder.path / "checkpoints"), int(asked)).step
-    except CheckpointError as error:
-        raise ConsoleError(f"--resume {asked}: {error}", EXIT_CONFIG) from None
-
-
-def fresh_or_asked(options: Options, config: RunConfig, folder: RunFolder, trained: Callable[[], int]) -> Options:
-    """Return the options with `fresh` if the folder holds another run that has not trained a step, which is replaced.
-
-    On a terminal, ask before `--fresh` deletes a run that has. `trained` asks its Redis, which may know more than its files.
-    """
-    if not folder.config.exists():
-        return options
-    if options.fresh:
-        if not options.yes and not folder.untrained:
-            confirm(f"Delete run {config.run.name} in {folder.path}, which has trained, and start over?")
-        return options
-    if not folder.untrained or folder.holds(config) or trained():
-        return options
-    print(f"the run in {folder.path} had another configuration and had trained no step: replacing it", flush=True)
-    return replace(options, fresh=True)

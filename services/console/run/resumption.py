@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from services.config import RunConfig
 from services.config.secrets import holds_secret
 from services.console.commands.control import who
 from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.run.changes import changes, in_words, record, take_back
 from services.console.run.folder import RunFolder
+from services.http.credentials import redis_password
 from services.operations.control import reason
 from services.operations.inspection.deadletters import requeue
 from services.runtime.checkpoints import CheckpointFolder
@@ -77,3 +80,23 @@ def again(argv: Sequence[str]) -> list[str]:
             key, equals, _ = word.partition("=")
             words.append(f"{key}=SECRET" if equals and holds_secret(key) else masked(word))
     return words
+
+
+def written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None, login: Login) -> RunConfig:
+    """Write the configuration into the run's folder, and record how it differs from that `before`, if the run is resumed.
+
+    Raise `ConsoleError`, and write nothing, if the run is beyond its last step.
+    """
+    if before is None:
+        return folder.write(config)
+    begins = asyncio.run(next_step(config, login, folder, restore))
+    take_back(folder.changes, before)
+    if changed := changes(before, config):
+        record(folder.changes, begins, changed)
+        print(f"changed from step {begins} on: {in_words(changed)}", flush=True)
+    return folder.write(config)
+
+
+def administrator(config: RunConfig, password: str = "") -> Login:
+    """Return the login that loads the functions and deletes old data, which none of the run's own users may do."""
+    return Login(password or redis_password(config) or "", ca_file=config.redis.ca_file)

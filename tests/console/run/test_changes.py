@@ -9,7 +9,7 @@ import pytest
 
 from services.config import RunConfig, digest, load_resolved
 from services.console.errors import ConsoleError
-from services.console.run import command
+from services.console.run import resumption
 from services.console.run.changes import changes, in_words, record, take_back
 from services.console.run.folder import RunFolder
 from services.console.run.redis_server import RedisServer
@@ -64,13 +64,13 @@ def test_a_change_that_a_killed_start_did_not_make_is_taken_back(tmp_path: Path,
     def lines() -> list[dict[str, object]]:
         return [msgspec.json.decode(line)["changes"] for line in folder.changes.read_bytes().splitlines()]
 
-    monkeypatch.setattr(command, "next_step", _third_step)
+    monkeypatch.setattr(resumption, "next_step", _third_step)
     with monkeypatch.context() as killed:
         killed.setattr(RunFolder, "write", _kill)
         with pytest.raises(KeyboardInterrupt):
-            command.written(now, folder, before, None)
+            resumption.written(now, folder, before, None, Login())
     assert lines() == [{"run.steps": [4, 9]}], "the start was killed before the run had them"
-    command.written(last, folder, before, None)
+    resumption.written(last, folder, before, None, Login())
     made = [{"optimizer.betas": [[0.9, 0.95], [0.8, 0.9]], "run.steps": [4, 12]}]
     assert lines() == made
     with folder.changes.open("ab") as file:
