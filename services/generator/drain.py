@@ -15,7 +15,7 @@ import httpx
 from services.config import ConfigError, RunConfig
 from services.http.credentials import api_tokens
 from services.http.entry import arguments, report
-from services.operations.awaited import LOADING
+from services.operations.condition import LOADING
 from services.runtime.exits import EXIT_OK
 
 POLL_S = 0.2

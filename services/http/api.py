@@ -39,9 +39,12 @@ def make_app(service: Service, tokens: ApiTokens) -> FastAPI:
     # FastAPI's page of the endpoints runs a script from another server, which must not read the token that the console keeps.
     docs_url = None if service.kind == "web" else "/docs"
     app = FastAPI(
-        title=f"grpo {service.kind}", version="1", docs_url=docs_url, redoc_url=None,
+        title=f"grpo {service.kind}",
+        version="1",
+        docs_url=docs_url,
+        redoc_url=None,
         description="Endpoints of a service of a run. Every call is idempotent and may be repeated.",
-    )  # fmt: skip
+    )
     service.app = app
     app.state.tokens, app.state.body_limits = tokens, {}
     app.state.guard, app.state.reader = token_guard(tokens, "operate"), token_guard(tokens, "read")
@@ -60,11 +63,13 @@ def _health(service: Service) -> APIRouter:
         """Check whether every loop of this pod made progress within its limit. 503: one did not; restart the pod."""
         loops = {
             loop.name: LoopHealth(
-                alive=loop.alive, silent_s=round(loop.silent_s, 3), failures=loop.failures,
+                alive=loop.alive,
+                silent_s=round(loop.silent_s, 3),
+                failures=loop.failures,
                 limit_s=None if loop.limit_s == float("inf") else loop.limit_s,
             )
             for loop in service.loops
-        }  # fmt: skip
+        }
         alive = all(loop.alive for loop in loops.values())
         response.status_code = 200 if alive else 503
         return Live(alive=alive, loops=loops)

@@ -57,9 +57,10 @@ def _check_token(tokens: ApiTokens, needed: Scope, given: HTTPAuthorizationCrede
         raise HTTPException(401, f"{why}: {remedy}", {"WWW-Authenticate": "Bearer"})
     if needed == "operate" and scope != "operate":
         raise HTTPException(
-            403, f"this token is read-only: use {FILES['operate']}",
+            403,
+            f"this token is read-only: use {FILES['operate']}",
             {"WWW-Authenticate": 'Bearer error="insufficient_scope", scope="operate"'},
-        )  # fmt: skip
+        )
 
 
 def _check_parameters(request: Request) -> None:

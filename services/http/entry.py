@@ -140,9 +140,17 @@ async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator
     tokens = api_tokens(config)
     store = await connect(kind, config)
     status = PodStatus(
-        kind=kind, name=name, boot=secrets.token_hex(4), host=socket.gethostname(), pid=os.getpid(), url="",
-        phase="starting", version=-1, world=0, gauges={},
-    )  # fmt: skip
+        kind=kind,
+        name=name,
+        boot=secrets.token_hex(4),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        url="",
+        phase="starting",
+        version=-1,
+        world=0,
+        gauges={},
+    )
     service = Service(kind, config, store, status)
     loop = asyncio.get_running_loop()
     before = {sig: signal.getsignal(sig) for sig in (signal.SIGTERM, signal.SIGINT)}

@@ -1,18 +1,27 @@
 """Describes a run's condition in the words shared by status, screen, log and web console. Pure.
 
-Guarantees: a run is in one of five conditions. A run without a running `grpo run` is never called running or paused.
+Guarantees: a run is in one of five conditions. A run without a running `grpo run` is never called running or paused, and one that
+trains is never said to wait.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from services.store import RunState
+from services.protocol.messages import PodStatus
+from services.store import RunState
+from services.store.records import ROLES
 
 Word = Literal["running", "paused", "stopped", "finished", "failed"]
+LOADING = ("starting", "loading")
+"""Phases in which a pod does no work yet."""
+BEHIND = {
+    "restoring": "the trainer to load the checkpoint",
+    "catching up": "the trainer to retrain the steps after its checkpoint",
+}
 
 
 @dataclass(frozen=True)
@@ -72,11 +81,50 @@ def last_resume(state: RunState) -> str:
 
 
 def _all_of(roles: list[str]) -> str:
-    from services.store.records import ROLES  # the store takes long to import, and not every reader of a condition needs it
-
     return "all services" if set(roles) == set(ROLES) else ", ".join(roles)
 
 
 def moment(at: float) -> str:
     """Return a time in local time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def awaited(state: RunState | None, pods: Sequence[PodStatus], wanted: int | None) -> str:
+    """Return what a run that has neither ended nor is paused waits for; empty: nothing. `wanted`: desired generators, if
+    known."""
+    if state is not None and (state.ended or state.paused):
+        return ""
+    of = {kind: [pod for pod in pods if pod.kind == kind] for kind in ("dataprep", "trainer", "generator")}
+    if not of["dataprep"]:
+        return "dataprep to start" if state is not None else "dataprep to read the prompts"
+    if state is None:
+        return "dataprep to create the run"
+    return _trainer(of["trainer"]) or _generators(of["generator"], wanted) or _first_step(state)
+
+
+def _trainer(pods: Sequence[PodStatus]) -> str:
+    if not pods:
+        return "the trainer to start"
+    if any(pod.phase in LOADING for pod in pods):
+        return "the trainer to load the model"
+    return next((words for phase, words in BEHIND.items() if any(pod.phase == phase for pod in pods)), "")
+
+
+def _generators(pods: Sequence[PodStatus], wanted: int | None) -> str:
+    if wanted == 0 and not pods:
+        return "a generator: 0 are desired (grpo scale N)"
+    if not pods:
+        return "the generators to start"
+    if all(pod.phase in LOADING for pod in pods):
+        return "the generator to load the model" if len(pods) == 1 else f"{len(pods)} generators to load the model"
+    if all(pod.phase in (*LOADING, "unsynced") for pod in pods):
+        return "the first weights to reach a generator"
+    return ""
+
+
+def _first_step(state: RunState) -> str:
+    if state.committed_step >= 0:
+        return ""
+    if state.prepared_step >= 0:
+        return "the first step to be trained"
+    return f"the first groups of completions ({state.slots_used} of {state.slots} slots in use)"

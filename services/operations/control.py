@@ -12,19 +12,21 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from services.config.generation import Fleet
+from services.operations.condition import LOADING
+from services.operations.inspection.checkpoints import (
+    AskedCheckpoint,
+    AskedRestore,
+    request_checkpoint_of,
+    request_restore_to,
+)
+from services.operations.inspection.deadletters import RequeueAnswer, requeue
 from services.store import RunState, Store
 from services.store.records import PauseMode, Role, Scale
 
-if TYPE_CHECKING:  # their modules import pydantic, which takes longer than most commands run
-    from services.config.generation import Fleet
-    from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore
-    from services.operations.inspection.deadletters import RequeueAnswer
-
 POLL_S = 0.1
 LONGEST_WAIT_S = 3600.0
-BUSY_PHASES = ("starting", "loading")  # such a pod does no work that a pause could end
 
 caller_gone: ContextVar[Callable[[], Coroutine[None, None, None]] | None] = ContextVar("caller_gone", default=None)
 """Returns once the caller is gone, such as the client of an endpoint; None: the caller stays until it has the answer."""
@@ -73,8 +75,6 @@ class RunControl:
 
     async def checkpoint(self, why: str, who: str, wait_s: float = 0.0) -> AskedCheckpoint:
         """Request a checkpoint of the committed steps. Raise `NotFound` when the trainer cannot write it."""
-        from services.operations.inspection.checkpoints import AskedCheckpoint, request_checkpoint_of
-
         before = await self._store.run.state()
         asked = await request_checkpoint_of(self._store, reason(why, who))
         if asked.saved or not wait_s:
@@ -90,8 +90,6 @@ class RunControl:
 
     async def restore(self, step: int, why: str, who: str, wait_s: float = 0.0) -> AskedRestore:
         """Restore the run to the checkpoint of `step`. Raise `NotFound` when there is no such checkpoint."""
-        from services.operations.inspection.checkpoints import AskedRestore, request_restore_to
-
         if self._checkpoints is None:
             raise InvalidRequest("a restore needs the run's folder: run the command where it is")
         before = await self._store.run.state()
@@ -103,8 +101,6 @@ class RunControl:
 
     async def requeue(self, ids: Sequence[str] | None, reason: str = "") -> RequeueAnswer:
         """Requeue dead letters: those named, or all whose reason contains `reason`. Raise `Refused` when the run is over."""
-        from services.operations.inspection.deadletters import requeue
-
         state, answer = await self._store.run.state(), await requeue(self._store, ids, reason)
         if state is not None and state.ended and not answer.requeued:
             raise Refused(f"the run is over: {state.finished or state.stopping}")
@@ -172,7 +168,7 @@ async def until_none(poll: Callable[[], Awaitable[list[str]]], wait_s: float) ->
 async def not_paused(store: Store, role: str, mode: str, ttl_s: float) -> list[str]:
     """Return the pods of a role that are not paused in `mode`; for an empty mode, those that have not resumed."""
     pods = [pod for pod in await store.fleet.members(ttl_s) if pod.kind == role]
-    return sorted(pod.name for pod in pods if pod.paused != mode and (not mode or pod.phase not in BUSY_PHASES))
+    return sorted(pod.name for pod in pods if pod.paused != mode and (not mode or pod.phase not in LOADING))
 
 
 async def not_scaled(store: Store, replicas: int, ttl_s: float) -> list[str]:

@@ -54,8 +54,11 @@ def _histogram(name: str, bins: Bins) -> HistogramProto:
     limits, counts = edges(name.split("/")[1], bins)
     middles = [(low + high) / 2 for low, high in itertools.pairwise(limits)]
     return HistogramProto(
-        min=limits[0], max=limits[-1], num=sum(counts),
+        min=limits[0],
+        max=limits[-1],
+        num=sum(counts),
         sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
         sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
-        bucket_limit=limits, bucket=[0.0, *counts],
-    )  # fmt: skip
+        bucket_limit=limits,
+        bucket=[0.0, *counts],
+    )

@@ -39,9 +39,17 @@ MERGED_BYTES = 64 << 20  # maximum size of a merged file, which is read whole
 PART_OF_KEPT = 16  # a file has at most this part of all completions, so that deleting the oldest deletes no more
 ROW_GROUP_BYTES = 2 << 20  # of rows that are read together for a page, before compression
 _REPEATED = [
-    "group", "outcome", "reason", "source", "prompt", "generator", "payload", "notes", "logprobs.list.element",
+    "group",
+    "outcome",
+    "reason",
+    "source",
+    "prompt",
+    "generator",
+    "payload",
+    "notes",
+    "logprobs.list.element",
     "gaps.list.element",
-]  # fmt: skip
+]
 """Columns with a dictionary. Without one, zstd makes tokens and the other numbers smaller, and in less time."""
 _PACKED = {"compression": "zstd", "compression_level": 1, "use_dictionary": _REPEATED}
 

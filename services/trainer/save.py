@@ -15,7 +15,7 @@ import sys
 from services.config import ConfigError
 from services.http.credentials import redis_login
 from services.http.entry import Arguments, arguments, report
-from services.operations.awaited import LOADING
+from services.operations.condition import LOADING
 from services.operations.control import LONGEST_WAIT_S, RunControl
 from services.protocol.errors import NotFound, StoreError
 from services.runtime.exits import EXIT_OK

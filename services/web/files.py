@@ -113,9 +113,14 @@ def files_router(service: Service) -> APIRouter:
         if found is None:
             return CostReport(spent={}, trainer={}, generator={}, yields={}, divided=False, missing=missing)
         return CostReport(
-            spent=found.spent, trainer=found.trainer, generator=found.generator, yields=found.yields, note=found.note,
-            divided=bool(found.tokens), missing="",
-        )  # fmt: skip
+            spent=found.spent,
+            trainer=found.trainer,
+            generator=found.generator,
+            yields=found.yields,
+            note=found.note,
+            divided=bool(found.tokens),
+            missing="",
+        )
 
     @router.get("/configuration")
     async def configuration() -> ConfigurationReport:

@@ -74,10 +74,22 @@ class FolderWatch(Watch):
         step = max(self.steps.rows, default=-1)
         saved = [one.step for one in CheckpointFolder(self._folder / "checkpoints").complete()]
         state = RunState(
-            steps=self._config.run.steps, slots=self._config.slots, slots_used=0, cursor=0, published_version=step + 1,
-            prepared_step=step, committed_step=step, checkpointed_step=max(saved, default=-1), leader="", paused={}, stopping="",
-            finished="", dataset="", config="", incarnation=int(self.steps.incarnation),
-        )  # fmt: skip
+            steps=self._config.run.steps,
+            slots=self._config.slots,
+            slots_used=0,
+            cursor=0,
+            published_version=step + 1,
+            prepared_step=step,
+            committed_step=step,
+            checkpointed_step=max(saved, default=-1),
+            leader="",
+            paused={},
+            stopping="",
+            finished="",
+            dataset="",
+            config="",
+            incarnation=int(self.steps.incarnation),
+        )
         found = self._describe(state)
         return replace(state, finished=found.detail or found.word) if found.word == "finished" else state
 

@@ -23,9 +23,23 @@ PAGE = 200
 TOKENS = 8000  # of a completion that are sent one by one
 NOT_INSTALLED = "the sample log needs pyarrow and duckdb: pip install 'grpo[dataprep]' where the page is served"
 _LISTED = (
-    "group", "sample", "step", "outcome", "reason", "source", "completion", "reward", "advantage", "solved", "truncated",
-    "length", "oldest", "newest", "payload", "incarnation",
-)  # fmt: skip
+    "group",
+    "sample",
+    "step",
+    "outcome",
+    "reason",
+    "source",
+    "completion",
+    "reward",
+    "advantage",
+    "solved",
+    "truncated",
+    "length",
+    "oldest",
+    "newest",
+    "payload",
+    "incarnation",
+)
 
 
 class SampleRows(BaseModel):
@@ -110,10 +124,12 @@ def samples_router(service: Service) -> APIRouter:
     @router.get("")
     async def samples(
         request: Request,
-        where: Annotated[str, Query(max_length=2000)] = "", sort: Annotated[str, Query(max_length=64)] = "",
-        reverse: bool = False, offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
+        where: Annotated[str, Query(max_length=2000)] = "",
+        sort: Annotated[str, Query(max_length=64)] = "",
+        reverse: bool = False,
+        offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
         limit: Annotated[int, Query(ge=1, le=PAGE)] = 50,
-    ) -> SampleRows:  # fmt: skip
+    ) -> SampleRows:
         """Search the completions of the run, the newest first or sorted by a column."""
         found, status = await log.find(request, _LISTED, where, sort, reverse, offset, limit)
         rows = [row | {"completion": _cut(row["completion"]), "reason": _cut(row["reason"])} for row in found.rows]
@@ -122,10 +138,12 @@ def samples_router(service: Service) -> APIRouter:
     @router.get("/one")
     async def sample(
         request: Request,
-        payload: Annotated[str, Query(pattern=r"^[0-9.r-]{1,64}$")], step: Annotated[int, Query(ge=0, le=2**31)],
-        outcome: Annotated[str, Query(pattern=r"^[a-z]{1,16}$")], sample: Annotated[int | None, Query(ge=0, le=2**31)] = None,
+        payload: Annotated[str, Query(pattern=r"^[0-9.r-]{1,64}$")],
+        step: Annotated[int, Query(ge=0, le=2**31)],
+        outcome: Annotated[str, Query(pattern=r"^[a-z]{1,16}$")],
+        sample: Annotated[int | None, Query(ge=0, le=2**31)] = None,
         incarnation: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-    ) -> WholeSample:  # fmt: skip
+    ) -> WholeSample:
         """Return one completion with its tokens: of an incarnation of the run, or of the last one that has it."""
         which = "sample IS NULL" if sample is None else f"sample = {sample}"
         life = "" if incarnation is None else f" AND incarnation = {incarnation}"

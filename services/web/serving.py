@@ -44,10 +44,14 @@ def add_console(service: Service, describe: Describe = running) -> Watch:
 
 
 async def show(
-    config: RunConfig, store: Store, say: Callable[[str], None], until: asyncio.Event,
-    describe: Describe = running, last: Callable[[], bool] = lambda: True,
+    config: RunConfig,
+    store: Store,
+    say: Callable[[str], None],
+    until: asyncio.Event,
+    describe: Describe = running,
+    last: Callable[[], bool] = lambda: True,
     add: Callable[[Service, Describe], Watch] = add_console,
-) -> None:  # fmt: skip
+) -> None:
     """Serve the console of a run until `until` is set, without joining its fleet.
 
     `say` receives the address. `describe` returns what the run is doing. `last`: whether pages are sent a last frame, by which
@@ -55,9 +59,17 @@ async def show(
     """
     config = at_its_port(config)
     status = PodStatus(
-        kind="web", name="web", boot=secrets.token_hex(4), host=socket.gethostname(), pid=os.getpid(), url="", phase="ready",
-        version=-1, world=0, gauges={},
-    )  # fmt: skip
+        kind="web",
+        name="web",
+        boot=secrets.token_hex(4),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        url="",
+        phase="ready",
+        version=-1,
+        world=0,
+        gauges={},
+    )
     service = Service("web", config, store, status)
     async with serve(service, api_tokens(config)) as url, _watching(service, add(service, describe), until, last):
         say(url)

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
-from services.operations.awaited import awaited
-from services.operations.condition import Condition, condition
+from services.operations.condition import Condition, awaited, condition
 from services.operations.figures import left_s
 from services.operations.history import EVALUATED, STEP, History
 from services.operations.observe import POLL_LIMIT_S, Member, RunFeed

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.operations.awaited import awaited
-from services.operations.condition import Condition, condition, moment
+from services.operations.condition import Condition, awaited, condition, moment
 from services.protocol.messages import PodStatus
 from services.store import RunState
 

@@ -11,8 +11,7 @@ from services.console.display.layout import Shown, Styled, cell, show
 from services.console.errors import EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.printable import print_json, printable
 from services.console.reading.from_folder import folder_instead, show_status
-from services.operations.awaited import awaited
-from services.operations.condition import last_resume
+from services.operations.condition import awaited, last_resume
 from services.operations.observe import Member, fleet
 from services.store import RunState
 from services.store.calls.evaluation import EvaluationState

@@ -20,8 +20,7 @@ from services.console.display.fleet import COLOURS, fleet_table, waiting_lines
 from services.console.display.warnings_tail import WarningsTail
 from services.console.printable import printable
 from services.operations import figures
-from services.operations.awaited import awaited
-from services.operations.condition import condition
+from services.operations.condition import awaited, condition
 from services.operations.figures import NOTHING, duration, number
 from services.operations.observe import Poll
 

@@ -92,10 +92,21 @@ async def inspect_buffer(store: Store, sort: Sort = "order", offset: int = 0, li
         )
     rows = await store.inspection.table_page(sort, offset, min(limit, MAX_PAGE), reverse)
     return Buffer(
-        size=state.size, capacity=state.capacity, sampler=state.sampler, remover=state.remover, max_uses=state.max_uses,
-        weight_sum=state.weight_sum, inserted=state.inserted, drawn=state.drawn, uses=state.uses, next_step=state.next_step,
-        sort=sort, reverse=reverse, offset=offset, groups=[_group(row, state) for row in rows],
-    )  # fmt: skip
+        size=state.size,
+        capacity=state.capacity,
+        sampler=state.sampler,
+        remover=state.remover,
+        max_uses=state.max_uses,
+        weight_sum=state.weight_sum,
+        inserted=state.inserted,
+        drawn=state.drawn,
+        uses=state.uses,
+        next_step=state.next_step,
+        sort=sort,
+        reverse=reverse,
+        offset=offset,
+        groups=[_group(row, state) for row in rows],
+    )
 
 
 def probability(weight: float | None, state: TableState) -> float | None:
@@ -111,12 +122,22 @@ def _group(row: TableRow, state: TableState) -> BufferGroup:
     if header is None or not (header.rewards and header.lengths and header.oldest and header.newest):
         return BufferGroup(group=record.group, uses=record.uses, weight=row.weight, probability=chance, readable=False)
     return BufferGroup(
-        group=record.group, uses=record.uses, weight=row.weight, probability=chance,
-        seq=header.seq, oldest=min(header.oldest), newest=max(header.newest), lag=state.next_step - min(header.oldest),
-        reward_mean=mean(header.rewards), reward_std=deviation(header.rewards),
-        length_min=min(header.lengths), length_mean=mean(header.lengths), length_max=max(header.lengths),
-        source=header.source, generator=header.generator,
-    )  # fmt: skip
+        group=record.group,
+        uses=record.uses,
+        weight=row.weight,
+        probability=chance,
+        seq=header.seq,
+        oldest=min(header.oldest),
+        newest=max(header.newest),
+        lag=state.next_step - min(header.oldest),
+        reward_mean=mean(header.rewards),
+        reward_std=deviation(header.rewards),
+        length_min=min(header.lengths),
+        length_mean=mean(header.lengths),
+        length_max=max(header.lengths),
+        source=header.source,
+        generator=header.generator,
+    )
 
 
 def mean(values: Sequence[float]) -> float:

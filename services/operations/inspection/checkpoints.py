@@ -154,17 +154,31 @@ def _entry(saved: Saved, latest: bool, until: int | None, verify: bool) -> Check
             problem = str(error)
     facts = saved.manifest.facts
     return CheckpointEntry(
-        step=saved.step, complete=True, latest=latest, bytes=saved.size_bytes, written_s=saved.written_s,
-        ranks=facts.get("ranks", 0), zero_stage=facts.get("zero_stage", 0), kept_until=until, problem=problem,
-    )  # fmt: skip
+        step=saved.step,
+        complete=True,
+        latest=latest,
+        bytes=saved.size_bytes,
+        written_s=saved.written_s,
+        ranks=facts.get("ranks", 0),
+        zero_stage=facts.get("zero_stage", 0),
+        kept_until=until,
+        problem=problem,
+    )
 
 
 def _unfinished(path: Path) -> CheckpointEntry:
     step = int(path.name.removeprefix("step-").split(".")[0])
     return CheckpointEntry(
-        step=step, complete=False, latest=False, bytes=_size_bytes(path), written_s=0.0, ranks=0, zero_stage=0, kept_until=None,
+        step=step,
+        complete=False,
+        latest=False,
+        bytes=_size_bytes(path),
+        written_s=0.0,
+        ranks=0,
+        zero_stage=0,
+        kept_until=None,
         problem=f"it has no {atomic_folders.MANIFEST}: it is being written, or was left half-written",
-    )  # fmt: skip
+    )
 
 
 def _size_bytes(folder: Path) -> int:

@@ -105,18 +105,23 @@ def read_completions(
         segments = [_segment(header, held, reader, place) for place, owner in enumerate(header.owners) if owner == i]
         completions.append(
             Completion(
-                index=i, length=_total(segment.length for segment in segments), reward=_at(header.rewards, i),
+                index=i,
+                length=_total(segment.length for segment in segments),
+                reward=_at(header.rewards, i),
                 scores={verifier: _at(scores, i) for verifier, scores in header.scores.items()},
-                advantage=_at(given, i), truncated=_at(header.truncated, i),
+                advantage=_at(given, i),
+                truncated=_at(header.truncated, i),
                 oldest=min((s.oldest for s in segments if s.oldest is not None), default=None),
                 newest=max((s.newest for s in segments if s.newest is not None), default=None),
                 tool_tokens=_total(segment.tool_tokens for segment in segments),
-                turns=_at(header.turns, i) if header.turns else 1, tool_s=_at(header.tool_s, i) if header.tool_s else 0.0,
+                turns=_at(header.turns, i) if header.turns else 1,
+                tool_s=_at(header.tool_s, i) if header.tool_s else 0.0,
                 tool_calls=_at(header.tool_calls, i) if header.tool_calls else 0,
                 malformed_calls=_at(header.malformed_calls, i) if header.malformed_calls else 0,
-                segments=segments, note=_note(payload, i),
+                segments=segments,
+                note=_note(payload, i),
             )
-        )  # fmt: skip
+        )
     return prompt, completions, note + why
 
 
@@ -145,9 +150,15 @@ def _segment(header: Header, held: _Held | None, reader: TextReader, place: int)
         rows = held.payload.spans[held.payload.spans[:, 0] == place].tolist()
         spans = [VersionSpan(version=version, start=start, end=end) for _, version, start, end in rows]
     return CompletionSegment(
-        index=place, length=_at(header.lengths, place), oldest=_at(header.oldest, place), newest=_at(header.newest, place),
-        tool_tokens=_at(header.tool_tokens, place), spans=spans, context=context, parts=parts,
-    )  # fmt: skip
+        index=place,
+        length=_at(header.lengths, place),
+        oldest=_at(header.oldest, place),
+        newest=_at(header.newest, place),
+        tool_tokens=_at(header.tool_tokens, place),
+        spans=spans,
+        context=context,
+        parts=parts,
+    )
 
 
 def _total(numbers: Iterable[int | None]) -> int | None:

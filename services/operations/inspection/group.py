@@ -31,7 +31,7 @@ from services.store.inspection_records import TICKET_ID, IssuedTicket, Whereabou
 
 Place = Literal[
     "waiting", "generating", "finished", "interrupted", "moving", "requeued", "replay", "drawn", "trained", "failed", "dropped"
-]  # fmt: skip
+]
 
 
 class Holder(Answer):
@@ -243,7 +243,14 @@ def _with_tokens(
     prompt, completions, more = read_completions(header, payload, reader, kind, shown)
     known: dict[str, Any] = {"seq": header.seq, **about}
     return Group(
-        **known, source=header.source, generator=header.generator, generate_s=header.generate_s,
-        score_s=header.score_s, prompt=prompt, size=completions_of(header), offset=shown.start, completions=completions,
+        **known,
+        source=header.source,
+        generator=header.generator,
+        generate_s=header.generate_s,
+        score_s=header.score_s,
+        prompt=prompt,
+        size=completions_of(header),
+        offset=shown.start,
+        completions=completions,
         notes=notes + more,
-    )  # fmt: skip
+    )

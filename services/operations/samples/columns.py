@@ -12,9 +12,15 @@ FORMAT = 1
 """Version of the columns, in each file's metadata."""
 
 SEGMENT = pa.struct(
-    [("context", pa.string()), ("text", pa.string()), ("context_tokens", pa.int32()), ("length", pa.int32()),
-     ("oldest", pa.int32()), ("newest", pa.int32())]
-)  # fmt: skip
+    [
+        ("context", pa.string()),
+        ("text", pa.string()),
+        ("context_tokens", pa.int32()),
+        ("length", pa.int32()),
+        ("oldest", pa.int32()),
+        ("newest", pa.int32()),
+    ]
+)
 
 _COLUMNS = {
     "group": (pa.string(), "ticket of the group, `<epoch>-<row>`"),
@@ -56,7 +62,7 @@ _COLUMNS = {
         pa.list_(pa.float32()),
         "logprobs of `tokens` in training - `logprobs`, to 5 %; NaN where the policy did not sample; null if it was not trained",
     ),
-}  # fmt: skip
+}
 
 SCHEMA = pa.schema([(name, kind) for name, (kind, _) in _COLUMNS.items()])
 MEANINGS = {name: meaning for name, (_, meaning) in _COLUMNS.items()}
