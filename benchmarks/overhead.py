@@ -26,7 +26,7 @@ from services.dataprep.prompts.seeds import ticket_seed
 from services.generator.engines.tokenizer import load_tokenizer
 from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_requests import sampling_params
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
 from services.http.entry import open_service
 from services.protocol.messages import Ticket
@@ -62,8 +62,8 @@ async def through_service(config: RunConfig, engine: VllmEngine, tickets: Sequen
         await store.steps.publish(trainer, 0)
         engine._loaded.version = 0
         service.say(phase="ready", version=0, trainer_fence=trainer)
-        rollouts = RolloutLoop(service, engine, load_tokenizer(config), verifiers, GeneratorMetrics(service.registry))
-        service.add_loop("leases", rollouts.renew)
+        rollouts = GeneratorLoop(service, engine, load_tokenizer(config), verifiers, GeneratorMetrics(service.registry))
+        service.add_loop("leases", rollouts.tickets.renew)
         service.add_loop("concurrency", rollouts.adapt)
         fence = await store.run.lead("benchmark", 600)
         assert fence is not None
@@ -104,10 +104,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     engine = VllmEngine()
     await engine.start(config)
     try:
-        await bare(engine, tickets, SamplingParameters.training(config), "warm-up")
+        await bare(engine, tickets, SamplingParameters.of(config, None), "warm-up")
         pairs = []
         for repeat in range(options.repeats):
-            bare_s, bare_tokens = await bare(engine, tickets, SamplingParameters.training(config), f"bare{repeat}")
+            bare_s, bare_tokens = await bare(engine, tickets, SamplingParameters.of(config, None), f"bare{repeat}")
             ours_s, ours_tokens = await through_service(config, engine, tickets)
             assert bare_tokens == ours_tokens, f"token counts differ: {bare_tokens} bare, {ours_tokens} through the service"
             pairs.append((bare_tokens / bare_s, ours_tokens / ours_s))

@@ -29,7 +29,7 @@ if __name__ == "__main__":  # `python benchmarks/rewards.py` from the repository
 from benchmarks.common import arguments, report, run
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
 from services.http.entry import open_service
 from services.protocol.messages import Header, Ticket
@@ -136,7 +136,7 @@ class Generator:
 
     service: Service
     engine: ScriptedEngine
-    rollouts: RolloutLoop
+    rollouts: GeneratorLoop
     tickets: Sequence[Ticket]
 
     async def submitted(self) -> list[Header]:
@@ -166,8 +166,8 @@ async def generating(config: RunConfig, count: int) -> AsyncIterator[Generator]:
         await store.steps.publish(trainer, 0)
         engine.version = 0
         service.say(phase="ready", version=0, world=1, trainer_fence=trainer)
-        rollouts = RolloutLoop(service, engine, PlainTokenizer(), verifiers, GeneratorMetrics(service.registry))
-        service.add_loop("leases", rollouts.renew)
+        rollouts = GeneratorLoop(service, engine, PlainTokenizer(), verifiers, GeneratorMetrics(service.registry))
+        service.add_loop("leases", rollouts.tickets.renew)
         service.add_loop("concurrency", rollouts.adapt)
         fence = await store.run.lead("benchmark", 600)
         assert fence is not None

@@ -1,8 +1,8 @@
 """Runs and scores the rollouts of one ticket, whether they are trained on or evaluate a version.
 
 Guarantees: a rollout that fails starts again by itself; the others of its group are kept. A rollout that fails for good leaves
-its group; a failure is never a reward.
-Waits for: the rollouts' environments and the policy. Unblocked by: their replies, or their time limits.
+its group, and an evaluation needs all of them; a failure is never a reward. A turn is kept in Redis before its tools run.
+Waits for: the rollouts' environments and the policy; room in Redis for a turn. Unblocked by: their replies, or their time limits.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 import structlog
 
-from services.config import RunConfig
 from services.config.environments import EnvironmentConfig, drives_itself
 from services.environment.agent import Door, run_agent
 from services.environment.chat.format import ChatFormat
@@ -25,14 +23,17 @@ from services.environment.generators import GeneratorFleet
 from services.environment.metrics import EnvironmentMetrics
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess, check_reward
-from services.environment.records import Record
-from services.environment.rollout import FinishedRollout, LeaseLost, LiveRollout, Manner, RolloutPlace, records_of
+from services.environment.records import Record, unpack_records
+from services.environment.rollout import FinishedRollout, LeaseLost, LiveRollout, Manner, RolloutPlace
+from services.protocol.errors import RedisFull
 from services.protocol.messages import Header, Row, Ticket
 from services.rollouts.generated import GenerationFailed, RolloutFailed
 from services.rollouts.holding import HeldTicket
-from services.rollouts.records import make_header
-from services.runtime.tracing import TraceRecorder
-from services.verifiers.base import Job, Scores, combine, solved
+from services.rollouts.records import make_header, pack_payload
+from services.runtime.service import Service
+from services.store import Claim
+from services.store.calls.tickets import Tickets, TurnPlace
+from services.verifiers.base import Job, combine, solved
 from services.verifiers.scoring import Scoring
 
 log = structlog.get_logger()
@@ -46,6 +47,11 @@ MAX_LOSSES = 16
 """How often a rollout may lose its process because of others before it is left out."""
 
 
+TURNS_TTL_S = 7 * 24 * 3600
+"""Seconds after which the turns of an abandoned ticket expire; the end of a ticket deletes them."""
+COMMIT_AGAIN_S = 1.0
+
+
 @dataclass
 class HeldGroup(HeldTicket):
     """A ticket whose rollouts run."""
@@ -54,57 +60,90 @@ class HeldGroup(HeldTicket):
     failed: dict[int, str] = field(default_factory=dict[int, str])  # by sample: why it failed for good
 
 
-class TurnLog(Protocol):
-    """Where the turns of one ticket are kept."""
+class TurnLog:
+    """Keeps the turns of a rollout in Redis, from where another pod continues them. On a full Redis, a turn waits."""
 
-    async def commit(self, sample: int, restarts: int, at: int, record: bytes) -> bool:
-        """Append a record of a rollout at a place. Returns False if another pod holds the ticket."""
-        ...
+    def __init__(self, tickets: Tickets, consumer: str, claim: Claim, sample: int, restarts: int) -> None:
+        """`restarts`: how often the rollout of this sample has started again."""
+        self._tickets, self._consumer, self._claim, self._sample = tickets, consumer, claim, sample
+        self.restarts = restarts
 
-    async def restart(self, sample: int, restarts: int) -> bool:
-        """Forget a rollout's turns. Returns False if another pod holds the ticket."""
-        ...
+    async def commit(self, place: int, record: bytes) -> bool:
+        """Append a record at a place. Returns False if another pod holds the ticket."""
+        at, told = TurnPlace(self._sample, self.restarts, place), False
+        while True:
+            try:
+                return await self._tickets.commit_turn(self._consumer, self._claim, at, record, TURNS_TTL_S)
+            except RedisFull as error:
+                if not told:
+                    log.warning("a turn waits to be committed", error=str(error))
+                told = True
+                await asyncio.sleep(COMMIT_AGAIN_S)
+
+    async def restart(self) -> None:
+        """Forget the turns: the rollout starts again. Raises `LeaseLost`."""
+        self.restarts += 1
+        if not await self._tickets.restart_rollout(self._consumer, self._claim, self._sample, self.restarts, TURNS_TTL_S):
+            raise LeaseLost
 
 
-@dataclass(frozen=True)
-class ScoredGroup:
-    """The finished rollouts of a group, by sample, and their rewards."""
+@dataclass
+class Attempt:
+    """The attempts at one rollout of a group."""
 
-    rollouts: list[FinishedRollout]
-    scores: Scores
-    rewards: list[float]
+    group: HeldGroup
+    sample: int
+    environment: EnvironmentConfig
+    turns: TurnLog
+    records: list[Record]
+    """What the next attempt continues from; empty: it starts afresh."""
+    begun: bool
+    """Whether the log may hold turns."""
+    failures: int = 0
+    losses: int = 0
+    """How often it lost its process because of others."""
+
+    @property
+    def name(self) -> str:
+        """Return a name that no other attempt has, in any pod."""
+        return f"{self.group.claim.payload}.{self.sample}.{self.turns.restarts}"
+
+    def failed(self, error: Exception) -> None:
+        """Record why the attempt failed."""
+        blameless = isinstance(error, ProcessLost) and not error.suspected
+        self.losses, self.failures = self.losses + blameless, self.failures + (not blameless)
+        self.group.failed[self.sample] = str(error)
+        log.warning(
+            "rollout failed",
+            ticket=self.group.ticket.id,
+            sample=self.sample,
+            failures=self.failures,
+            error=str(error),
+            exc_info=isinstance(error, REPLY_FAULTS),
+        )
 
 
 class GroupRunner:
     """Runs the rollouts of tickets. Shared by all tickets of a pod."""
 
     def __init__(
-        self, config: RunConfig, chat: ChatFormat, fleet: GeneratorFleet, pools: Mapping[str, ProgramPool], verifiers: Scoring,
-        metrics: EnvironmentMetrics, door: Door, tracing: TraceRecorder,
-    ) -> None:  # fmt: skip
+        self,
+        service: Service,
+        chat: ChatFormat,
+        fleet: GeneratorFleet,
+        pools: Mapping[str, ProgramPool],
+        verifiers: Scoring,
+        metrics: EnvironmentMetrics,
+        door: Door,
+    ) -> None:
         """`pools` are the environments' processes, by name."""
-        self._config, self._chat, self._fleet, self._pools = config, chat, fleet, pools
-        self._verifiers, self._metrics, self._door, self._tracing = verifiers, metrics, door, tracing
+        self._config, self._tickets, self._name = service.config, service.store.tickets, service.status.name
+        self._chat, self._fleet, self._pools, self._tracing = chat, fleet, pools, service.tracing
+        self._verifiers, self._metrics, self._door = verifiers, metrics, door
 
-    @property
-    def waiting(self) -> str:
-        """The scoring service that is unavailable, or ""."""
-        return self._verifiers.waiting
-
-    @property
-    def seats(self) -> int:
-        """Number of completions that the current generators run at a time."""
-        return self._fleet.seats
-
-    @property
-    def evaluating(self) -> frozenset[int]:
-        """Policy versions that generators are kept on, for evaluation."""
-        return self._fleet.evaluating
-
-    @property
-    def evaluation_seats(self) -> int:
-        """Number of completions that the evaluating generators run at a time."""
-        return self._fleet.evaluation_seats
+    def hold(self, claim: Claim, ticket: Ticket) -> HeldGroup:
+        """Return the record of a ticket that was just claimed."""
+        return HeldGroup(claim, ticket)
 
     def unfit(self, ticket: Ticket) -> str:
         """Return why the rollouts of a ticket cannot be run, or ""."""
@@ -117,18 +156,54 @@ class GroupRunner:
             return f"the ticket carries no row: {error}"
         return ""
 
-    async def run(
-        self, group: HeldGroup, manner: Manner, turns: TurnLog, begun: Mapping[int, tuple[int, list[bytes]]], minimum: int
-    ) -> list[FinishedRollout]:
-        """Run the rollouts of a fit ticket to their end, and return those that finished, by sample.
+    async def complete(self, held: HeldGroup) -> tuple[Header, bytes] | None:
+        """Run the rollouts of a ticket, score them, and return the header and the payload of its group.
 
-        `begun` holds, by sample, the restarts and the records of rollouts that another pod began. Raises `RolloutFailed` if
-        fewer than `minimum` finish, and `LeaseLost`.
+        Returns None if its lease was lost. Raises `RolloutFailed`.
         """
-        environment, ticket = self._config.environment_of(group.ticket.source), group.ticket
-        assert environment is not None, "the ticket was found fit"
+        ticket = held.ticket
+        try:
+            done = await self._run(held)
+        except LeaseLost:
+            return None
+        generated = time.monotonic()
+        scores, notes, rewards = await self._score(ticket, done)
+        segments = [each.segments for each in done]
+        payload = b"" if ticket.version is not None else pack_payload(ticket, segments, notes)
+        header = make_header(
+            ticket,
+            segments,
+            scores,
+            rewards,
+            solved(scores, self._config.thresholds(ticket.source)),
+            payload=held.claim.payload if payload else "",
+            payload_bytes=len(payload),
+            generator=self._name,
+            generate_s=generated - held.started,
+            score_s=time.monotonic() - generated,
+            truncated=[each.truncated for each in done],
+            turns=[each.turns for each in done],
+            tool_s=[each.environment_s for each in done],
+            tool_calls=[each.tool_calls for each in done],
+            malformed_calls=[each.malformed_calls for each in done],
+        )
+        if ticket.version is None:
+            self._metrics.observe(header, done)
+        return header, payload
+
+    async def keep_tokens(self, held: HeldGroup) -> None:
+        """Do nothing: every turn is committed."""
+
+    async def _run(self, group: HeldGroup) -> list[FinishedRollout]:
+        """Run the rollouts of a ticket to their end, and return those that finished, by sample.
+
+        Those that another pod began continue. Raises `RolloutFailed` if too few finish, and `LeaseLost`.
+        """
+        ticket = group.ticket
+        minimum = ticket.group_size if ticket.version is not None else self._config.sampling.min_group_size or ticket.group_size
+        begun = await self._tickets.turns(ticket.id)
         tasks = [
-            asyncio.ensure_future(self._rollout(group, environment, manner, turns, sample, *begun.get(sample, (0, []))))
+            asyncio.ensure_future(self._rollout(self._attempt(group, sample, *begun.get(sample, (0, [])))))
             for sample in range(ticket.group_size)
         ]
         try:
@@ -144,8 +219,8 @@ class GroupRunner:
             )
         return [done for _, done in sorted(group.finished.items())]
 
-    async def score(self, ticket: Ticket, done: list[FinishedRollout]) -> ScoredGroup:
-        """Return the environment's scores with those of the source's verifiers, and the rewards that they sum to."""
+    async def _score(self, ticket: Ticket, done: list[FinishedRollout]) -> tuple[dict[str, list[float]], list[str], list[float]]:
+        """Return the environment's scores with those of the source's verifiers, verifiers' notes, and the rewards [n]."""
         environment = self._config.environment_of(ticket.source)
         assert environment is not None, "the ticket was found fit"
         scores: dict[str, list[float]] = {}
@@ -162,74 +237,64 @@ class GroupRunner:
         for part in sorted(set[str].intersection(*map(set, own)) - {"score"}):  # as of verifiers: those that all rollouts have
             scores[f"{environment.name}.{part}"] = [each[part] for each in own]
         others = combine(scores, self._config.verifiers) or [0.0] * len(done)
-        return ScoredGroup(done, Scores(scores, notes), [mine + other for mine, other in zip(given, others, strict=True)])
+        return scores, notes, [mine + other for mine, other in zip(given, others, strict=True)]
 
-    def header(self, group: HeldGroup, found: ScoredGroup, generator: str, generated: float, payload: int = 0) -> Header:
-        """Return the header of a group whose last rollout ended at the monotonic time `generated`; `payload`: its bytes."""
-        ticket, done = group.ticket, found.rollouts
-        return make_header(
-            ticket, [each.segments for each in done], found.scores.scores, found.rewards,
-            solved(found.scores.scores, self._config.thresholds(ticket.source)),
-            payload=group.claim.payload if payload else "", payload_bytes=payload, generator=generator,
-            generate_s=generated - group.started, score_s=time.monotonic() - generated,
-            truncated=[each.truncated for each in done], turns=[each.turns for each in done],
-            tool_s=[each.environment_s for each in done], tool_calls=[each.tool_calls for each in done],
-            malformed_calls=[each.malformed_calls for each in done],
-        )  # fmt: skip
+    def _attempt(self, group: HeldGroup, sample: int, restarts: int, data: list[bytes]) -> Attempt:
+        """Return the attempts at a rollout that another pod may have begun: it started again `restarts` times."""
+        environment = self._config.environment_of(group.ticket.source)
+        assert environment is not None, "the ticket was found fit"
+        turns = TurnLog(self._tickets, self._name, group.claim, sample, restarts)
+        return Attempt(group, sample, environment, turns, unpack_records(data), bool(data))
 
-    async def _rollout(
-        self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
-        data: list[bytes],
-    ) -> None:  # fmt: skip
+    async def _rollout(self, attempt: Attempt) -> None:
         """Run one rollout to its end, starting it again when it fails."""
-        row, records = msgspec.json.decode(group.ticket.row, type=Row), records_of(data)
-        begun, failures, losses = bool(data), 0, 0
-        while failures < self._config.generator.max_attempts and losses < MAX_LOSSES:
-            await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
-            live = self._restored(group, environment, manner, turns, sample, restarts, records) if records else None
+        group, row = attempt.group, msgspec.json.decode(attempt.group.ticket.row, type=Row)
+        while attempt.failures < self._config.generator.max_attempts and attempt.losses < MAX_LOSSES:
+            await asyncio.sleep(PAUSES_S[min(attempt.failures, len(PAUSES_S) - 1)])
+            live = self._restored(attempt)
             if live is not None:
                 self._metrics.continued.inc()
             else:
-                if begun:
-                    restarts += 1
-                    if not await turns.restart(sample, restarts):
-                        raise LeaseLost
+                if attempt.begun:
+                    await attempt.turns.restart()
                     self._metrics.restarts.inc()
-                live = self._live(group, environment, manner, turns, sample, restarts, [])
-            begun, records = True, []
+                live = self._live(attempt, [])
+            attempt.begun, attempt.records = True, []
             try:
-                async with self._pools[environment.name].process() as process:
-                    group.finished[sample] = await self._drive(live, process, environment, row)
-                group.failed.pop(sample, None)
+                async with self._pools[attempt.environment.name].process() as process:
+                    group.finished[attempt.sample] = await self._drive(live, process, attempt.environment, row)
+                group.failed.pop(attempt.sample, None)
                 return
             except (ProgramFailed, GenerationFailed, *REPLY_FAULTS) as error:
                 if isinstance(error, ProcessLost):  # its program is gone, its turns are not
-                    records = list(live.records)
-                blameless = isinstance(error, ProcessLost) and not error.suspected
-                losses, failures = losses + blameless, failures + (not blameless)
-                log.warning(
-                    "rollout failed", ticket=group.ticket.id, sample=sample, failures=failures, error=str(error),
-                    exc_info=isinstance(error, REPLY_FAULTS),
-                )  # fmt: skip
-                group.failed[sample] = str(error)
+                    attempt.records = list(live.records)
+                attempt.failed(error)
             finally:
                 self._fleet.forget(live.place.name)
         self._metrics.left_out.inc()
 
-    def _restored(
-        self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
-        records: list[Record],
-    ) -> LiveRollout | None:  # fmt: skip
-        """Return a rollout continued from its records; None if that is impossible, or the records are not a rollout's."""
-        if not restorable(records):
+    def _restored(self, attempt: Attempt) -> LiveRollout | None:
+        """Return the rollout continued from its records; None if that is impossible, or the records are not a rollout's."""
+        if not attempt.records or not restorable(attempt.records):
             return None
         try:
-            return self._live(group, environment, manner, turns, sample, restarts, records)
+            return self._live(attempt, attempt.records)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # whatever damaged records cause
             log.warning(
-                "a rollout's turns cannot be read: it starts again", ticket=group.ticket.id, sample=sample, error=repr(error)
+                "a rollout's turns cannot be read: it starts again",
+                ticket=attempt.group.ticket.id,
+                sample=attempt.sample,
+                error=repr(error),
             )
             return None
+
+    def _live(self, attempt: Attempt, records: list[Record]) -> LiveRollout:
+        ticket, environment = attempt.group.ticket, attempt.environment
+        place = RolloutPlace(ticket, environment.name, attempt.sample, attempt.turns.restarts, attempt.name)
+        manner = Manner.of(self._config, ticket.version)
+        return LiveRollout(
+            place, manner, self._chat, self._fleet, list(records), environment.max_turns, attempt.turns.commit, self._tracing
+        )
 
     async def _drive(
         self, live: LiveRollout, process: ProgramProcess, environment: EnvironmentConfig, row: Row
@@ -240,14 +305,3 @@ class GroupRunner:
             done = await converse(live, process, row.messages)
         check_reward(done.scores, done.truncated, live.place.ticket.source, self._config)
         return done
-
-    def _live(
-        self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
-        records: list[Record],
-    ) -> LiveRollout:  # fmt: skip
-        place = RolloutPlace(group.ticket, environment.name, sample, restarts, f"{group.claim.payload}.{sample}.{restarts}")
-
-        async def commit(at: int, record: bytes) -> bool:
-            return await turns.commit(sample, restarts, at, record)
-
-        return LiveRollout(place, manner, self._chat, self._fleet, list(records), environment.max_turns, commit, self._tracing)

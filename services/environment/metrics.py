@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.environment.rollout import FinishedRollout
+from services.protocol.messages import Header
 from services.rollouts.holding import FAILURES
 from services.runtime.metrics import Metrics, counter, counters, gauge, histogram
 
@@ -58,12 +59,15 @@ class EnvironmentMetrics(Metrics):
     score_s: Histogram = histogram("grpo_environment_score_seconds", "seconds", "Duration of scoring a group by verifiers.")
     submit_s: Histogram = histogram("grpo_environment_submit_seconds", "seconds", "Duration of submitting a group to Redis.")
 
-    def observe(self, finished: FinishedRollout) -> None:
-        """Count a finished rollout."""
-        self.rollouts.inc()
-        self.truncated.inc(finished.truncated)
-        self.turns.inc(finished.turns)
-        self.program_s.inc(finished.environment_s)
-        self.policy_s.inc(finished.policy_s)
-        self.tool_calls.inc(finished.tool_calls)
-        self.malformed_calls.inc(finished.malformed_calls)
+    def observe(self, header: Header, finished: Sequence[FinishedRollout]) -> None:
+        """Count a finished group and its rollouts."""
+        self.rollout_s.observe(header.generate_s)
+        self.score_s.observe(header.score_s)
+        for each in finished:
+            self.rollouts.inc()
+            self.truncated.inc(each.truncated)
+            self.turns.inc(each.turns)
+            self.program_s.inc(each.environment_s)
+            self.policy_s.inc(each.policy_s)
+            self.tool_calls.inc(each.tool_calls)
+            self.malformed_calls.inc(each.malformed_calls)

@@ -8,7 +8,6 @@ import contextlib
 from services.chat.tokenizers import tokenizer_folder
 from services.environment.agent import Door
 from services.environment.chat.format import ChatFormat
-from services.environment.evaluation import EvaluationLoop
 from services.environment.generators import GeneratorFleet
 from services.environment.group import GroupRunner
 from services.environment.loop import EnvironmentLoop
@@ -16,7 +15,7 @@ from services.environment.metrics import EnvironmentMetrics
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramUnusable
 from services.http.entry import load_pod
-from services.runtime.loops import Fatal, Loop, after
+from services.runtime.loops import Fatal, Loop
 from services.runtime.service import LOOP_LIMIT_S, Service
 from services.verifiers.base import VerifierFailure
 from services.verifiers.scoring import Scoring
@@ -34,20 +33,17 @@ class EnvironmentPod:
         metrics = EnvironmentMetrics(service.registry)
         metrics.running.set_function(lambda: sum(pod.rollouts for pool in self.pools.values() for pod in pool.processes))
         self.door = Door(config.model.path)
-        groups = GroupRunner(config, chat, self.fleet, self.pools, self.verifiers, metrics, self.door, service.tracing)
-        self.rollouts = EnvironmentLoop(service, groups, metrics)
-        self.evaluation = EvaluationLoop(service, groups, metrics)
+        groups = GroupRunner(service, chat, self.fleet, self.pools, self.verifiers, metrics, self.door)
+        self.loop = EnvironmentLoop(service, self.fleet, groups, self.verifiers, metrics)
         self._loaded = asyncio.Event()
-        service.ready = self.rollouts.why_idle
+        service.ready = self.loop.why_idle
 
     async def run(self) -> None:
         """Run the pod from start to end."""
         add, config = self.service.add_loop, self.service.config
         add("generators", self.fleet.follow)
         add("door", self._serve, float("inf"))
-        add("evaluation", after(self._loaded, self.evaluation.work))
-        add("evaluation leases", self.evaluation.renew, LOOP_LIMIT_S + config.generator.lease_s)
-        add("leases", self.rollouts.renew, LOOP_LIMIT_S + config.generator.lease_s)
+        add("leases", self.loop.tickets.renew, LOOP_LIMIT_S + config.generator.lease_s)
         async with contextlib.AsyncExitStack() as stack:  # which closes each part even if closing another is cancelled
             for part in (self.fleet, self.verifiers, *self.pools.values()):
                 stack.push_async_callback(part.close)
@@ -67,8 +63,7 @@ class EnvironmentPod:
             self.service.say(phase="ready")
             self._loaded.set()
         loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
-        await self.rollouts.work(loop)
-        await self.evaluation.drain()
+        await self.loop.work(loop)
 
     async def _load(self) -> None:
         try:

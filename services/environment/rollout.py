@@ -22,7 +22,7 @@ from services.environment.door.resends import AskedTurns
 from services.environment.door.turns import RUN, ContextFull, Overrides, RolloutOver, TurnLost, TurnReply, Usage
 from services.environment.generators import limited
 from services.environment.recording.recorder import Call, Recorder, TooLong
-from services.environment.records import EnvironmentReply, Record, pack_record, unpack_records
+from services.environment.records import EnvironmentReply, Record, pack_record
 from services.protocol.errors import StoreError
 from services.protocol.messages import Ticket
 from services.protocol.payloads import Turn
@@ -83,14 +83,13 @@ class Manner:
     """The policy version to evaluate; None: the one that is published at the time."""
 
     @classmethod
-    def training(cls, config: RunConfig) -> Manner:
-        """Return how a training rollout calls the policy: its segments fit into rows."""
-        return cls(SamplingParameters.training(config), min(config.model.max_tokens, config.trainer.row_tokens))
-
-    @classmethod
-    def evaluation(cls, config: RunConfig, version: int) -> Manner:
-        """Return how a rollout that evaluates `version` calls the policy."""
-        return cls(SamplingParameters.evaluation(config), config.model.max_tokens, version)
+    def of(cls, config: RunConfig, version: int | None) -> Manner:
+        """Return how a rollout calls the policy to evaluate `version`, or to be trained on (None): its segments then fit into
+        rows.
+        """
+        longest = config.model.max_tokens
+        context = min(longest, config.trainer.row_tokens) if version is None else longest
+        return cls(SamplingParameters.of(config, version), context, version)
 
 
 class TurnSampler(Protocol):
@@ -224,8 +223,3 @@ class LiveRollout:
             len(said), self.environment_s, sum(turn.sampled_s for turn in self.recorder.turns),
             sum(len(each.get("tool_calls") or ()) for each in said), sum("error" in each for each in said),
         )  # fmt: skip
-
-
-def records_of(data: list[bytes]) -> list[Record]:
-    """Return the records that a rollout continues from."""
-    return unpack_records(data)

@@ -8,11 +8,12 @@ import structlog
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.serving import REQUEST_BYTES, NotServed
 from services.http.endpoints import WaitS, disconnected
 from services.http.models import Draining, Reason
 from services.operations.control import reason, until_none
+from services.rollouts.holding import ROOM
 from services.runtime.service import Service
 
 log = structlog.get_logger()
@@ -20,12 +21,12 @@ log = structlog.get_logger()
 GENERATE = "/v1/generate"
 
 
-def add_routes(service: Service, rollouts: RolloutLoop) -> None:
+def add_routes(service: Service, loop: GeneratorLoop) -> None:
     """Add the generator's endpoints to the service's app."""
     router = APIRouter(prefix="/v1", tags=["generator"])
 
     async def under_way() -> list[str]:
-        return [rollout.ticket.id for rollout in rollouts.rollouts.values()]
+        return [held.ticket.id for held in loop.tickets.held.values()]
 
     @router.post("/drain", dependencies=[service.app.state.guard])
     async def drain(request: Reason | None = None, wait_s: WaitS = 0.0) -> Draining:
@@ -37,10 +38,10 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
         request = request or Reason()
         service.say(draining=reason(request.why, request.who))
         log.info("drain requested", by=service.status.draining)
-        rollouts.draining.set()
-        service.notifications.notify("room")
+        loop.draining.set()
+        service.notifications.notify(ROOM)
         await until_none(under_way, wait_s)
-        return Draining(draining=True, rollouts=len(rollouts.rollouts))
+        return Draining(draining=True, rollouts=len(loop.tickets.held))
 
     @router.post("/generate", dependencies=[service.app.state.guard], response_class=Response, include_in_schema=False)
     async def generate(request: Request) -> Response:
@@ -49,7 +50,7 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
         503: ask another generator, or later; the response says why.
         """
         try:
-            reply = await rollouts.serve(await request.body(), lambda: asyncio.ensure_future(disconnected(request)))
+            reply = await loop.serve(await request.body(), lambda: asyncio.ensure_future(disconnected(request)))
         except NotServed as refusal:
             raise HTTPException(refusal.status, str(refusal)) from None
         except ClientDisconnect:  # while the caller was sending

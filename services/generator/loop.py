@@ -1,10 +1,13 @@
-"""The generator's main loop: claim tickets, generate, score, submit; hand back what it cannot finish.
+"""The generator's main loop: claim tickets, have them completed and submitted; hand back what it cannot finish.
 
 Guarantees: those of a holder of tickets (services/rollouts/holding.py). In addition, training tickets are claimed only while
 the engine holds the published weights and is not kept on them for evaluation, and no more tickets than it can run at once
-(services/generator/rollouts/concurrency.py); beyond its share of the run's slots a pod claims only tickets that others leave
-unclaimed. Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`),
-the trainer (`version`), operators (`control`), its own finished groups (`room`).
+(concurrency.py); beyond its share of the run's slots a pod claims only tickets that others leave unclaimed. Tickets of an
+evaluation round are claimed only while the round holds the pod; when none is left for it or an environment, it returns to
+training. A pod reports an operator's pause once it is in effect: no token is sampled (`keep`), or nothing is in progress.
+Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`,
+`evaluation`), the trainer (`version`), operators (`control`, `pause`), its own finished groups (`ROOM`), the weight follower,
+which stops and starts the engine (`frozen`).
 """
 
 from __future__ import annotations
@@ -15,20 +18,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import structlog
 
+from services.generator.concurrency import POLL_S, Bounds, Limit, adjust, fair_share
 from services.generator.engines.base import Engine
+from services.generator.evaluation import EvaluationDuty
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollouts.concurrency import POLL_S, Bounds, Limit, adjust, fair_share
-from services.generator.rollouts.evaluation import EvaluationWorker
-from services.generator.rollouts.worker import Rollout, RolloutWorker
 from services.generator.serving import Serving, read_request
+from services.generator.worker import GroupWorker, RunningGroup
 from services.protocol.errors import RedisFull, StoreError
 from services.protocol.generation import GenerationRequest
-from services.rollouts.generated import Generated, SamplingParameters, Segment
-from services.rollouts.holding import MAX_EXPIRIES
-from services.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
+from services.rollouts.generated import Generated
+from services.rollouts.holding import ROOM, TicketHolder
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.verifiers.scoring import Scoring
@@ -39,79 +40,82 @@ IDLE_S = 1.0  # the longest delay that a missed notification can cause
 PARTIAL_EVERY_S = 5.0
 """Seconds between saves of unfinished completions' tokens, from which another generator continues: the maximum work lost when a
 pod dies. A save is a few kilobytes per completion."""
-PAYLOAD_TTL_S = 3600
-"""Seconds after which a payload expires if its header was never committed, and a ticket's tokens so far if no pod continues it.
-A header follows its payload in the same request, or within seconds; an hour outlasts a Redis that fails over in between.
-"""
 PUBLISHED_S = 1.0  # a rejected caller retries at this pod after this time
 SPARE_S = 0.5  # a ticket left unclaimed this long is not wanted by the pods below their share
 PROBE_S = 5.0  # between claims while a service that scores does not answer
-NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
 
 
-class RolloutLoop(RolloutWorker):
-    """Keeps the engine full of claimed training tickets."""
+class GeneratorLoop:
+    """Keeps the engine full of claimed tickets."""
 
-    def __init__(
-        self,
-        service: Service,
-        engine: Engine,
-        tokenizer: Any,
-        verifiers: Scoring,
-        metrics: GeneratorMetrics,
-        evaluation: EvaluationWorker | None = None,
-    ) -> None:
-        """`evaluation` is the pod's other worker; while it holds a round, no training ticket is claimed."""
-        super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.training(service.config))
-        self.evaluation = evaluation
-        self.serving = Serving(self.config, engine, self.sampling, self._unable, self.engine_died)
+    def __init__(self, service: Service, engine: Engine, tokenizer: Any, verifiers: Scoring, metrics: GeneratorMetrics) -> None:
+        """`tokenizer` is the model's, as transformers loads it."""
+        self.service, self.engine, self.verifiers, self.metrics = service, engine, verifiers, metrics
+        self.config, self.notifications = service.config, service.notifications
+        self.worker = GroupWorker(service, engine, tokenizer, verifiers, metrics)
+        self.tickets = TicketHolder[RunningGroup](service, metrics, self.worker)
+        self.evaluation = EvaluationDuty(service, engine)
+        self.serving = Serving(self.config, engine, self._unable, self.tickets.engine_died)
         self.draining = asyncio.Event()
-        self.limit = Limit(Bounds.of(self.config).runnable)
+        self.bounds = Bounds.of(self.config)
+        self.limit = Limit(self.bounds.runnable)
+        self._evaluated_at_once = max(1, self.limit.groups * self.bounds.group_size // self.config.evaluation.samples)
+        self._turns = asyncio.Lock()  # keeps claims from racing with handing everything back
         self._spare_from = 0.0
         self._idle = True  # whether the pod could not claim at the last poll
-        self._ready_at: float | None = None  # since when it can claim; None: not yet, or a group was submitted
-        self._began = False
         self._claimed_at = 0.0
-        self._scan = "0-0"
-        self._adopt = True  # until the first tickets, since an earlier process of this pod may have held some
         metrics.running.set_function(lambda: self.generating)
-        metrics.scoring.set_function(lambda: len(self.rollouts) - self.generating)
-        metrics.scoring_limit.set(Bounds.of(self.config).scoring)
+        metrics.scoring.set_function(lambda: self.scoring)
+        metrics.scoring_limit.set(self.bounds.scoring)
         metrics.evaluating.set_function(lambda: self.evaluating)
+
+    @property
+    def generating(self) -> int:
+        """Number of training tickets that use the engine."""
+        return sum(held.generating for held in self.tickets.of(evaluates=False))
+
+    @property
+    def scoring(self) -> int:
+        """Number of training tickets whose completions wait for their scores."""
+        return len(self.tickets.of(evaluates=False)) - self.generating
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """Return what identifies the weights that the engine holds, as in `RunState.published`."""
+        return self.service.status.trainer_fence, self.engine.version
 
     @property
     def evaluating(self) -> bool:
         """Whether the pod is kept on its weights for an evaluation round."""
-        return self.evaluation is not None and self.evaluation.version is not None
+        return self.evaluation.version is not None
 
     @property
     def busy(self) -> bool:
         """Whether anything is in progress: tickets, or completions for environments."""
-        return bool(self.rollouts or len(self.serving))
+        return bool(self.tickets.held or len(self.serving))
 
     async def serve(self, body: bytes, gone: Callable[[], asyncio.Future[None]]) -> bytes:
         """Complete an encoded `GenerationRequest` of training or evaluation (`Serving.generate`). Raises `NotServed`."""
         request = read_request(body)
         if request.version is None:
             await self._published()
-        serving = self.evaluation.serving if self.evaluation and request.version is not None else self.serving
-        return await serving.generate(request, gone)
+        return await self.serving.generate(request, gone)
 
     async def _published(self) -> None:
         """Wait until the weights that the engine holds are published, as they are right after an update, or for PUBLISHED_S."""
         view = self.service.view
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PUBLISHED_S), view.changed:
-                await view.changed.wait_for(lambda: view.state is None or view.state.published >= self.held)
+                await view.changed.wait_for(lambda: view.state is None or view.state.published >= self.weights)
 
     def why_idle(self) -> str:
         """Return why this pod would start little or no work now, or "" if it would, or is evaluating."""
         return self._obstacle() or ("" if self.evaluating else self.verifiers.waiting)
 
     def _unable(self, request: GenerationRequest) -> str:
-        """Return why this pod cannot complete a request of training now, or ""."""
+        """Return why this pod cannot complete a request now, or ""."""
         if request.version is not None:
-            return "does not evaluate"
+            return self.evaluation.obstacle(request.version)
         return self._obstacle() or ("evaluating" if self.evaluating else "")
 
     def _obstacle(self) -> str:
@@ -133,7 +137,7 @@ class RolloutLoop(RolloutWorker):
             return "unsynced: an update was applied only in part; waiting for a complete one"
         if self.engine.version != state.published_version:
             return f"out of date: has policy version {self.engine.version}, but {state.published_version} is published"
-        if self.held != state.published:
+        if self.weights != state.published:
             return f"out of date: has policy version {self.engine.version} of another trainer than the published one"
         return ""
 
@@ -141,11 +145,13 @@ class RolloutLoop(RolloutWorker):
         """Claim and complete tickets until stopped, then drain."""
         while not (self.service.stopping.is_set() or self.draining.is_set()):
             loop.progress()
-            self.check_engine()
-            claimed = await self._claim()
+            self.tickets.check_engine()
+            async with self._turns:
+                claimed = await (self._evaluate() if self.evaluating else self.claim())
             if not claimed:
                 spare = self.generating < self.limit.groups
-                await self.notifications.wait("tickets", "version", "control", self.room, timeout=SPARE_S if spare else IDLE_S)
+                topics = ("tickets", "evaluation", "version", "control", ROOM)
+                await self.notifications.wait(*topics, timeout=SPARE_S if spare else IDLE_S)
         await self.drain()
 
     @property
@@ -161,7 +167,7 @@ class RolloutLoop(RolloutWorker):
         claimed occasionally, in case the service fails only for the current groups.
         """
         held, share, now = self.generating, self.share, time.monotonic()
-        free = Bounds.of(self.config).scoring - len(self.rollouts)
+        free = self.bounds.scoring - held - self.scoring
         if self.verifiers.waiting:
             return min(1, free) if held == 0 and now >= self._claimed_at + PROBE_S else 0
         within = min(self.limit.groups, share) - held
@@ -169,97 +175,60 @@ class RolloutLoop(RolloutWorker):
             return min(within, free)
         return min(self.limit.groups - held, share, free) if now >= self._spare_from else 0
 
-    async def _claim(self) -> int:
-        if self.evaluating or self._obstacle():
+    async def claim(self) -> int:
+        """Claim training tickets and begin to work on them, as far as there is room; return how many."""
+        if self._obstacle():
             self._idle = True
             return 0
         if self._idle:  # let the other pods claim first
             self._idle, self._spare_from = False, time.monotonic() + SPARE_S
-        if not self._began:
-            self._began, self._ready_at = True, time.monotonic()
         held, room = self.generating, self._room()
         if room <= 0:
             return 0
-        asked = time.monotonic()
-        self._scan, claims = await self.store.tickets.claim(
-            self.name, self.engine.version, self.service.status.trainer_fence, self.config.generator.lease_s, room, self._scan,
-            self._adopt, MAX_EXPIRIES,
-        )  # fmt: skip
-        self._adopt = self._adopt and not claims  # a claim that is refused adopts nothing
-        if held + room > self.share or len(claims) < room:  # other pods go first, or no ticket is left
+        claimed = await self.tickets.claim(self.weights, room)
+        if held + room > self.share or claimed < room:  # other pods go first, or no ticket is left
             self._spare_from = time.monotonic() + SPARE_S
-        self.metrics.claimed.inc(len(claims))
-        if claims:
+        if claimed:
             self._claimed_at = time.monotonic()
-        for claim in claims:
-            if claim.ticket is not None:
-                self.service.tracing.record("claim", claim.ticket.trace, asked, generator=self.name, fence=claim.fence)
-            await self.start(claim)
-        return len(claims)
+        return claimed
 
-    async def generate(self, request_id: str, prompt: list[int], seed: int, prefix: Generated | None) -> Generated:
-        """Generate one completion, across changes of weights."""
-        return await self.engine.generate(request_id, prompt, seed, self.sampling, prefix)
+    async def _evaluate(self) -> int:
+        """Claim as many tickets of the round as fit; return to training when it has no work for this pod or is over."""
+        self._idle = True
+        if self.service.view.paused:
+            return 0
+        room = self._evaluated_at_once - len(self.tickets.of(evaluates=True))
+        claimed = await self.tickets.claim(self.weights, room, evaluates=True) if room > 0 else 0
+        if not claimed and not await self.evaluation.goes_on():
+            await self._return_to_training()
+        return claimed
 
-    async def submit(self, rollout: Rollout) -> bool:
-        """Generate, score and submit a ticket, continuing from the tokens that an earlier holder saved."""
-        ticket = rollout.ticket
-        saved = await self.store.tickets.load_partial(ticket.id)
-        begun = unpack_partial(saved, ticket, self.sampling.max_tokens, self.engine.vocabulary)
-        done = await self.complete(rollout, begun)
-        segments = [[Segment(completion)] for completion in done.completions]
-        payload = pack_payload(ticket, segments, done.notes)
-        header = make_header(
-            ticket, segments, done.scores, done.rewards, done.solved,
-            payload=rollout.claim.payload, payload_bytes=len(payload), generator=self.name,
-            generate_s=done.generate_s, score_s=done.score_s,
-        )  # fmt: skip
-        self.metrics.observe(header)
-        accepted = await self.submit_with_retry(
-            rollout, lambda: self.store.tickets.submit(self.name, rollout.claim, header, payload, PAYLOAD_TTL_S)
-        )
-        if accepted and self._ready_at is not None:
-            log.info("first group submitted", since_ready_s=round(time.monotonic() - self._ready_at, 3))
-            self._ready_at = None
-        return accepted
+    async def _return_to_training(self) -> None:
+        """Give up the evaluation round, and hand back its tickets and the turns of environments."""
+        self.evaluation.stop_serving()
+        await self._hand_back(self.tickets.of(evaluates=True))
+        await self.serving.abort(evaluated=True)  # environments continue them on another volunteer
+        await self.evaluation.end()
 
     async def save_partials(self, loop: Loop) -> None:
         """Save the tokens so far of tickets that have been running for at least one period."""
         while True:
             await asyncio.sleep(PARTIAL_EVERY_S)
-            for rollout in list(self.rollouts.values()):
-                if not (rollout.kept or rollout.submitting) and time.monotonic() - rollout.started >= PARTIAL_EVERY_S:
-                    finished = not rollout.generating
-                    await self._save_partial(rollout, self._so_far(rollout))
-                    rollout.kept = finished
+            for held in list(self.tickets.held.values()):
+                if not (held.kept or held.submitting) and time.monotonic() - held.started >= PARTIAL_EVERY_S:
+                    finished = not held.generating
+                    await self.worker.save(held, self.worker.so_far(held))
+                    held.kept = finished
             loop.progress()
-
-    async def keep_tokens(self, rollout: Rollout) -> None:
-        """Save the tokens of a ticket whose completions are finished but not scored."""
-        if not (rollout.generating or rollout.submitting):
-            await self._save_partial(rollout, self._so_far(rollout))
-
-    def _so_far(self, rollout: Rollout) -> list[Generated]:
-        """Return the tokens so far of each completion of a ticket."""
-        running = self.engine.snapshot([rollout.request(i) for i in range(rollout.ticket.group_size)])
-        return [done or running.get(rollout.request(i), NOTHING) for i, done in enumerate(rollout.completions)]
-
-    async def _save_partial(self, rollout: Rollout, so_far: list[Generated]) -> int:
-        """Save the tokens so far of a ticket and return how many there are."""
-        tokens = sum(len(completion.tokens) for completion in so_far)
-        if tokens:
-            await self.store.tickets.save_partial(self.name, rollout.claim, pack_partial(so_far), PAYLOAD_TTL_S)
-        return tokens
 
     async def adapt(self, loop: Loop) -> None:
         """Adjust the number of tickets to hold to the engine's load."""
-        bounds = Bounds.of(self.config)
         while True:
             if not self.evaluating:  # while evaluating, the load includes other completions
                 before = self.limit.groups
-                self.limit = adjust(self.limit, self.engine.gauges(), self.generating, bounds)
+                self.limit = adjust(self.limit, self.engine.gauges(), self.generating, self.bounds)
                 if self.limit.groups > before:
-                    self.notifications.notify(self.room)
+                    self.notifications.notify(ROOM)
                 elif self.limit.groups < before:
                     await self._give_back(self.generating - self.limit.groups)
             self.metrics.show_limit(self.limit, self.share)
@@ -268,15 +237,10 @@ class RolloutLoop(RolloutWorker):
 
     async def _give_back(self, count: int) -> None:
         """Hand back up to `count` tickets that are queued in the engine, newest first, so that another pod may run them."""
-        running = self.engine.snapshot()
-        for rollout in list(reversed(self.rollouts.values()))[: max(0, count)]:
-            begun = any(
-                done is not None or len(running.get(rollout.request(sample), NOTHING).tokens)
-                for sample, done in enumerate(rollout.completions)
-            )
-            if rollout.generating and not begun:
-                await self.cancel(rollout)
-                if await self.store.tickets.release(self.name, rollout.claim):
+        for held in list(reversed(self.tickets.of(evaluates=False)))[: max(0, count)]:
+            if held.generating and not self.worker.begun(held):
+                await self.tickets.cancel(held)
+                if await self.tickets.release(held):
                     self.metrics.handed_back["load"].inc()
 
     async def show_gauges(self, loop: Loop) -> None:
@@ -288,56 +252,76 @@ class RolloutLoop(RolloutWorker):
             self.metrics.show_engine(gauges, last)
             self.metrics.show_verifiers(self.verifiers.counts, worked)
             before, last, worked = now, gauges, self.verifiers.counts
-            self.service.say(
-                gauges={
-                    "tokens_per_s": rate, "rollouts": float(len(self.rollouts)), "running": float(gauges.running),
-                    "waiting": float(gauges.waiting), "kv_usage": gauges.kv_usage, "limit": float(self.limit.groups),
-                    "scoring": float(len(self.rollouts) - self.generating),
-                },
-                waiting=self.verifiers.waiting,
-            )  # fmt: skip
+            shown = {
+                "tokens_per_s": rate,
+                "rollouts": float(self.generating + self.scoring),
+                "running": float(gauges.running),
+                "waiting": float(gauges.waiting),
+                "kv_usage": gauges.kv_usage,
+                "limit": float(self.limit.groups),
+                "scoring": float(self.scoring),
+            }
+            self.service.say(gauges=shown, waiting=self.verifiers.waiting)
             self.metrics.show_versions(self.engine.version, state.published_version if state else -1)
             loop.progress()
             await asyncio.sleep(self.config.fleet.heartbeat_s)
 
+    async def follow_pause(self, loop: Loop, frozen: Callable[[], bool]) -> None:
+        """Apply an operator's pauses and report when one is in effect. `frozen` returns whether the engine is kept from sampling.
+
+        Meanwhile no pod claims tickets, since Redis refuses `claim`.
+        """
+        while True:
+            mode = self.service.view.pause_mode
+            if mode == "abort":
+                await self.abort()
+            holds = frozen() if mode == "keep" else mode is not None and not self.busy
+            self.service.say(paused=mode if mode and holds else "")
+            loop.progress()
+            await self.notifications.wait("pause", "frozen", ROOM, timeout=IDLE_S)
+
     async def drain(self) -> None:
-        """Finish what can be finished within `generator.drain_s`, in both workers; hand back the rest with its tokens so far."""
+        """Finish what can be finished within `generator.drain_s`; hand back the rest with its tokens so far."""
         self.draining.set()
-        workers: list[RolloutWorker] = [self]
-        if self.evaluation is not None:
-            self.evaluation.close()
-            workers.append(self.evaluation)
+        self.evaluation.close()
         self.service.say(phase="draining")
-        tasks = [rollout.task for worker in workers for rollout in worker.rollouts.values() if rollout.task]
+        tasks = [held.task for held in self.tickets.held.values() if held.task]
         if tasks and not self.service.view.ended:
             await asyncio.wait(tasks, timeout=self.config.generator.drain_s)
         await self.serving.abort()  # environments continue them on another pod
-        left = list(self.rollouts.values())
+        left = list(self.tickets.held.values())
         tokens = await self._hand_back(left)
+        with contextlib.suppress(StoreError):  # without Redis the pod must still exit; its heartbeats end
+            await self.evaluation.end()
         log.info("drained", handed_back=len(left), tokens=tokens)
 
     async def abort(self) -> None:
-        """Hand back tickets being generated, with their tokens so far, and those waiting for an unavailable service. Tickets
-        that are otherwise being scored or submitted are completed.
+        """Hand back tickets being generated, with their tokens so far, those of an evaluation round, which another generator
+        completes, and those waiting for an unavailable service. Tickets that are otherwise being scored or submitted are
+        completed.
         """
-        away = self.verifiers.waiting
-        await self.serving.abort()
-        if left := [rollout for rollout in self.rollouts.values() if rollout.generating or (away and not rollout.submitting)]:
-            log.info("aborted", handed_back=len(left), tokens=await self._hand_back(left))
+        async with self._turns:
+            away = self.verifiers.waiting
+            await self.serving.abort()
+            left = [held for held in self.tickets.of(evaluates=False) if held.generating or (away and not held.submitting)]
+            if left:
+                log.info("aborted", handed_back=len(left), tokens=await self._hand_back(left))
+            if self.evaluating:
+                await self._return_to_training()
 
-    async def _hand_back(self, left: Sequence[Rollout]) -> int:
+    async def _hand_back(self, left: Sequence[RunningGroup]) -> int:
         """Stop working on tickets and save their tokens so far for other pods; return how many tokens were saved."""
-        ended, tokens = list[tuple[Rollout, list[Generated]]](), 0
-        for rollout in left:
-            so_far = [] if rollout.submitting or self.service.view.ended else self._so_far(rollout)
-            await self.cancel(rollout)  # before they are saved: tokens sampled meanwhile would be sampled again
-            ended.append((rollout, so_far))
+        ended, tokens = list[tuple[RunningGroup, list[Generated]]](), 0
+        for held in left:
+            so_far = [] if held.submitting or self.service.view.ended else self.worker.so_far(held)
+            await self.tickets.cancel(held)  # before they are saved: tokens sampled meanwhile would be sampled again
+            ended.append((held, so_far))
         try:
-            for rollout, so_far in ended:
+            for held, so_far in ended:
                 saved = 0
                 with contextlib.suppress(RedisFull):  # a full Redis still accepts the release
-                    saved = await self._save_partial(rollout, so_far)
-                if await self.store.tickets.release(self.name, rollout.claim, saved):
+                    saved = await self.worker.save(held, so_far)
+                if await self.tickets.release(held, saved):
                     self.metrics.handed_back["drain"].inc()
                     self.metrics.handed_back_tokens.inc(saved)
                     tokens += saved

@@ -8,8 +8,8 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from services.generator.concurrency import REASONS, Limit
 from services.generator.engines.base import Gauges
-from services.generator.rollouts.concurrency import REASONS, Limit
 from services.protocol.messages import SYNC_PHASES, Header
 from services.rollouts.holding import FAILURES
 from services.runtime.metrics import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms

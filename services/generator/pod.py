@@ -11,10 +11,8 @@ import contextlib
 from services.generator.api import add_routes
 from services.generator.engines.base import make_engine
 from services.generator.engines.tokenizer import load_tokenizer
-from services.generator.loop import PARTIAL_EVERY_S, RolloutLoop
+from services.generator.loop import PARTIAL_EVERY_S, GeneratorLoop
 from services.generator.metrics import GeneratorMetrics, VllmMetrics
-from services.generator.pausing import Pausing
-from services.generator.rollouts.evaluation import EvaluationWorker
 from services.http.entry import load_pod
 from services.runtime.loops import Broken, Fatal, Loop, after
 from services.runtime.service import LOOP_LIMIT_S, Service
@@ -38,17 +36,14 @@ class GeneratorPod:
         service.registry.register(VllmMetrics())
         self.service, self.engine = service, make_engine(config)
         self.verifiers = Scoring(config, config.all_sources)
-        tokenizer = load_tokenizer(config)
-        self.evaluation = EvaluationWorker(service, self.engine, tokenizer, self.verifiers, metrics)
-        self.rollouts = RolloutLoop(service, self.engine, tokenizer, self.verifiers, metrics, self.evaluation)
-        self.weights = WeightFollower(service, self.engine, metrics, self.evaluation)
-        self.pausing = Pausing(service, self.weights, (self.rollouts, self.evaluation))
+        self.loop = GeneratorLoop(service, self.engine, load_tokenizer(config), self.verifiers, metrics)
+        self.weights = WeightFollower(service, self.engine, metrics, self.loop.evaluation)
         self._loaded, self._metrics = asyncio.Event(), metrics
-        service.ready = self.rollouts.why_idle
+        service.ready = self.loop.why_idle
 
     async def run(self) -> None:
         """Run the pod from start to end."""
-        add_routes(self.service, self.rollouts)
+        add_routes(self.service, self.loop)
         self._add_loops()
         async with contextlib.AsyncExitStack() as stack:  # which closes each part even if closing another is cancelled
             for part in (self.engine, self.verifiers):
@@ -60,14 +55,12 @@ class GeneratorPod:
         add, config = self.service.add_loop, self.service.config
         lease_limit_s = LOOP_LIMIT_S + config.generator.lease_s
         add("weights", after(self._loaded, self.weights.follow))
-        add("pause", after(self._loaded, self.pausing.follow))
-        add("leases", after(self._loaded, self.rollouts.renew), lease_limit_s)
-        add("partials", after(self._loaded, self.rollouts.save_partials), LOOP_LIMIT_S + PARTIAL_EVERY_S)
-        add("evaluation", after(self._loaded, self.evaluation.work))
-        add("evaluation leases", after(self._loaded, self.evaluation.renew), lease_limit_s)
-        add("concurrency", after(self._loaded, self.rollouts.adapt))
+        add("pause", after(self._loaded, lambda loop: self.loop.follow_pause(loop, lambda: self.weights.frozen)))
+        add("leases", after(self._loaded, self.loop.tickets.renew), lease_limit_s)
+        add("partials", after(self._loaded, self.loop.save_partials), LOOP_LIMIT_S + PARTIAL_EVERY_S)
+        add("concurrency", after(self._loaded, self.loop.adapt))
         add("activity", self._note_activity)
-        add("gauges", after(self._loaded, self.rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
+        add("gauges", after(self._loaded, self.loop.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
 
     async def _work(self, loop: Loop) -> None:
         """Load, claim and complete tickets until stopped, then leave without delaying a sync round.
@@ -80,8 +73,7 @@ class GeneratorPod:
             self.service.say(phase="unsynced", world=self.engine.world)
             self._loaded.set()
         loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
-        await self.rollouts.work(loop)
-        await self.evaluation.drain()
+        await self.loop.work(loop)
         if not self.service.view.ended:
             await self.weights.released(ROUND_S)
 
@@ -99,18 +91,18 @@ class GeneratorPod:
         if not self._loaded.is_set():
             return "loading"
         round_phase = self._metrics.rounds.phase
-        sampling = bool(self.rollouts.generating or len(self.rollouts.serving)) or self.rollouts.evaluating
+        sampling = bool(self.loop.generating or len(self.loop.serving)) or self.loop.evaluating
         if status.paused:
             return "paused"
         if round_phase in STOPPED or (round_phase and not sampling):
             return "syncing"
-        if self.rollouts.evaluating:
+        if self.loop.evaluating:
             return "evaluating"
         if sampling:
             return "generating"
-        if self.rollouts.busy:
+        if self.loop.busy:
             return "scoring"
-        behind = self.engine.version < 0 or (state is not None and self.rollouts.held != state.published)
+        behind = self.engine.version < 0 or (state is not None and self.loop.weights != state.published)
         return "syncing" if behind else "idle"
 
     async def _load(self) -> None:

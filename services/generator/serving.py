@@ -50,14 +50,14 @@ class Serving:
         self,
         config: RunConfig,
         engine: Engine,
-        sampling: SamplingParameters,
         obstacle: Callable[[GenerationRequest], str],
         died: Callable[[EngineDead], None],
     ) -> None:
         """`obstacle` returns why the pod cannot serve a request now, or ""; `died` is called once the engine has died."""
-        self._config, self._engine, self._sampling = config, engine, sampling
+        self._config, self._engine = config, engine
         self._obstacle, self._died = obstacle, died
         self._running: dict[str, asyncio.Task[Generated]] = {}
+        self._evaluated: set[str] = set()  # requests of an evaluation
 
     def __len__(self) -> int:
         return len(self._running)
@@ -74,11 +74,13 @@ class Serving:
             raise NotServed(503, f"{len(self._running)} completions are in progress, as many as this pod takes")
         if held := self._running.pop(request.id, None):  # its caller sent it again: the first reply was lost
             held.cancel()
-        sampling = replace(self._sampling, max_tokens=request.max_tokens)
+        sampling = replace(SamplingParameters.of(self._config, request.version), max_tokens=request.max_tokens)
         task = asyncio.create_task(
             self._engine.generate(request.id, request.prompt.tolist(), request.seed, sampling, prefix), name=request.id
         )
         self._running[request.id] = task
+        if request.version is not None:
+            self._evaluated.add(request.id)
         left = gone()
         try:
             await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
@@ -97,20 +99,21 @@ class Serving:
             task.cancel()
             if self._running.get(request.id) is task:
                 del self._running[request.id]
+                self._evaluated.discard(request.id)
 
-    async def abort(self) -> None:
-        """Return all completions in progress to their callers, with their tokens so far.
+    async def abort(self, evaluated: bool = False) -> None:
+        """Return all completions in progress to their callers, with their tokens so far, or only those of an evaluation.
 
         Those that the engine does not have are dropped: nothing was sampled for them here.
         """
-        while self._running:
-            await self._engine.abort(list(self._running))
-            if tasks := list(self._running.values()):  # most have left by now
+        while requests := list(self._evaluated if evaluated else self._running):
+            await self._engine.abort(requests)
+            if tasks := [self._running[request] for request in requests if request in self._running]:  # most have left by now
                 await asyncio.wait(tasks, timeout=ABORTED_S)
-            sampling = self._engine.snapshot(list(self._running))
-            for request_id, task in self._running.items():
-                if request_id not in sampling:
-                    task.cancel()
+            sampling = self._engine.snapshot(requests)
+            for request in requests:
+                if request in self._running and request not in sampling:
+                    self._running[request].cancel()
             await asyncio.sleep(0)  # lets those that have ended leave
 
     def _prefix(self, request: GenerationRequest) -> Generated | None:

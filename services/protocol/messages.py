@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 10
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to complete. Produced by dataprep, consumed by generators."""
 
-    id: str  # "<epoch>-<index>", index = row in the data set
+    id: str  # "<epoch>-<index>", index = row in the data set; of an evaluation "<source>:<index>"
     seq: int  # position in the run's issue order, from 0
     epoch: int
     index: int
@@ -29,6 +29,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     source: str  # name of the prompt source; its verifiers score the completions
     trace: str = ""  # trace context (services/runtime/tracing); empty: no trace
     row: str = ""  # JSON of `Row`, for verifiers that are given it; empty: none is
+    version: int | None = None  # policy version that samples it alone, to evaluate it; None: to train on, by what is published
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -62,14 +62,13 @@ class SamplingParameters:
     stop: tuple[str, ...] = ()
 
     @classmethod
-    def training(cls, config: RunConfig) -> SamplingParameters:
-        """Return the parameters of training completions."""
-        sampling = config.sampling
-        return cls(sampling.max_tokens, sampling.temperature, stop=tuple(sampling.stop))
+    def of(cls, config: RunConfig, version: int | None) -> SamplingParameters:
+        """Return the parameters of completions that evaluate `version`, or of those that are trained on (None).
 
-    @classmethod
-    def evaluation(cls, config: RunConfig) -> SamplingParameters:
-        """Return the parameters of evaluation completions, which share the stop strings of training."""
+        Both have the same stop strings.
+        """
         given, sampling = config.evaluation, config.sampling
-        longest = given.max_tokens or sampling.max_tokens
-        return cls(longest, given.temperature, given.top_p, given.top_k, tuple(sampling.stop))
+        stop = tuple(sampling.stop)
+        if version is None:
+            return cls(sampling.max_tokens, sampling.temperature, stop=stop)
+        return cls(given.max_tokens or sampling.max_tokens, given.temperature, given.top_p, given.top_k, stop)

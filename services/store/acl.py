@@ -55,15 +55,12 @@ GRANTS: dict[str, Grant] = {
     "generator": Grant(
         (
             "claim", "renew", "release", "fail", "submit", "save_partial", "acknowledge", "round_of", "eval_volunteer",
-            "eval_resign", "eval_claim", "eval_renew", "eval_submit", "eval_fail",
+            "eval_resign",
         ),
         ("hgetall", "get", "set", "zadd"), reads=(":run",), writes=(":payload:*", ":partial:*"), shards="writes",
     ),
     "environment": Grant(
-        (
-            "claim", "renew", "release", "fail", "submit", "commit_turn", "restart_rollout", "eval_resign", "eval_claim",
-            "eval_renew", "eval_submit", "eval_fail",
-        ),
+        ("claim", "renew", "release", "fail", "submit", "commit_turn", "restart_rollout"),
         ("hgetall", "get", "set", "zadd"), reads=(":run", ":turns:*"), writes=(":payload:*",), shards="writes",
     ),
     "dataprep": Grant(

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from services.console.run.redis_server import RedisServer
 from services.generator.api import add_routes as add_generator
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
 from services.http.api import serve
 from services.http.credentials import ApiTokens
@@ -35,7 +35,7 @@ def add_routes(service: Service) -> None:
     match service.kind:
         case "generator":
             given = (ScriptedEngine(), PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
-            add_generator(service, RolloutLoop(service, *given))  # type: ignore[arg-type]
+            add_generator(service, GeneratorLoop(service, *given))  # type: ignore[arg-type]
         case "dataprep":
             add_dataprep(service)
         case "trainer":

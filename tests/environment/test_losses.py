@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.console.run.redis_server import RedisServer
-from services.environment import loop
+from services.environment import group
 from services.environment.agent import Door, run_agent
 from services.environment.door.turns import ContextFull, Overrides
 from services.environment.programs.frames import StepDone
@@ -47,7 +47,7 @@ async def test_rollouts_lose_no_turn_if_another_kills_their_process(tmp_path: Pa
     given += [f"sampling.group_size={N}", "generator.max_attempts=3", "generator.lease_s=5"]
     async with fleet(tmp_path, server, *given) as (service, engine), environment(service.config) as pod:
         engine._token_s = 0.01
-        [process] = pod.rollouts._groups._pools["world"].processes
+        [process] = pod.pools["world"].processes
         await issue(service.store, 0)
         ended: set[int | None] = set()  # a killed process may appear alive for a while
         for turns in range(1, 5):
@@ -63,7 +63,7 @@ async def test_rollouts_lose_no_turn_if_another_kills_their_process(tmp_path: Pa
 
 
 async def test_turns_wait_while_redis_is_full(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "COMMIT_AGAIN_S", 0.05)
+    monkeypatch.setattr(group, "COMMIT_AGAIN_S", 0.05)
     log = tmp_path / "log"
     given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
     async with fleet(tmp_path, server, *given, f"sampling.group_size={N}") as (service, engine):
@@ -77,14 +77,15 @@ async def test_turns_wait_while_redis_is_full(tmp_path: Path, server: RedisServe
                 try:
                     await wait_until(lambda: sum("a turn waits" in each["event"] for each in logs) == N)
                     await asyncio.sleep(0.3)  # time for several attempts, each of which is rejected
-                    assert len(pod.rollouts.rollouts) == 1
+                    assert len(pod.loop.tickets.held) == 1
                 finally:
                     await store.client.config_set("maxmemory", 0)
                 [(header, _)] = await groups(store, 1)
         assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
         assert log.read_text().count("start 0") == N
         assert sum("a turn waits" in each["event"] for each in logs) == N, "told once"
-        assert pod.rollouts._metrics.failures["store"]._value.get() == 0
+        failed = pod.service.registry.get_sample_value("grpo_environment_failures_total", {"reason": "store"})
+        assert failed == 0
 
 
 @pytest.mark.parametrize("damage", ["base", "messages", "reply", "bytes"])

@@ -18,7 +18,7 @@ from services.dataprep.evaluation.report import read_results
 from services.environment.loop import EnvironmentLoop
 from services.environment.pod import EnvironmentPod
 from services.generator.api import add_routes
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.errors import RedisUnreachable
@@ -58,15 +58,12 @@ async def fleet(folder: Path, server: RedisServer, *given: str) -> AsyncIterator
 
 
 @asynccontextmanager
-async def serving(folder: Path, server: RedisServer, *given: str) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine]]:
+async def serving(folder: Path, server: RedisServer, *given: str) -> AsyncIterator[tuple[GeneratorLoop, ScriptedEngine]]:
     """Yield the loop and engine of a generator that serves environments, in a run with published weights."""
     (folder / "model").mkdir()
     save_family(FAMILIES[0], folder / "model")
     async with generator(folder, server, *given) as (service, loop, engine):
         add_routes(service, loop)
-        assert loop.evaluation is not None
-        for each in (loop.serving, loop.evaluation.serving):
-            each._vocabulary = 1000  # the vocabulary of the tokenizer above
         await service.view.refresh()
         await service.store.fleet.beat(service.status, 60)
         follow = asyncio.create_task(_beat(service))
@@ -92,8 +89,8 @@ async def environment(config: RunConfig, name: str = "environment-0") -> AsyncIt
         try:
             yield pod
         finally:
-            for held in list(pod.rollouts.rollouts.values()):
-                await pod.rollouts.cancel(held)
+            for held in list(pod.loop.tickets.held.values()):
+                await pod.loop.tickets.cancel(held)
             await end_tasks([running])
 
 
@@ -161,9 +158,8 @@ async def test_a_pod_adopts_its_own_tickets_after_its_first_claim_was_refused(
         held = await flow.claim(service.store, "environment-0", lease_s=600, rollouts=True)
         assert len(held) == 1, "by the pod's earlier process"
         flow.refuse_first_claim(monkeypatch)
-        async with environment(service.config) as pod:
+        async with environment(service.config):
             await groups(service.store, 1)
-            assert not pod.rollouts._adopt
 
 
 async def test_environments_evaluate_the_version_a_generator_holds(tmp_path: Path, server: RedisServer) -> None:
@@ -173,8 +169,7 @@ async def test_environments_evaluate_the_version_a_generator_holds(tmp_path: Pat
         f'evaluation.sources=[{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", name = "held_out", environment = "world"}}]',
     ]  # fmt: skip
     async with serving(tmp_path, server, *given) as (loop, engine), environment(loop.config) as pod:
-        store, worker, said = loop.store, loop.evaluation, Row([{"role": "user", "content": "say it"}], {})
-        assert worker is not None
+        store, duty, said = loop.service.store, loop.evaluation, Row([{"role": "user", "content": "say it"}], {})
         asked: list[SamplingParameters] = []
         generate = engine.generate
 
@@ -184,27 +179,27 @@ async def test_environments_evaluate_the_version_a_generator_holds(tmp_path: Pat
 
         engine.generate = generated
         row = msgspec.json.encode(said).decode()
-        tickets = [ticket(i, id=f"held_out:{i}", epoch=0, source="held_out", row=row, group_size=2) for i in range(3)]
+        tickets = [ticket(i, id=f"held_out:{i}", version=0, source="held_out", row=row, group_size=2) for i in range(3)]
         fence = await store.run.lead("test", 60_000) or 0
         assert await store.evaluation.open(fence, 0, tickets, loop.config.sources_with_environment)
-        evaluating = asyncio.create_task(worker.work(Loop("evaluation", worker.work, 60)))
-        await worker.offer()
-        assert (worker.version, loop.service.status.phase) == (0, "evaluating")
+        working = asyncio.create_task(loop.work(Loop("work", loop.work, 60)))
+        await duty.offer()
+        assert (duty.version, loop.service.status.phase) == (0, "evaluating")
 
         async def answered() -> bool:
             found = (await store.evaluation.state(60)).round
             return found is not None and found.done == len(tickets)
 
         await wait_until(answered)
-        await wait_until(lambda: worker.version is None)
+        await wait_until(lambda: duty.version is None)
         assert loop.service.status.phase == "ready"
         results = read_results(tickets, await store.evaluation.results(), {"held_out": loop.config.model.max_tokens})
         for result in results:  # a truncated rollout has fewer turns
             assert [reward == 1.0 for reward in result.rewards] == [not cut for cut in result.truncated]
             assert result.correct == result.rewards.count(1.0)
         assert {sampling.temperature for sampling in asked} == {0.5}
-        assert not pod.evaluation.rollouts
-        await end_tasks([evaluating])
+        assert not pod.loop.tickets.held
+        await end_tasks([working])
 
 
 async def test_a_program_that_raises_or_dies_restarts_its_own_rollout(tmp_path: Path, server: RedisServer) -> None:
@@ -256,7 +251,7 @@ async def test_a_long_outage_of_redis_loads_nothing_twice(
 ) -> None:
     """A second start would hand each verifier worker to two groups at a time."""
     given = [*overrides(tmp_path, "python", "Silent"), f"sampling.group_size={N}", 'verifiers=[{kind="regex", pattern="."}]']
-    outage, starts, claim, start = [RedisUnreachable("no answer for 9 s")] * 2, [], EnvironmentLoop._claim, Scoring.start
+    outage, starts, claim, start = [RedisUnreachable("no answer for 9 s")] * 2, [], EnvironmentLoop.claim, Scoring.start
 
     async def failing(self: EnvironmentLoop) -> int:
         if outage:
@@ -267,7 +262,7 @@ async def test_a_long_outage_of_redis_loads_nothing_twice(
         starts.append(self)
         await start(self)
 
-    monkeypatch.setattr(EnvironmentLoop, "_claim", failing)
+    monkeypatch.setattr(EnvironmentLoop, "claim", failing)
     monkeypatch.setattr(Scoring, "start", starting)
     async with fleet(tmp_path, server, *given) as (service, _), environment(service.config) as pod:
         await issue(service.store, 0)
@@ -284,12 +279,12 @@ async def test_a_drain_without_redis_ends_all_rollouts(
         still: list[int] = []
 
         async def unreachable(*_: object) -> None:
-            still.append(len(pod.rollouts.rollouts))
+            still.append(len(pod.loop.tickets.held))
             raise RedisUnreachable("no answer")
 
         monkeypatch.setattr("services.store.calls.tickets.Tickets.release", unreachable)
         await issue(service.store, 0, 1)
-        await wait_until(lambda: len(pod.rollouts.rollouts) == 2)
+        await wait_until(lambda: len(pod.loop.tickets.held) == 2)
         pod.service.stop()
         await wait_until(lambda: bool(still))
         assert still == [0]

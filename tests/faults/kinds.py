@@ -66,8 +66,7 @@ ELSEWHERE = {
     "log_samples": "only with a tracker",
     **dict.fromkeys(
         (
-            "eval_open", "eval_skip", "eval_volunteer", "eval_claim", "eval_renew", "eval_submit", "eval_fail", "eval_resign",
-            "eval_look", "eval_close",
+            "eval_open", "eval_skip", "eval_volunteer", "eval_resign", "eval_look", "eval_close",
         ),
         "only in runs that evaluate",
     ),

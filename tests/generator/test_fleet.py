@@ -15,9 +15,9 @@ import pytest
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
 from services.generator.api import add_routes
-from services.generator.loop import RolloutLoop
+from services.generator.concurrency import REASONS
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollouts.concurrency import REASONS
 from services.http.entry import open_service
 from services.protocol.messages import Round
 from services.runtime.service import Service
@@ -35,19 +35,12 @@ class Pod:
     """A generator that claims tickets."""
 
     service: Service
-    loop: RolloutLoop
+    loop: GeneratorLoop
     engine: ScriptedEngine
 
     def begun(self) -> int:
         """Return the number of tickets with at least one sampled token."""
-        running = self.engine.snapshot()
-        return sum(
-            any(
-                done or ((request := rollout.request(i)) in running and len(running[request].tokens))
-                for i, done in enumerate(rollout.completions)
-            )
-            for rollout in self.loop.rollouts.values()
-        )  # fmt: skip
+        return sum(map(self.loop.worker.begun, self.loop.tickets.held.values()))
 
 
 @asynccontextmanager
@@ -71,12 +64,12 @@ async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[
             engine = ScriptedEngine()
             await engine.start(service.config)
             engine.version = 0
-            loop = RolloutLoop(service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
+            loop = GeneratorLoop(service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
             add_routes(service, loop)
             service.say(phase="ready", version=0, world=1, trainer_fence=sender)
             await store.fleet.beat(service.status, 60.0)  # each pod learns of the others with its first heartbeat
             await service.view.refresh()
-            for name, body in (("leases", loop.renew), ("partials", loop.save_partials), ("concurrency", loop.adapt)):
+            for name, body in (("leases", loop.tickets.renew), ("partials", loop.save_partials), ("concurrency", loop.adapt)):
                 service.add_loop(name, body)
             pods.append(Pod(service, loop, engine))
         for pod in pods:
@@ -114,7 +107,7 @@ async def test_groups_are_shared_by_the_speed_of_pods(tmp_path: Path, server: Re
         async def done() -> bool:
             nonlocal unfair, looks
             looks += 1
-            unfair += not quick.loop.rollouts and len(lame.loop.rollouts) - lame.begun() > 1
+            unfair += not quick.loop.tickets.held and len(lame.loop.tickets.held) - lame.begun() > 1
             return await headers(store) == 80
 
         await wait_until(done, 60)
@@ -132,13 +125,13 @@ async def test_pods_share_the_slots_and_take_over_freed_ones(tmp_path: Path, ser
     options = ("generator.max_concurrent_groups=16", "generator.engine_options.token_s=1.0", "generator.drain_s=0")
     config = small_config(tmp_path, server, *options)
     async with fleet(config, config, tickets=12, slots=12) as (one, other):
-        await wait_until(lambda: len(one.loop.rollouts) + len(other.loop.rollouts) == 12)
-        assert (len(one.loop.rollouts), len(other.loop.rollouts)) == (6, 6)
+        await wait_until(lambda: len(one.loop.tickets.held) + len(other.loop.tickets.held) == 12)
+        assert (len(one.loop.tickets.held), len(other.loop.tickets.held)) == (6, 6)
         await one.engine.pause()  # so that it does not finish any meanwhile
         other.loop.draining.set()
         other.service.notifications.notify("room")
-        await wait_until(lambda: len(one.loop.rollouts) == 12)  # it claims them beyond its share once they are handed back
-        assert not other.loop.rollouts
+        await wait_until(lambda: len(one.loop.tickets.held) == 12)  # it claims them beyond its share once they are handed back
+        assert not other.loop.tickets.held
         await one.engine.resume()
 
 
@@ -159,7 +152,7 @@ async def test_a_leaving_pod_claims_no_more_and_hands_back_its_tickets(tmp_path:
             assert pod.service.status.draining == ("" if how == "SIGTERM" else "ada: a new driver")
             pod.service.say(phase="ready")
             assert pod.service.status.phase == "draining", "a round that ends meanwhile must not make it a member again"
-            await wait_until(lambda: not pod.loop.rollouts)
+            await wait_until(lambda: not pod.loop.tickets.held)
 
         async def gone() -> bool:
             return await store.fleet.members(10.0) == []

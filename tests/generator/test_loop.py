@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from services.console.run.redis_server import RedisServer
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollouts.evaluation import EvaluationWorker
 from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.errors import RedisFull, RedisUnreachable, StoreError
@@ -45,7 +44,7 @@ class CountingVerifier:
 @asynccontextmanager
 async def generator(
     folder: Path, server: RedisServer, *overrides: str
-) -> AsyncIterator[tuple[Service, RolloutLoop, ScriptedEngine]]:
+) -> AsyncIterator[tuple[Service, GeneratorLoop, ScriptedEngine]]:
     """Yield a pod whose engine holds version 0, which the run has published. Its leases last, even on a slow machine."""
     config = small_config(folder, server, "generator.lease_s=60", *overrides)
     async with open_service("generator", config, "generator-0") as service:
@@ -57,8 +56,8 @@ async def generator(
         await engine.start(config)
         engine.version = 0
         parts = service, engine, PlainTokenizer(), CountingVerifier(), GeneratorMetrics(service.registry)
-        loop = RolloutLoop(*parts, EvaluationWorker(*parts))  # type: ignore[arg-type]
-        service.add_loop("leases", loop.renew)
+        loop = GeneratorLoop(*parts)  # type: ignore[arg-type]
+        service.add_loop("leases", loop.tickets.renew)
         service.add_loop("partials", loop.save_partials)
         try:
             yield service, loop, engine
@@ -133,9 +132,9 @@ async def test_nothing_is_claimed_after_a_partial_update(tmp_path: Path, server:
         assert loop.why_idle() == ""
         engine.whole = False
         assert loop.why_idle() == "unsynced: an update was applied only in part; waiting for a complete one"
-        assert await loop._claim() == 0
+        assert await loop.claim() == 0
         engine.whole = True
-        assert await loop._claim() == 1
+        assert await loop.claim() == 1
         await wait_until(lambda: _headers(service.store, 1))
 
 
@@ -148,11 +147,10 @@ async def test_a_pod_adopts_its_own_tickets_after_its_first_claim_was_refused(
 ) -> None:
     async with generator(tmp_path, server, "generator.lease_s=600") as (service, loop, _):
         await issue(service.store, ticket(0))
-        assert len(await flow.claim(service.store, loop.name, lease_s=600)) == 1, "by the pod's earlier process"
+        assert len(await flow.claim(service.store, "generator-0", lease_s=600)) == 1, "by the pod's earlier process"
         flow.refuse_first_claim(monkeypatch)
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: _headers(service.store, 1))
-        assert not loop._adopt
         service.stop()
         await running
 
@@ -164,7 +162,7 @@ async def test_the_next_pod_continues_what_a_drain_cannot_finish(tmp_path: Path,
         running = asyncio.create_task(service.run(loop.work))
 
         def all_begun() -> bool:
-            begun = [sum(len(one.tokens) for one in loop._so_far(rollout)) for rollout in loop.rollouts.values()]
+            begun = [sum(len(one.tokens) for one in loop.worker.so_far(held)) for held in loop.tickets.held.values()]
             return len(begun) == 4 and min(begun) > 0 and engine.gauges().tokens > 20
 
         await wait_until(all_begun)
@@ -175,7 +173,7 @@ async def test_the_next_pod_continues_what_a_drain_cannot_finish(tmp_path: Path,
         saved = sum([await service.store.tickets.load_partial(f"0-{i}") is not None for i in range(4)])
         assert saved == begun
 
-        second = RolloutLoop(service, engine, PlainTokenizer(), CountingVerifier(), loop.metrics)  # type: ignore[arg-type]
+        second = GeneratorLoop(service, engine, PlainTokenizer(), CountingVerifier(), loop.metrics)  # type: ignore[arg-type]
         service.stopping.clear()
         engine._token_s = 0.0
         made = engine.gauges().tokens
@@ -205,10 +203,10 @@ async def test_a_drain_hands_everything_back_although_redis_is_full(
     async with generator(tmp_path, server, *slow) as (service, loop, engine):
         await issue(service.store, *(ticket(i) for i in range(3)))
         running = asyncio.create_task(service.run(loop.work))
-        await wait_until(lambda: len(loop.rollouts) == 3 and engine.gauges().tokens > 12)
+        await wait_until(lambda: len(loop.tickets.held) == 3 and engine.gauges().tokens > 12)
         service.stop()
         await running
-        assert not loop.rollouts, "they are still sampled"
+        assert not loop.tickets.held, "they are still sampled"
         assert service.registry.get_sample_value("grpo_generator_handed_back_total", {"reason": "drain"}) == 3
         assert len(await flow.claim(service.store, "generator-1", 10)) == 3
 
@@ -290,10 +288,9 @@ async def test_a_zombie_cannot_submit_a_ticket_taken_over(tmp_path: Path, server
     async with generator(tmp_path, server, "generator.lease_s=60") as (service, loop, engine):
         await issue(service.store, ticket(0))
         await engine.pause()  # so that its group is still running when the other pod takes over the ticket
-        loop.renew = _never  # type: ignore[method-assign]
         service.loops.clear()
         running = asyncio.create_task(service.run(loop.work))
-        await wait_until(lambda: loop.rollouts)
+        await wait_until(lambda: loop.tickets.held)
 
         async def took_over() -> bool:
             _, claims = await service.store.tickets.claim("thief", 0, await flow.trainer_fence(service.store), 0.0, 1)
@@ -301,15 +298,11 @@ async def test_a_zombie_cannot_submit_a_ticket_taken_over(tmp_path: Path, server
 
         await wait_until(took_over)
         await engine.resume()
-        await wait_until(lambda: not loop.rollouts)
+        await wait_until(lambda: not loop.tickets.held)
         service.stop()
         await running
         audit = await service.store.run.audit()
         assert (audit["headers"], audit["tickets"], audit["ledger:refused_submits"]) == (0, 1, 1)
-
-
-async def _never(_: object) -> None:
-    await asyncio.Event().wait()
 
 
 async def test_a_full_redis_costs_no_attempt_and_no_completion(

@@ -11,10 +11,8 @@ from pathlib import Path
 import httpx
 
 from services.console.run.redis_server import RedisServer
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.pausing import Pausing
-from services.generator.rollouts.evaluation import EvaluationWorker
 from services.http.entry import open_service
 from services.protocol.messages import Round
 from services.runtime.service import Service
@@ -34,7 +32,7 @@ class Pod:
     """A complete generator, except that it takes part in no real sync round."""
 
     service: Service
-    loop: RolloutLoop
+    loop: GeneratorLoop
     engine: ScriptedEngine
     running: asyncio.Task[None]
 
@@ -59,14 +57,12 @@ async def pod(folder: Path, server: RedisServer, name: str = "generator-0") -> A
         await engine.start(config)
         engine.version = 0
         metrics = GeneratorMetrics(service.registry)
-        given = (service, engine, PlainTokenizer(), AnyVerifier(), metrics)
-        evaluation = EvaluationWorker(*given)  # type: ignore[arg-type]
-        loop = RolloutLoop(*given, evaluation)  # type: ignore[arg-type]
-        weights = WeightFollower(service, engine, metrics, evaluation)
+        loop = GeneratorLoop(service, engine, PlainTokenizer(), AnyVerifier(), metrics)  # type: ignore[arg-type]
+        weights = WeightFollower(service, engine, metrics, loop.evaluation)
         service.ready = loop.why_idle
         for title, body in (
-            ("leases", loop.renew), ("weights", weights.follow), ("evaluation", evaluation.work),
-            ("pause", Pausing(service, weights, (loop, evaluation)).follow),
+            ("leases", loop.tickets.renew), ("weights", weights.follow),
+            ("pause", lambda task: loop.follow_pause(task, lambda: weights.frozen)),
         ):  # fmt: skip
             service.add_loop(title, body)
         running = asyncio.create_task(service.run(loop.work))
@@ -105,9 +101,9 @@ async def test_keep_freezes_requests_where_they_are(tmp_path: Path, server: Redi
         answer = await ask(one, "/v1/pause", mode="keep", who="tester", why="lunch")
         assert answer["waiting_for"] == []
         assert (answer["mode"], answer["why"]) == ("keep", "tester: lunch")
-        made, held = one.tokens, set(one.loop.rollouts)
+        made, held = one.tokens, set(one.loop.tickets.held)
         await asyncio.sleep(0.5)
-        assert (one.tokens, set(one.loop.rollouts)) == (made, held), "tokens were sampled during a pause"
+        assert (one.tokens, set(one.loop.tickets.held)) == (made, held), "tokens were sampled during a pause"
         assert one.loop.why_idle() == "paused: tester: lunch"
         assert (await ask(one, "/v1/resume"))["waiting_for"] == []
         await wait_until(lambda: _all(store, 4), 60)
@@ -154,7 +150,7 @@ async def test_drain_lets_requests_finish_and_claims_no_more(tmp_path: Path, ser
         store = one.service.store
         await issue(store, 12)  # a pod holds at most eight
         await wait_until(lambda: one.tokens > 0)
-        begun = len(one.loop.rollouts)
+        begun = len(one.loop.tickets.held)
         answer = await ask(one, "/v1/pause", mode="drain")
         assert answer["waiting_for"] == []
         count = await headers(store)
@@ -172,7 +168,7 @@ async def test_abort_hands_tickets_back_with_their_tokens(tmp_path: Path, server
         await wait_until(lambda: one.tokens > 0)
         answer = await ask(one, "/v1/pause", mode="abort")
         assert answer["waiting_for"] == []
-        assert not one.loop.rollouts
+        assert not one.loop.tickets.held
         assert not one.engine.snapshot()
         found = await store.run.audit()
         assert found["tickets"] + found["headers"] == 4
@@ -189,7 +185,7 @@ async def test_a_pause_may_change_its_mode(tmp_path: Path, server: RedisServer) 
         await wait_until(lambda: one.tokens > 0)
         for mode in ("keep", "abort", "keep"):
             assert (await ask(one, "/v1/pause", mode=mode))["waiting_for"] == []
-        assert not one.loop.rollouts
+        assert not one.loop.tickets.held
         await store.run.resume("generator")
         await wait_until(lambda: _all(store, 4), 60)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.console.run.redis_server import RedisServer
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.pod import GeneratorPod
 from services.http.entry import open_service
 from services.protocol.errors import RedisUnreachable
@@ -31,13 +31,13 @@ async def test_a_long_outage_of_redis_loads_nothing_twice(
     for owner in (ScriptedEngine, Scoring):
         counted(owner, calls, monkeypatch)
 
-    async def failing(self: RolloutLoop) -> int:
+    async def failing(self: GeneratorLoop) -> int:
         calls["claim"] += 1
         if calls["claim"] < 4:
             raise RedisUnreachable("no answer for 9 s")
         return 0
 
-    monkeypatch.setattr(RolloutLoop, "_claim", failing)
+    monkeypatch.setattr(GeneratorLoop, "claim", failing)
     async with open_service("generator", config, "generator-0") as service:
         running = asyncio.create_task(GeneratorPod(service).run())
         await wait_until(lambda: calls["claim"] > 5)

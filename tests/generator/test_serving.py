@@ -12,7 +12,6 @@ import pytest
 from services.console.run.redis_server import RedisServer
 from services.generator import loop as loops
 from services.generator.api import GENERATE, add_routes
-from services.generator.rollouts import evaluation
 from services.generator.serving import NotServed
 from services.http.credentials import api_tokens
 from services.protocol import codec
@@ -26,7 +25,7 @@ from services.runtime.loops import Broken, Loop
 from services.store import Claim
 from services.weights.receiver import EngineDead
 from tests.generator.test_loop import generator
-from tests.support.harness import ticket, wait_until
+from tests.support.harness import PlainTokenizer, ticket, wait_until
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
@@ -148,28 +147,34 @@ async def test_a_drain_hands_back_from_an_engine_whose_aborts_wait(
         assert codec.decode(await pending, Partial).finish == [""], "it can be continued"
 
 
-async def test_tickets_are_resigned_by_the_next_attempt_if_the_first_fails(
+async def test_a_round_is_left_by_the_next_attempt_if_the_first_fails(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resigned: list[list[Claim]] = []
+    released, resigned = list[Claim](), list[str]()
 
-    async def resign(_: str, claims: list[Claim]) -> None:
-        resigned.append(list(claims))
+    async def release(_: str, claim: Claim, tokens: int) -> bool:
+        released.append(claim)
+        return True
+
+    async def resign(member: str) -> None:
+        resigned.append(member)
         if len(resigned) == 1:
             raise StoreError("Redis is restarting")
 
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         await service.view.refresh()
-        assert loop.evaluation is not None
         loop.evaluation.version = engine.version
         engine._token_s = 1.0
+        monkeypatch.setattr(service.store.tickets, "release", release)
         monkeypatch.setattr(service.store.evaluation, "resign", resign)
-        claim = Claim("1-1", 1, "0-0", b"", ticket(0))
-        await loop.evaluation.start(claim)
+        claim = Claim("2-1", 1, "0-0", b"", ticket(0, version=0))
+        await loop.tickets.start(claim)
         with pytest.raises(StoreError):
-            await loop.evaluation.abort()
-        await loop.evaluation.abort()
-        assert resigned == [[claim], [claim]]
+            await loop.abort()
+        assert loop.evaluating
+        await loop.abort()
+        assert not loop.evaluating
+        assert (released, resigned) == ([claim], [service.status.member] * 2)
 
 
 async def test_a_volunteer_that_could_not_resign_serves_its_round(
@@ -180,11 +185,10 @@ async def test_a_volunteer_that_could_not_resign_serves_its_round(
 
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         await service.view.refresh()
-        assert loop.evaluation is not None
         loop.evaluation.version = engine.version
         monkeypatch.setattr(service.store.evaluation, "resign", lost)
         with pytest.raises(StoreError):
-            await loop.evaluation.abort()
+            await loop.abort()
         request = codec.encode(GenerationRequest("0", PROMPT, 3, 40, version=engine.version))
         reply = await loop.serve(request, asyncio.get_running_loop().create_future)
         assert codec.decode(reply, Partial).finish == ["stop"]
@@ -199,18 +203,15 @@ async def test_an_engine_that_dies_of_a_request_of_another_pod_ends_the_process(
     async def dead(*given: object) -> Generated:
         raise EngineDead("the core died")
 
-    for module, pause in ((loops, "IDLE_S"), (loops, "SPARE_S"), (evaluation, "IDLE_S")):
-        monkeypatch.setattr(module, pause, 60.0)
+    for pause in ("IDLE_S", "SPARE_S"):
+        monkeypatch.setattr(loops, pause, 60.0)
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         await service.view.refresh()
-        worker, version = loop, None
-        if evaluating:
-            assert loop.evaluation is not None
-            worker, version = loop.evaluation, engine.version
-            monkeypatch.setattr(worker, "_turn", _nothing)  # it would find no round and return to training
-            loop.evaluation.version = version
+        version = engine.version if evaluating else None
+        loop.evaluation.version = version
+        monkeypatch.setattr(loop.evaluation, "goes_on", _yes)  # otherwise it would find no round and return to training
         monkeypatch.setattr(engine, "generate", dead)
-        working = asyncio.create_task(worker.work(Loop("work", worker.work, 60.0)))
+        working = asyncio.create_task(loop.work(Loop("work", loop.work, 60.0)))
         request = codec.encode(GenerationRequest("0", PROMPT, 3, 40, version=version))
         with pytest.raises(NotServed, match="the engine has died: the core died") as refusal:
             await loop.serve(request, asyncio.get_running_loop().create_future)
@@ -219,14 +220,14 @@ async def test_an_engine_that_dies_of_a_request_of_another_pod_ends_the_process(
             await asyncio.wait_for(working, 20)
 
 
-async def _nothing(*given: object) -> None:
-    pass
+async def _yes() -> bool:
+    return True
 
 
 async def test_only_ids_beyond_the_models_vocabulary_are_rejected(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
         await service.view.refresh()
-        engine.vocabulary = len(loop.tokenizer) + 8  # embeddings are often padded, and padding tokens may be sampled
+        engine.vocabulary = len(PlainTokenizer()) + 8  # embeddings are often padded, and padding tokens may be sampled
         gone = asyncio.get_running_loop().create_future
         last = np.array([5, 6, engine.vocabulary - 1], np.int32)
         assert codec.decode(await loop.serve(asked(prompt=last), gone), Partial).finish == ["stop"]

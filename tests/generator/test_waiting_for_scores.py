@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.console.run.redis_server import RedisServer
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.protocol.errors import RedisFull, StoreError
 from services.store import Store
 from services.verifiers.base import Job, Scores, VerifierFailure
@@ -37,9 +37,9 @@ class SlowVerifier:
         return Scores({"exact": [1.0] * len(job.completions)}, ["{}"] * len(job.completions))
 
 
-def slow(loop: RolloutLoop, failures: int = 0, final: bool = False) -> SlowVerifier:
+def slow(loop: GeneratorLoop, failures: int = 0, final: bool = False) -> SlowVerifier:
     made = SlowVerifier(failures, final)
-    loop.verifiers = made  # type: ignore[assignment]
+    loop.verifiers = loop.worker.verifiers = made  # type: ignore[assignment]
     return made
 
 
@@ -125,7 +125,7 @@ async def test_a_failure_is_reported_although_redis_is_full(
         verifier.may.set()
         await issue(service.store, ticket(0))
         running = asyncio.create_task(service.run(loop.work))
-        await wait_until(lambda: verifier.asked == 1 and not loop.rollouts)
+        await wait_until(lambda: verifier.asked == 1 and not loop.tickets.held)
         service.stop()
         await running
         assert await buried(service.store) == [("0-0", "the judge is drunk")]

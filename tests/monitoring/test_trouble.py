@@ -41,7 +41,7 @@ async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, se
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: value("grpo_generator_rollouts") == 2, 60)
         assert value("grpo_generator_claimed_tickets_total") == 2
-        first = next(iter(loop.rollouts.values()))
+        first = next(iter(loop.tickets.held.values()))
         first.submitting = True  # as if it had just started to submit, which Redis rejects
         await service.store.client.delete(service.store.keys.claims)
         await wait_until(lambda: value("grpo_generator_lost_leases_total") == 1, 60)

@@ -29,7 +29,7 @@ def test_guards_cover_all_functions_and_removals_are_distinct() -> None:
         assert other in without
         assert name not in without
         assert without != code
-    assert {"commit", "claim", "settle", "restore_begin", "eval_claim", "lead", "requeue"} <= {guard.place for guard in found}
+    assert {"commit", "claim", "settle", "restore_begin", "eval_volunteer", "lead", "requeue"} <= {guard.place for guard in found}
 
 
 def test_explanations_refer_to_existing_guards() -> None:

@@ -18,9 +18,8 @@ from services.store.functions import library
 from tests.repeats.contents import Contents, changed, contents
 
 MAY_CHANGE = {
-    "eval_renew": (r"eval:queue(:rollouts)?", "renews a lease that is still held"),
-    "eval_volunteer": (r"eval:volunteers|eval:round\.started_ms", "volunteers until it asks again"),
-    "eval_resign": (r"eval:volunteers", "ceases to volunteer until it asks again"),
+    "eval_volunteer": (r"eval:volunteers.*|eval:round\.started_ms", "volunteers until it asks again"),
+    "eval_resign": (r"eval:volunteers.*", "ceases to volunteer until it asks again"),
     "step_down": (r"run\.leader", "gives up what a late call took; a process steps down when it ends"),
     "lead": (r"run\.leader(_fence)?", "leads, until its lease expires"),
     "beat": (r"fleet.*", "lives, until its heartbeat is too old"),

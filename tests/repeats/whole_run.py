@@ -256,34 +256,32 @@ class WholeRun:
         await self._led(lambda: rounds.open(self.leads, version, [ticket(900), ticket(901, source=ENVIRONMENT)], {ENVIRONMENT}))
         await self.stores["g1"].fleet.beat(_pod("g1"), TTL_S)
         if version == 2:
-            await self.stores["g0"].evaluation.volunteer(member, version, self.trains, TTL_S, 1, 0)
+            await self.stores["g0"].evaluation.volunteer(member, version, self.trains, TTL_S, LEASE_S, 1, 0)
             await self.stores["g0"].evaluation.resign(member)
             await self._led(lambda: rounds.abandon(self.leads, version, "a test"))
             return
-        mine = self.stores["g0"].evaluation
-        await mine.volunteer(member, version, self.trains, TTL_S, 1, 0)
+        mine = self.stores["g0"]
+        await mine.evaluation.volunteer(member, version, self.trains, TTL_S, LEASE_S, 1, 0)
         failed = False
 
         async def done() -> bool:
             nonlocal failed
-            taken = [
-                claim
-                for rollouts in (False, True)
-                if (found := await mine.claim(member, version, LEASE_S, 1, 10_000, rollouts))
-                for claim in found.claims
-            ]
-            for claim in taken:
-                await mine.renew(member, [claim], LEASE_S)
-                if not failed:
-                    failed = True
-                    await mine.fail(member, claim, "the verifier broke", 100)
-                else:
-                    await mine.submit(member, claim, flow.header(claim))
+            for rollouts in (False, True):
+                _, claims = await mine.tickets.claim(
+                    "g0", version, self.trains, LEASE_S, 1, max_expiries=10_000, rollouts=rollouts, evaluates=True
+                )
+                for claim in claims:
+                    await mine.tickets.renew("g0", [claim])
+                    if not failed:
+                        failed = True
+                        await mine.tickets.fail("g0", claim, "the verifier broke", 100)
+                    else:
+                        await mine.tickets.submit("g0", claim, flow.header(claim), b"", 60)
             round = (await rounds.state(TTL_S)).round
             return round is not None and round.done == round.total
 
         await _until(done)
-        await mine.resign(member)
+        await mine.evaluation.resign(member)
         assert len(await rounds.results()) == 2
         await self._led(lambda: rounds.report(self.leads, version, {"eval/version": float(version)}))
 

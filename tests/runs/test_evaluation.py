@@ -170,12 +170,12 @@ def members(world: World, *names: str, last: int = ANY) -> dict[str, Noting]:
 
 
 def volunteers(world: World) -> list[str]:
-    return [name for name, lane in world.lanes.items() if lane.version is not None]
+    return [name for name, loop in world.loops.items() if loop.evaluating]
 
 
 def held_volunteers(world: World, count: int = 1) -> list[str]:
     """Wait until so many generators have claimed tickets, which they do not complete because their engines are held."""
-    world.portal.call(wait_until(lambda: sum(bool(world.lanes[name].rollouts) for name in volunteers(world)) == count))
+    world.portal.call(wait_until(lambda: sum(bool(world.loops[name].tickets.held) for name in volunteers(world)) == count))
     return volunteers(world)
 
 
@@ -335,12 +335,12 @@ def test_a_draining_volunteer_hands_back_its_tickets_at_once(tmp_path: Path, ser
         engines = members(world, "a", "b", "c", last=NONE)
         world.train(0)
         (name,) = held_volunteers(world)
-        world.portal.call(world.lanes[name].drain())
+        world.portal.call(world.loops[name].drain())
         for engine in engines.values():
             engine.last = ANY
         lead.wait_for(0)
         assert set(lead.reports()) == {0}, "another generator that holds the version did not take over"
-        assert world.lanes[name].version is None
+        assert not world.loops[name].evaluating
 
 
 def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, server: RedisServer) -> None:
@@ -399,7 +399,7 @@ def test_every_round_has_the_same_prompts_and_seeds(tmp_path: Path, server: Redi
         first, second = lead.evaluation.tickets(0), lead.evaluation.tickets(2)
         assert [one.id for one in first] == ["easy:0", "easy:1", "easy:2", "hard:0", "hard:1", "hard:2"]
         assert [one.seed for one in first] == [one.seed for one in second]
-        assert {one.epoch for one in second} == {2}
+        assert {one.version for one in second} == {2}
         assert len({one.seed for one in first}) == 6
 
 

@@ -38,9 +38,8 @@ async def back(
             ahead = 1000 * int((await mine.connection.send(("TIME",)))[0][0]) + 1000 * BACK_S
             seen = int(await mine.client.hget(mine.keys.run, "clock_ms") or 0)  # type: ignore[misc]
             await mine.client.hincrby(mine.keys.run, "clock_ms", ahead - seen)  # type: ignore[misc]
-            for key in (mine.keys.fleet, mine.keys.evaluation("queue")):
-                for member, score in await mine.client.zrange(key, 0, -1, withscores=True):
-                    await mine.client.zadd(key, {member: score + ahead - seen})
+            for member, score in await mine.client.zrange(mine.keys.fleet, 0, -1, withscores=True):
+                await mine.client.zadd(mine.keys.fleet, {member: score + ahead - seen})
             for field in ("leader_until_ms", "frozen_until_ms"):
                 if held := await mine.client.hget(mine.keys.run, field):  # type: ignore[misc]
                     await mine.client.hset(mine.keys.run, field, int(held) + ahead - seen)  # type: ignore[misc]
@@ -140,7 +139,7 @@ async def test_an_evaluation_lease_expires_after_the_clock_went_back(back: tuple
     team = await start(store)
     await store.fleet.beat(POD, 60.0)
     assert await store.evaluation.open(team.leader, 0, [ticket(900)])
-    assert await store.evaluation.volunteer(POD.member, 0, team.trainer, 3600.0, 1, 0)
+    assert await store.evaluation.volunteer(POD.member, 0, team.trainer, 3600.0, LEASE_S, 1, 0)
     assert await _evaluation_claims(store) == 1
     await step_back()
 
@@ -152,5 +151,4 @@ async def test_an_evaluation_lease_expires_after_the_clock_went_back(back: tuple
 
 
 async def _evaluation_claims(store: Store) -> int:
-    found = await store.evaluation.claim(POD.member, 0, LEASE_S, 1, 100)
-    return len(found.claims) if found else 0
+    return len(await claim(store, POD.name, lease_s=LEASE_S, max_expiries=100, evaluates=True))

@@ -333,15 +333,15 @@ async def test_a_retried_claim_gets_the_same_tickets(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 6)
     args = ("g", 0, team.trainer, 60_000, 2, "0-0", 0, 16, "boot")
-    first = await any_store.connection.call("claim", *args, 1, 0)
+    first = await any_store.connection.call("claim", *args, 1, 0, 0)
     assert len(first) == 9
-    assert await any_store.connection.call("claim", *args, 1, 0) == first
-    second = await any_store.connection.call("claim", *args, 2, 0)
+    assert await any_store.connection.call("claim", *args, 1, 0, 0) == first
+    second = await any_store.connection.call("claim", *args, 2, 0, 0)
     assert second[1] != first[1]
-    assert await any_store.connection.call("claim", *args, 1, 0) == [b"0-0"], "a later claim was made"
+    assert await any_store.connection.call("claim", *args, 1, 0, 0) == [b"0-0"], "a later claim was made"
     await any_store.connection.call("release", "g", second[1], second[2], 0)
-    assert await any_store.connection.call("claim", *args, 2, 0) == [second[0], *second[5:]], "what is still held"
-    assert len(await any_store.connection.call("claim", *args[:-1], "another boot", 1, 0)) == 9
+    assert await any_store.connection.call("claim", *args, 2, 0, 0) == [second[0], *second[5:]], "what is still held"
+    assert len(await any_store.connection.call("claim", *args[:-1], "another boot", 1, 0, 0)) == 9
 
 
 async def test_a_repeated_request_takes_effect_once(any_store: Store) -> None:

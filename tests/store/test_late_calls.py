@@ -11,7 +11,7 @@ from services.protocol.errors import Fenced, OutOfOrder, StoreError
 from services.protocol.messages import PodStatus
 from services.store import Store
 from services.store.records import TableRules
-from tests.store.calls.test_evaluation import LEASE_S, claim, member, open_round, round_keys, volunteer
+from tests.store.calls.test_evaluation import LEASE_S, claim, open_round, pod_name, round_keys, volunteer
 from tests.support import flow
 from tests.support.flow import start
 from tests.support.harness import ticket
@@ -39,8 +39,8 @@ async def test_a_failed_round_admits_no_volunteers(store: Store) -> None:
     team = await start(store)
     await open_round(store, team)
     assert await volunteer(store, 0)
-    [first] = await claim(store, 0, 1) or []
-    assert await store.evaluation.fail(member(0), first, "it cannot be answered", 1)
+    [first] = await claim(store, 0, 1)
+    assert await store.tickets.fail(pod_name(0), first, "it cannot be answered", 1)
     assert not await volunteer(store, 1, most=2), "although two tickets wait"
 
 
@@ -48,13 +48,13 @@ async def test_a_repeated_evaluation_claim_returns_what_is_still_held(store: Sto
     team = await start(store)
     await open_round(store, team)
     await volunteer(store, 0)
-    arguments = ("eval_claim", member(0), 0, int(1000 * LEASE_S), 3, 3, 7, 0)
+    arguments = ("claim", pod_name(0), 0, 0, int(1000 * LEASE_S), 3, "0-0", 0, 3, BOOT, 7, 0, 1)
     first = await store.connection.call(*arguments)
     assert await store.connection.call(*arguments) == first
-    done, lost, kept = (first[i : i + 3] for i in (1, 4, 7))
-    assert await store.connection.call("eval_submit", member(0), done[0], done[1], b"header")
-    await store.client.hset(store.keys.evaluation("claims"), lost[0], f"{member(1)}|99")
-    assert await store.connection.call(*arguments) == [1, *kept]
+    done, lost, kept = (first[i : i + 4] for i in (1, 5, 9))
+    assert await store.connection.call("submit", pod_name(0), done[0], done[1], done[2], b"header") == [1]
+    await store.client.hset(store.keys.claims, lost[0], f"{pod_name(1)}|99")
+    assert await store.connection.call(*arguments) == [first[0], *kept]
 
 
 @pytest.mark.parametrize("ended", ["stop", "finish"])
@@ -63,15 +63,16 @@ async def test_evaluation_tickets_are_not_claimed_once_the_run_ends(store: Store
     await open_round(store, team)
     assert await volunteer(store, 0)
     await (store.run.stop if ended == "stop" else store.run.finish)("enough")
-    assert await claim(store, 0) is None
+    assert await claim(store, 0) == []
 
 
 async def test_a_large_round_opens_atomically(store: Store) -> None:
     team = await start(store)
     tickets = [ticket(i, id=f"held_out:{i}", source="held_out") for i in range(4500)]
     assert await store.evaluation.open(team.leader, 0, tickets)
-    assert await store.client.zcard(store.keys.evaluation("queue")) == 4500
-    assert await store.client.hlen(store.keys.evaluation("tickets")) == 4500
+    assert await store.client.xlen(store.keys.evaluation("tickets")) == 4500
+    assert await store.evaluation.abandon(team.leader, 0, "a test")
+    assert await round_keys(store) == []
 
 
 async def test_a_superseded_trainer_cannot_take_a_snapshot(store: Store) -> None:
@@ -160,7 +161,7 @@ async def test_a_retried_claim_is_answered_after_a_heartbeat(store: Store) -> No
     await flow.issue(store, team, 2)
     await store.fleet.beat(pod(), 60.0)
     fence = await flow.trainer_fence(store)
-    arguments: tuple[Any, ...] = ("claim", "generator-0", 0, fence, 60_000, 1, "0-0", 0, 16, BOOT, 5, 0)
+    arguments: tuple[Any, ...] = ("claim", "generator-0", 0, fence, 60_000, 1, "0-0", 0, 16, BOOT, 5, 0, 0)
     first = await store.connection.call(*arguments)
     await store.fleet.beat(pod(), 60.0)
     assert await store.connection.call(*arguments) == first, "and no second ticket is claimed"

@@ -17,7 +17,7 @@ from services.chat.tokenizers import load_tokenizer, tokenizer_folder
 from services.config import RunConfig
 from services.config.load import load_resolved
 from services.generator.api import add_routes
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
 from services.http.entry import open_service
 from services.runtime.loops import Loop
@@ -66,7 +66,7 @@ async def serve(config: RunConfig, name: str, log: str) -> None:
         await engine.start(config)
         tokenizer: Any = range(engine.tokenizer.get_vocab_size())  # only its length is used
         nobody: Any = None  # the scoring: this pod only serves turns
-        add_routes(service, RolloutLoop(service, engine, tokenizer, nobody, GeneratorMetrics(service.registry)))
+        add_routes(service, GeneratorLoop(service, engine, tokenizer, nobody, GeneratorMetrics(service.registry)))
 
         async def follow(loop: Loop) -> None:
             while not service.stopping.is_set():

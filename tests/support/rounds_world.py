@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
-from services.generator.loop import RolloutLoop
+from services.generator.evaluation import EvaluationDuty
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollouts.evaluation import EvaluationWorker
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import end_tasks
 from services.runtime.notifications import Notifications
@@ -43,6 +44,21 @@ class AnyVerifier:
         return Scores({"exact": [1.0] + [0.0] * (len(job.completions) - 1)}, [])
 
 
+class Pinned:
+    """A member's duty to evaluate, or, for a test, a version that it is kept on without a round."""
+
+    def __init__(self, duty: EvaluationDuty) -> None:
+        self._duty = duty
+        self.forced: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self._duty.version if self.forced is None else self.forced
+
+    async def offer(self) -> None:
+        await self._duty.offer()
+
+
 @dataclass
 class World:
     """The trainer's side, and members that follow its rounds on the portal's loop."""
@@ -56,7 +72,8 @@ class World:
     model: torch.nn.Module
     send: Send
     engines: dict[str, ScriptedEngine] = field(default_factory=dict)
-    lanes: dict[str, EvaluationWorker] = field(default_factory=dict)
+    loops: dict[str, GeneratorLoop] = field(default_factory=dict)
+    pinned: dict[str, Pinned] = field(default_factory=dict)
     tasks: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
     metrics: dict[str, GeneratorMetrics] = field(default_factory=dict)
     gathered: set[str] = field(default_factory=set)  # all members of any round
@@ -73,14 +90,12 @@ class World:
             await engine.start(self.config)
             await self.store.fleet.beat(status, 60)
             if follows:
-                shared = (service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
-                lane = self.lanes[name] = EvaluationWorker(*shared)  # type: ignore[arg-type]
-                rollouts = RolloutLoop(*shared, lane)  # type: ignore[arg-type]
-                self.metrics[name] = rollouts.metrics
-                follower = WeightFollower(service, engine, rollouts.metrics, lane)
+                metrics = self.metrics[name] = GeneratorMetrics(service.registry)
+                work = self.loops[name] = GeneratorLoop(service, engine, PlainTokenizer(), cast("Any", AnyVerifier()), metrics)
+                pinned = self.pinned[name] = Pinned(work.evaluation)
+                follower = WeightFollower(service, engine, metrics, pinned)
                 bodies = (
-                    service._listen, service._heartbeat, service.view.follow, follower.follow,
-                    lane.work, lane.renew, rollouts.work, rollouts.renew,
+                    service._listen, service._heartbeat, service.view.follow, follower.follow, work.work, work.tickets.renew,
                 )  # fmt: skip
                 loops = [service.add_loop(f"{name}-{i}", body) for i, body in enumerate(bodies)]
                 self.tasks[name] = [asyncio.create_task(loop.supervise()) for loop in loops]
@@ -93,18 +108,23 @@ class World:
 
         async def end() -> None:
             await end_tasks(self.tasks[name])
-            for rollout in list(self.lanes[name].rollouts.values()):
-                await self.lanes[name].cancel(rollout)
+            await self.cancel_tickets(name)
 
         self.portal.call(end())
 
+    async def cancel_tickets(self, name: str) -> None:
+        """End all work of a member without handing anything back."""
+        tickets = self.loops[name].tickets
+        for held in list(tickets.held.values()):
+            await tickets.cancel(held)
+
     def hold(self, name: str, version: int) -> None:
-        """Keep a member evaluating a version until `release`: with no room for tickets, it never learns that none are left."""
-        self.lanes[name]._limit, self.lanes[name].version = 0, version
+        """Keep a member evaluating a version until `release`, without a round."""
+        self.pinned[name].forced = version
 
     def release(self, name: str) -> None:
         """Return a member to training."""
-        self.lanes[name].version = None
+        self.pinned[name].forced = None
 
     def train(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
         """Sync `version` to the fleet and publish it, as after a step. `ending` is called whenever no generator has taken it."""
@@ -167,9 +187,8 @@ def open_world(
         async def end() -> None:
             for name in world.tasks:
                 await end_tasks(world.tasks[name])
-            for lane in world.lanes.values():
-                for rollout in list(lane.rollouts.values()):
-                    await lane.cancel(rollout)
+            for name in world.loops:
+                await world.cancel_tickets(name)
             listening.cancel()
             await asyncio.sleep(0)
             await store.restores.delete_run()

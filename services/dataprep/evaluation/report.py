@@ -44,9 +44,9 @@ def read_result(ticket: Ticket, body: bytes, longest: int) -> Result:
         raise Unfit(f"the result of {ticket.id} names ticket {header.ticket} or does not have {n} rollouts in every column")
     if fault := segment_fault(header, n):
         raise Unfit(f"the result of {ticket.id} is impossible: {fault}")
-    if {*header.oldest, *header.newest} != {ticket.epoch}:
+    if {*header.oldest, *header.newest} != {ticket.version}:
         versions = sorted({*header.oldest, *header.newest})
-        raise Unfit(f"the result of {ticket.id} was sampled by policy versions {versions}, not by {ticket.epoch} alone")
+        raise Unfit(f"the result of {ticket.id} was sampled by policy versions {versions}, not by {ticket.version} alone")
     if not all(map(math.isfinite, header.rewards)) or min(header.lengths) < 1 or max(header.lengths) > longest:
         raise Unfit(
             f"the result of {ticket.id} is impossible: rewards {header.rewards}, lengths {header.lengths} of at most {longest}"

@@ -133,7 +133,7 @@ class EvaluationRounds:
         self.tracing.record("evaluate", trace, began, version=found.version, outcome=outcome, prompts=found.done)
 
     def tickets(self, version: int, trace: str = "") -> list[Ticket]:
-        """Return the round's tickets, always the same ones except for `trace`; `epoch` is the version, `index` the row.
+        """Return the round's tickets, always the same ones except for `trace` and `version`; `index` is the row.
 
         A prompt has the same seeds in every round, so that rounds differ only by policy.
         """
@@ -142,13 +142,21 @@ class EvaluationRounds:
         for span in self.source.spans:
             for index in range(min(span.rows, self.given.prompts or span.rows)):
                 prompt = self.source.prompt(span.first + index)
-                tickets.append(
-                    Ticket(
-                        id=f"{span.name}:{index}", seq=len(tickets), epoch=version, index=index,
-                        seed=drawn(48, "evaluation", self.config.run.seed, span.name, index), prompt=prompt.tokens,
-                        answer=prompt.answer, group_size=self.given.samples, source=span.name, trace=trace, row=prompt.row,
-                    )
-                )  # fmt: skip
+                ticket = Ticket(
+                    id=f"{span.name}:{index}",
+                    seq=len(tickets),
+                    epoch=0,
+                    index=index,
+                    seed=drawn(48, "evaluation", self.config.run.seed, span.name, index),
+                    prompt=prompt.tokens,
+                    answer=prompt.answer,
+                    group_size=self.given.samples,
+                    source=span.name,
+                    trace=trace,
+                    row=prompt.row,
+                    version=version,
+                )
+                tickets.append(ticket)
         return tickets
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from services.protocol import codec
-from services.protocol.messages import Header, Ticket
-from services.store.calls.facet import Facet, ordinal
-from services.store.records import Claim, read_claim
+from services.protocol.messages import Ticket
+from services.store.calls.facet import Facet
 from services.store.step_records import INCARNATION, begun
 
 READ_TOGETHER = 64  # records
@@ -47,18 +46,10 @@ class EvaluationState:
     round: EvaluationRound | None
 
 
-@dataclass(frozen=True)
-class EvaluationClaims:
-    """The result of a claim."""
-
-    claims: list[Claim]
-    environments: bool
-    """Whether tickets whose rollouts run in environments have no result yet, so that volunteers stay to serve them."""
-
-
 class EvaluationCalls(Facet):
-    """Calls of the leader, which opens and closes rounds, and of volunteers, which claim and submit. A member is
-    `PodStatus.member`.
+    """Calls of the leader, which opens and closes rounds, and of volunteers, whose identity is `PodStatus.member`.
+
+    The tickets of a round are claimed and submitted like those of training (`Tickets`).
     """
 
     async def open(self, fence: int, version: int, tickets: Sequence[Ticket], environments: Collection[str] = ()) -> bool:
@@ -66,9 +57,9 @@ class EvaluationCalls(Facet):
 
         Returns False if another is open, or this version was handled before.
         """
-        args = [
-            part for ticket in tickets for part in (ticket.id, codec.encode(ticket), int(ticket.source in environments))
-        ]  # fmt: skip
+        args: list[Any] = []
+        for ticket in tickets:
+            args += (ticket.id, codec.encode(ticket), int(ticket.source in environments))
         return bool(await self._redis.call("eval_open", fence, version, *args))
 
     async def skip(self, fence: int, version: int, rounds: int) -> bool:
@@ -87,45 +78,25 @@ class EvaluationCalls(Facet):
         return EvaluationState(int(dealt_with), abandoned.decode(errors="replace"), found)
 
     async def volunteer(
-        self, member: str, version: int, trainer_fence: int, ttl_s: float, max_generators: int, min_training: int
+        self,
+        member: str,
+        version: int,
+        trainer_fence: int,
+        ttl_s: float,
+        lease_s: float,
+        max_generators: int,
+        min_training: int,
     ) -> bool:
-        """Offer to stay on `version` of the trainer with fence `trainer_fence`, which the member holds.
+        """Offer to stay, or to stay longer, on `version` of the trainer with fence `trainer_fence`, which the member holds.
 
-        Returns True if it is to evaluate, False if it is not a volunteer.
+        Returns True if it is to evaluate, False if it is not, or no longer, a volunteer.
         """
-        args = (member, version, trainer_fence, int(ttl_s * 1000), max_generators, min_training)
+        args = (member, version, trainer_fence, int(ttl_s * 1000), int(lease_s * 1000), max_generators, min_training)
         return bool(await self._redis.call("eval_volunteer", *args))
 
-    async def resign(self, member: str, claims: Sequence[Claim] = ()) -> None:
-        """Hand `claims` back and stop staying on the version."""
-        await self._redis.call("eval_resign", member, *_pairs(claims))
-
-    async def claim(
-        self, member: str, version: int, lease_s: float, count: int, max_expiries: int, rollouts: bool = False
-    ) -> EvaluationClaims | None:
-        """Claim up to `count` tickets of the round of `version`; `rollouts`: of those whose rollouts run in an environment.
-
-        Returns None if the member does not, or no longer, take part in it.
-        """
-        found, *reply = await self._redis.call(
-            "eval_claim", member, version, int(lease_s * 1000), count, max_expiries, ordinal(), int(rollouts)
-        )
-        if not found:
-            return None
-        claims = [read_claim(reply[i], reply[i + 1], reply[i], reply[i + 2]) for i in range(0, len(reply), 3)]
-        return EvaluationClaims(claims, int(found) == 2)
-
-    async def renew(self, member: str, claims: Sequence[Claim], lease_s: float) -> set[str]:
-        """Renew leases. Returns the tickets that are lost."""
-        return {ticket.decode() for ticket in await self._redis.call("eval_renew", member, int(lease_s * 1000), *_pairs(claims))}
-
-    async def submit(self, member: str, claim: Claim, header: Header) -> bool:
-        """Submit a result, at most once. Returns False if the ticket was no longer held."""
-        return bool(await self._redis.call("eval_submit", member, claim.entry, claim.fence, codec.encode(header)))
-
-    async def fail(self, member: str, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back after a failure. Returns True if it failed too often, so that the round cannot be completed."""
-        return int(await self._redis.call("eval_fail", member, claim.entry, claim.fence, max_attempts, reason)) == 1
+    async def resign(self, member: str) -> None:
+        """Stop staying on the version."""
+        await self._redis.call("eval_resign", member)
 
     async def results(self) -> dict[str, bytes]:
         """Return the encoded headers of the open round by ticket."""
@@ -157,7 +128,3 @@ class EvaluationCalls(Facet):
                     return record
             newest = f"({entries[-1][0].decode()}"
         return {}
-
-
-def _pairs(claims: Sequence[Claim]) -> list[Any]:
-    return [part for claim in claims for part in (claim.entry, claim.fence)]

@@ -23,7 +23,7 @@ class _Submission(NamedTuple):
     """A group being submitted to Redis."""
 
     payload: str
-    sealed: bytes
+    sealed: bytes  # empty: its header alone is submitted
     ttl_s: int
     args: tuple[Any, ...]  # of the function that commits it
 
@@ -111,24 +111,26 @@ class Tickets(Facet):
         adopt: bool = False,
         max_expiries: int = 16,
         rollouts: bool = False,
+        evaluates: bool = False,
     ) -> tuple[str, list[Claim]]:
         """Claim up to `count` tickets for a pod that holds `version` of the trainer with fence `trainer_fence`.
 
-        `rollouts`: those for environments; such a pod holds no weights, and names the version that it knows to be published.
+        `rollouts`: those for environments; such a pod holds no weights, and names the version that it knows to be published, or
+        the one that it evaluates. `evaluates`: those of the open evaluation round.
 
         Returns the next scan position and the claims.
         """
         reply = await self._redis.call(
             "claim", consumer, version, trainer_fence, int(lease_s * 1000), count, scan, int(adopt), max_expiries, BOOT,
-            ordinal(), int(rollouts),
+            ordinal(), int(rollouts), int(evaluates),
         )  # fmt: skip
         claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
         return reply[0].decode(), claims
 
     async def fences(self) -> set[str]:
-        """Return the fences of all current claims, including those of evaluations."""
-        replies = await self._redis.send(("HGETALL", self._keys.claims), ("HGETALL", self._keys.evaluation("claims")))
-        return {holder.rpartition(b"|")[2].decode() for claims in replies for holder in claims[1::2]}
+        """Return the fences of all current claims."""
+        claims = await self._redis.ask(self._redis.commands.hgetall(self._keys.claims))
+        return {holder.rpartition(b"|")[2].decode() for holder in claims.values()}
 
     async def renew(self, consumer: str, claims: Sequence[Claim]) -> set[str]:
         """Renew leases. Returns the entries that are lost."""
@@ -140,7 +142,10 @@ class Tickets(Facet):
         return bool(await self._redis.call("release", consumer, claim.entry, claim.fence, tokens))
 
     async def fail(self, consumer: str, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back after a failure, or after `max_attempts` failures make it a dead letter (returns True)."""
+        """Hand a ticket back after a failure, or after `max_attempts` failures make it a dead letter (returns True).
+
+        A ticket of an evaluation round then ends the round instead.
+        """
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, claim.body, max_attempts, reason)
         return int(await self._redis.call("fail", *args)) == 1
 
@@ -148,11 +153,13 @@ class Tickets(Facet):
         """Write the payload, then commit it with its header. Returns False, with nothing stored, if the ticket was no longer
         held.
 
-        `payload` is an encoded `Payload`; it is sealed and written with an expiry that the commit removes. Groups submitted at
-        the same time share a request. With shards, payloads are written there first.
+        `payload` is an encoded `Payload`; it is sealed and written with an expiry that the commit removes. For a ticket of an
+        evaluation round, whose tokens are not kept, it is empty. Groups submitted at the same time share a request. With shards,
+        payloads are written there first.
         """
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header))
-        accepted = await self._submissions.ask(_Submission(claim.payload, codec.seal(payload), ttl_s, args))
+        sealed = codec.seal(payload) if payload else b""
+        accepted = await self._submissions.ask(_Submission(claim.payload, sealed, ttl_s, args))
         if accepted == -1:
             raise StoreError(
                 f"payload of ticket {claim.ticket_id} was gone when its header arrived: it expires after {ttl_s} s; check "
@@ -166,12 +173,12 @@ class Tickets(Facet):
         return bool(accepted)
 
     async def _submit(self, groups: Sequence[_Submission]) -> list[int]:
-        shards = self._payloads.shards
-        if shards:
-            await self._payloads.lay({group.payload: group.sealed for group in groups})
+        whole, shards = [group for group in groups if group.sealed], self._payloads.shards
+        if shards and whole:
+            await self._payloads.lay({group.payload: group.sealed for group in whole})
         writes = [
             ("SET", self._keys.payload(group.payload), group.payload if shards else group.sealed, "EX", group.ttl_s, "NX")
-            for group in groups
+            for group in whole
         ]
         args = [arg for group in groups for arg in group.args]
         return (await self._redis.send(*writes, self._redis.function("submit", *args)))[-1]

@@ -171,6 +171,48 @@ local function record_taken(key, claimer, boot, ordinal, taken)
   redis.call('HSET', key, claimer, boot .. ' ' .. ordinal .. ' ' .. table.concat(taken, ' '))
 end
 
+-- A ticket waits in one of four streams, since no consumer can choose among the entries of a stream: tickets that generators
+-- complete, and tickets whose rollouts run in environments; each to train on, or of the open evaluation round. Entries of `tickets`
+-- are named by the time, those of the others <lane>-1, <lane>-2, …, so an entry names its stream and no two tickets share one.
+-- owns: tickets, tickets:rollouts, eval:tickets, eval:tickets:rollouts; run.numbered_entries: the last number
+local function stream_of(prefix, entry)
+  local lane = string.match(entry, '^([123])%-')
+  if lane == '1' then return prefix .. ':tickets:rollouts', 'environments' end
+  if lane == '2' then return prefix .. ':eval:tickets', 'generators' end
+  if lane == '3' then return prefix .. ':eval:tickets:rollouts', 'environments' end
+  return prefix .. ':tickets', 'generators'
+end
+
+-- Return the lane of tickets that are for environments, or not, and of the evaluation round, or not; each '1' or '0'.
+local function lane_of(rollouts, evaluates)
+  return tostring((rollouts == '1' and 1 or 0) + (evaluates == '1' and 2 or 0))
+end
+
+-- Return whether an entry is a ticket of the evaluation round.
+local function of_round(entry)
+  return string.match(entry, '^[23]%-') ~= nil
+end
+
+-- Add a ticket to the stream of a lane.
+local function add_ticket(prefix, lane, ticket, body)
+  if lane == '0' then
+    redis.call('XADD', prefix .. ':tickets', '*', 'ticket', ticket, 'body', body)
+  else
+    local entry = lane .. '-' .. redis.call('HINCRBY', prefix .. ':run', 'numbered_entries', 1)
+    redis.call('XADD', stream_of(prefix, entry), entry, 'ticket', ticket, 'body', body, 'issued_ms', now_ms())
+  end
+end
+
+-- Delete tickets that have ended, by entry.
+local function forget_tickets(prefix, entries)
+  for _, entry in ipairs(entries) do
+    local stream, group = stream_of(prefix, entry)
+    redis.call('XACK', stream, group, entry)
+    redis.call('XDEL', stream, entry)
+  end
+  for _, hash in ipairs({':claims', ':attempts', ':expiries'}) do call_over(entries, 'HDEL', prefix .. hash) end
+end
+
 -- Delete a consumer of a stream unless some of its leases still have to expire. One that reads again exists again.
 local function delete_consumer(stream, group, name)
   if #redis.call('XPENDING', stream, group, '-', '+', 1, name) == 0 then redis.call('XGROUP', 'DELCONSUMER', stream, group, name) end
@@ -254,6 +296,4 @@ local function miss_step(prefix, step)
 end
 
 -- Keys of an open evaluation round, `eval:<part>`: evaluation.lua owns them, a restore deletes them.
-local EVALUATION_PARTS = {
-  'round', 'tickets', 'queue', 'queue:rollouts', 'claims', 'claimed', 'failures', 'expiries', 'volunteers', 'results',
-}
+local EVALUATION_PARTS = {'round', 'tickets', 'tickets:rollouts', 'volunteers', 'results'}

@@ -5,28 +5,11 @@
 --                   expiries hash  stream entry -> leases that expired
 --                   claimed  hash  consumer -> "<boot> <ordinal> <entry> …", its last claim, to answer a repeated call
 --                   reissue  zset  tickets that a restore interrupted, to be issued again -> issue sequence; also outstanding
---                   tickets          stream  work for generators; consumer group `generators`
---                   tickets:rollouts stream  work for environments; consumer group `environments`
 --                   turns:<ticket>   hash  "<sample>" -> times its rollout started again, "<sample>:<place>" -> a turn or a reply
+--                   the streams of tickets (prelude.lua, `stream_of`), except that evaluation.lua begins and ends those of a round
 --                   order    hash  `state` of the prompt order, and `rows:<source>` of each source's epoch, int32
--- A ticket's entry stays in its stream until it is submitted or becomes a dead letter, so it is always in exactly one place.
-
--- Return the stream that an entry is in, and its consumer group. Entries of `tickets` are named by the time, those of
--- `tickets:rollouts` are 1-1, 1-2, …, so an entry names its stream, and no two tickets share the name of their entry.
-local function stream_of(prefix, entry)
-  if string.sub(entry, 1, 2) == '1-' then return prefix .. ':tickets:rollouts', 'environments' end
-  return prefix .. ':tickets', 'generators'
-end
-
--- Add a ticket to the stream of generators, or with `rollouts` = '1' to that of environments, whose entries do not tell the time.
-local function add(prefix, rollouts, ticket, body)
-  if rollouts == '1' then
-    local entry = '1-' .. redis.call('HINCRBY', prefix .. ':run', 'rollout_entries', 1)
-    redis.call('XADD', prefix .. ':tickets:rollouts', entry, 'ticket', ticket, 'body', body, 'issued_ms', now_ms())
-  else
-    redis.call('XADD', prefix .. ':tickets', '*', 'ticket', ticket, 'body', body)
-  end
-end
+-- A ticket's entry stays in its stream until it is submitted or becomes a dead letter, so it is always in exactly one place. A
+-- ticket of an evaluation round has the same claims, leases, failures and turns; it ends as a result of its round, or ends the round.
 
 local function owns(prefix, consumer, entry, fence)
   return redis.call('HGET', prefix .. ':claims', entry) == consumer .. '|' .. fence
@@ -42,28 +25,21 @@ local function holders(prefix, entries)
   return names
 end
 
-local function forget(prefix, entries)
-  for _, entry in ipairs(entries) do
-    local stream, group = stream_of(prefix, entry)
-    redis.call('XACK', stream, group, entry)
-    redis.call('XDEL', stream, entry)
-  end
-  for _, hash in ipairs({':claims', ':attempts', ':expiries'}) do call_over(entries, 'HDEL', prefix .. hash) end
-end
-
 -- Let the next claim take the entry at once, by making it idle for longer than any lease.
 local function hand_back(prefix, consumer, entry)
   local stream, group = stream_of(prefix, entry)
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'IDLE', 4000000000, 'JUSTID')
   redis.call('HDEL', prefix .. ':claims', entry)
-  notify(prefix, 'tickets')
+  notify(prefix, of_round(entry) and 'evaluation' or 'tickets')
 end
 
 local function give_up(prefix, entry, ticket, reason, body)
-  forget(prefix, {entry})
-  redis.call('DEL', prefix .. ':partial:' .. ticket)
-  redis.call('DEL', prefix .. ':turns:' .. ticket)
-  if redis.call('ZREM', prefix .. ':outstanding', ticket) == 1 then
+  forget_tickets(prefix, {entry})
+  redis.call('DEL', prefix .. ':partial:' .. ticket, prefix .. ':turns:' .. ticket)
+  if of_round(entry) then -- which can no longer be completed
+    redis.call('HSETNX', prefix .. ':eval:round', 'fault', 'ticket ' .. ticket .. ': ' .. reason)
+    notify(prefix, 'evaluation')
+  elseif redis.call('ZREM', prefix .. ':outstanding', ticket) == 1 then
     keep_sample(prefix, ticket, 'failed:' .. reason, body, '')
     bury(prefix, ticket, reason, body)
     free_slots(prefix, 1)
@@ -79,7 +55,7 @@ local function survivors(prefix, entries, limit)
   for _, entry in ipairs(entries) do
     local id, fields = entry[1], entry[2]
     if not fields then
-      forget(prefix, {id})
+      forget_tickets(prefix, {id})
     elseif redis.call('HEXISTS', prefix .. ':claims', id) == 1 and redis.call('HINCRBY', prefix .. ':expiries', id, 1) > limit then
       give_up(prefix, id, fields[2], 'its lease expired ' .. limit .. ' times: it may crash its generator', fields[4] or '')
     else
@@ -131,7 +107,7 @@ register_leader('issue', {
   end
   local places = {}
   for i, ticket in ipairs(tickets) do
-    add(prefix, string.sub(args[5], i, i), ticket.id, ticket.body)
+    add_ticket(prefix, lane_of(string.sub(args[5], i, i), '0'), ticket.id, ticket.body)
     places[2 * i - 1], places[2 * i] = cursor + i - 1, ticket.id
   end
   call_over(places, 'ZADD', prefix .. ':outstanding')
@@ -157,7 +133,7 @@ register_leader('issue_again', {'rollouts', TEXT, EACH, 'ticket', TICKET, 'body'
       local later = redis.call('ZCOUNT', prefix .. ':outstanding', seq, '+inf') + redis.call('ZCOUNT', prefix .. ':replay:order', seq, '+inf')
       if used - later >= slots then break end
       redis.call('ZREM', prefix .. ':reissue', args[i])
-      add(prefix, string.sub(args[2], (i - 1) / 2, (i - 1) / 2), args[i], args[i + 1])
+      add_ticket(prefix, lane_of(string.sub(args[2], (i - 1) / 2, (i - 1) / 2), '0'), args[i], args[i + 1])
       issued = issued + 1
     end
   end
@@ -180,21 +156,30 @@ local function claimed_again(prefix, consumer, entries, scan)
 end
 
 -- args: consumer, policy version held, fence of the trainer that sent it, lease ms, count, scan position, adopt (1: also own
--- pending entries), max expiries, boot of the consumer's process and ordinal of its call, rollouts (1: of environments).
+-- pending entries), max expiries, boot of the consumer's process and ordinal of its call, rollouts (1: of environments),
+-- evaluates (1: of the open evaluation round).
 -- Order: own pending (after a restart), expired leases, new tickets. Claims nothing while generators are paused, the run ends or
--- the weights are not the published ones. Returns {scan position, entry, fence, ticket, body, …}, and to a repeated call the same
--- claims; a call that comes after a later one claims nothing.
+-- the weights are not the published ones; of an evaluation round, if they are not the round's, a ticket of it failed for good, or
+-- the consumer is a generator that does not stay on them. Returns {scan position, entry, fence, ticket, body, …}, and to a repeated
+-- call the same claims; a call that comes after a later one claims nothing.
 register('claim', {
   'consumer', TEXT, 'version', INTEGER, 'sender', NATURAL, 'lease ms', NATURAL, 'wanted', AMOUNT, 'scan', ENTRY, 'adopt', FLAG,
-  'max expiries', NATURAL, 'boot', TEXT, 'ordinal', NATURAL, 'rollouts', FLAG,
+  'max expiries', NATURAL, 'boot', TEXT, 'ordinal', NATURAL, 'rollouts', FLAG, 'evaluates', FLAG,
 }, function(prefix, args)
   local consumer, lease_ms, wanted, scan, adopt = args[1], args[4], tonumber(args[5]), args[6], args[7]
   if wanted == 0 then return {scan} end -- to the commands below, 0 means all
   local before = taken_before(prefix .. ':claimed', consumer, args[9], args[10])
   if before then return claimed_again(prefix, consumer, before, scan) end
-  local stream, group = stream_of(prefix, args[11] == '1' and '1-' or '')
+  local stream, group = stream_of(prefix, lane_of(args[11], args[12]) .. '-')
   local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'published_by', 'paused:generator', 'stopping', 'finished')
-  if state[1] ~= args[2] or state[2] ~= args[3] or state[3] or state[4] or state[5] then return {scan} end
+  if state[3] or state[4] or state[5] then return {scan} end
+  if args[12] == '1' then
+    local round = redis.call('HMGET', prefix .. ':eval:round', 'version', 'fault')
+    local stays = args[11] == '1' or redis.call('HEXISTS', prefix .. ':eval:volunteers', consumer) == 1
+    if round[1] ~= args[2] or round[2] or not stays then return {scan} end
+  elseif state[1] ~= args[2] or state[2] ~= args[3] then
+    return {scan}
+  end
   renew_after_step(prefix)
   local taken, looked_at = {}, {}
   local function take(entries)
@@ -259,7 +244,7 @@ register('release', {'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'tokens
 end)
 
 -- args: consumer, entry, fence, ticket, body, max attempts, reason. Hands a ticket back after a failure, or makes it a dead
--- letter. Returns 1 for a dead letter, 0 if handed back, -1 if it was no longer held.
+-- letter; one of an evaluation round ends the round. Returns 1 for that, 0 if handed back, -1 if it was no longer held.
 register('fail', {
   'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'body', TEXT, 'max attempts', NATURAL, 'reason', TEXT,
 }, function(prefix, args)
@@ -273,40 +258,61 @@ register('fail', {
   return 0
 end)
 
+-- Take in the group of a claim: its header to dataprep, or to the results of the evaluation round. Returns false if its payload is
+-- missing.
+local function take_in(prefix, group, payload)
+  if of_round(group.entry) then
+    redis.call('HSET', prefix .. ':eval:results', group.ticket, group.header)
+    redis.call('HSET', prefix .. ':eval:round', 'finished_ms', run_ms(prefix))
+    notify(prefix, 'evaluation')
+    return true
+  end
+  local key = prefix .. ':payload:' .. payload
+  if redis.call('PERSIST', key) == 0 and redis.call('EXISTS', key) == 0 then return false end
+  redis.call('XADD', prefix .. ':headers', '*', 'ticket', group.ticket, 'payload', payload, 'body', group.header)
+  if redis.call('XLEN', prefix .. ':headers') == 1 then notify(prefix, 'headers') end -- otherwise dataprep is still settling
+  return true
+end
+
+-- Return the answer to a submission without a claim: 1 if an earlier call of the same claim was accepted.
+local function submitted_before(prefix, group, payload)
+  if of_round(group.entry) then
+    return redis.call('HGET', prefix .. ':eval:results', group.ticket) == group.header and 1 or 0
+  end
+  local key = prefix .. ':payload:' .. payload
+  if redis.call('TTL', key) == -1 then return 1 end
+  redis.call('UNLINK', key)
+  count(prefix, 'refused_submits', 1)
+  return 0
+end
+
 -- args: consumer, entry, fence, ticket, header of each group. The payloads were written before, with an expiry; the headers
--- commit them. Returns of each: 1 if accepted, now or by an earlier call of the same claim; 0 if the ticket was no longer held
--- (counted, and the payload deleted); -1 if the payload is missing; -2 if the header is too large for an entry.
+-- commit them. A group of an evaluation round has no payload. Returns of each: 1 if accepted, now or by an earlier call of the same
+-- claim; 0 if the ticket was no longer held (counted, and the payload deleted); -1 if the payload is missing; -2 if the header is
+-- too large for an entry.
 register('submit', {
   EACH, 'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'header', TEXT,
 }, function(prefix, args)
   local answers, done, kept = {}, {}, {}
   for _, group in ipairs(records(args, 1, 'consumer', 'entry', 'fence', 'ticket', 'header')) do
-    local entry, ticket = group.entry, group.ticket
-    local payload = ticket .. '.' .. group.fence
-    local key = prefix .. ':payload:' .. payload
+    local payload = group.ticket .. '.' .. group.fence
     local answer = 1
     if #group.header > ENTRY_BYTES then
       answer = -2
-    elseif owns(prefix, group.consumer, entry, group.fence) then
-      if redis.call('PERSIST', key) == 1 or redis.call('EXISTS', key) == 1 then
-        redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', group.header)
-        redis.call('HDEL', prefix .. ':claims', entry)
-        done[#done + 1] = entry
-        kept[#kept + 1], kept[#kept + 2] = prefix .. ':partial:' .. ticket, prefix .. ':turns:' .. ticket
-      else
-        answer = -1
-      end
-    elseif redis.call('TTL', key) ~= -1 then
-      redis.call('UNLINK', key)
-      count(prefix, 'refused_submits', 1)
-      answer = 0
+    elseif not owns(prefix, group.consumer, group.entry, group.fence) then
+      answer = submitted_before(prefix, group, payload)
+    elseif take_in(prefix, group, payload) then
+      redis.call('HDEL', prefix .. ':claims', group.entry)
+      done[#done + 1] = group.entry
+      kept[#kept + 1], kept[#kept + 2] = prefix .. ':partial:' .. group.ticket, prefix .. ':turns:' .. group.ticket
+    else
+      answer = -1
     end
     answers[#answers + 1] = answer
   end
   if #done > 0 then
-    forget(prefix, done)
+    forget_tickets(prefix, done)
     call_over(kept, 'DEL')
-    if redis.call('XLEN', prefix .. ':headers') == #done then notify(prefix, 'headers') end -- otherwise dataprep is still settling
   end
   return answers
 end, true)

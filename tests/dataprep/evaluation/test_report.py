@@ -19,7 +19,7 @@ LONGEST = {"held_out": 16}
 
 
 def asked(index: int = 0, source: str = "held_out") -> Ticket:
-    return ticket(index, id=f"{source}:{index}", epoch=VERSION, source=source, group_size=4)
+    return ticket(index, id=f"{source}:{index}", version=VERSION, source=source, group_size=4)
 
 
 def answered(one: Ticket, **fields: object) -> bytes:

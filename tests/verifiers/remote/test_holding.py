@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from services.console.run.redis_server import RedisServer
-from services.generator.loop import RolloutLoop
+from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.pausing import Pausing
 from services.http.entry import open_service
 from services.runtime.service import Service
 from services.store.records import PauseMode
@@ -34,7 +33,7 @@ class Held:
     def __init__(self, service: Service, engine: ScriptedEngine, scoring: Scoring) -> None:
         self.service, self.engine, self.scoring = service, engine, scoring
         self.metrics = GeneratorMetrics(service.registry)
-        self.loop = RolloutLoop(service, engine, PlainTokenizer(), scoring, self.metrics)
+        self.loop = GeneratorLoop(service, engine, PlainTokenizer(), scoring, self.metrics)
         self.fence = 0
 
     async def audit(self) -> dict[str, int]:
@@ -64,7 +63,7 @@ async def pod(folder: Path, server: RedisServer, rewards: FlakyServer, *override
         await scoring.start()
         engine.version = 0
         held = Held(service, engine, scoring)
-        service.add_loop("leases", held.loop.renew)
+        service.add_loop("leases", held.loop.tickets.renew)
         service.add_loop("gauges", held.loop.show_gauges)
         held.fence = await store.run.lead("test", 60) or 0
         state = await store.run.state()
@@ -126,7 +125,7 @@ async def test_a_drain_hands_back_held_tickets_with_their_tokens(
     async with pod(tmp_path, server, service, "generator.drain_s=0.1") as held:
         running = asyncio.create_task(held.service.run(held.loop.work))
         await wait_until(lambda: held.scoring.waiting and held.loop.generating == 0)
-        made, count = held.engine.gauges().tokens, len(held.loop.rollouts)
+        made, count = held.engine.gauges().tokens, len(held.loop.tickets.held)
         assert count > 0
         held.service.stop()
         await running
@@ -135,7 +134,7 @@ async def test_a_drain_hands_back_held_tickets_with_their_tokens(
         assert held.scoring.waiting == ""
 
         await asyncio.to_thread(service.start)
-        second = RolloutLoop(held.service, held.engine, PlainTokenizer(), held.scoring, held.metrics)
+        second = GeneratorLoop(held.service, held.engine, PlainTokenizer(), held.scoring, held.metrics)
         held.service.stopping.clear()
         running = asyncio.create_task(held.service.run(second.work))
         await wait_until(lambda: held.scored(GROUPS))
@@ -153,17 +152,16 @@ async def test_a_pause_works_while_the_service_is_down(
 ) -> None:
     service.kill()
     async with pod(tmp_path, server, service) as held:
-        pausing = Pausing(held.service, None, (held.loop,))  # type: ignore[arg-type]
-        held.service.add_loop("pause", pausing.follow)
+        held.service.add_loop("pause", lambda task: held.loop.follow_pause(task, lambda: False))
         running = asyncio.create_task(held.service.run(held.loop.work))
         await wait_until(lambda: held.scoring.waiting)
         await held.service.store.run.pause("generator", "a test", mode)
         await wait_until(lambda: held.service.view.paused)
         if mode == "abort":  # held tickets are handed back at once
             await wait_until(lambda: held.service.status.paused == mode)
-            assert not held.loop.rollouts
+            assert not held.loop.tickets.held
         else:  # held tickets are finished first
-            assert held.loop.rollouts
+            assert held.loop.tickets.held
             assert held.service.status.paused == ""
         await asyncio.to_thread(service.start)
         await wait_until(lambda: held.service.status.paused == mode)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.generator.concurrency import KV_FULL, KV_ROOM, POLL_S, SLACK_SHARE, Bounds, Limit, adjust, fair_share
 from services.generator.engines.base import QUEUED_S, Gauges
-from services.generator.rollouts.concurrency import KV_FULL, KV_ROOM, POLL_S, SLACK_SHARE, Bounds, Limit, adjust, fair_share
 from tests.support.harness import small_config
 
 GROUP = 4
