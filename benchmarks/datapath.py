@@ -48,7 +48,7 @@ COMPLETION_TOKENS = 310  # each an int32 and a float32: 16 completions make 40 K
 PROMPT_TOKENS = 60
 ROW_TOKENS, RANKS = 4096, 2
 LEASE_S, TTL_S = 60.0, 600
-CONCURRENT = 32  # groups that a generator has in flight (generator.max_concurrent_groups)
+CONCURRENT = 32  # groups that a generator has in flight
 ISSUE_BATCH, SETTLE_BATCH = 128, 256  # as in services/dataprep/loop.py
 
 

@@ -125,7 +125,7 @@ def judged(folder: Path, server: RedisServer, service: FlakyServer, timeout_s: f
     judge = f'kind="judge", url="{service.url}/v1", model="m", prompt="{template}", timeout_s={timeout_s}'
     return small_config(
         folder / "judged", server, f"verifiers=[{{{judge}}}]", f"sampling.group_size={GROUP}", "data.max_prompt_tokens=8",
-        f"sampling.max_tokens={TOKENS}", f"generator.max_num_seqs={SEATS}", "generator.max_concurrent_groups=0",
+        f"sampling.max_tokens={TOKENS}", f"generator.max_num_seqs={SEATS}",
         f"generator.engine_options={{token_s={TOKEN_S}, max_running={SEATS}}}",
     )  # fmt: skip
 

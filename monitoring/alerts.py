@@ -194,14 +194,14 @@ ALERTS = (
     Alert(
         "GrpoRolloutsFail", f"sum by (run, reason) ({_of_holders('failures_total')}) > 5", "0m", "warning",
         "Rollouts of run {{ $labels.run }} fail: {{ $labels.reason }}",
-        "`verifier`: its message is in the log of the generator or environment pod and, after generator.max_attempts, in the "
+        "`verifier`: its message is in the log of the generator or environment pod and, after four attempts, in the "
         "dead letters; `generation`: the engine rejected or aborted completions, or rollouts in an environment failed; `store`: "
         "Redis was unavailable; `other`: the log has a traceback.",
     ),
     Alert(
         "GrpoLeasesLost", f"sum by (run, pod) ({_of_holders('lost_leases_total')}) > 5", "0m", "warning",
         f"{POD} loses its leases",
-        "It renews too late: the machine stalls or is overloaded, or generator.lease_s is too short for it. Other pods redo its "
+        "It renews too late: the machine stalls or is overloaded, or fleet.ttl_s is too short for it. Other pods redo its "
         "work.",
     ),
     Alert(

@@ -20,7 +20,7 @@ def test_a_measure_is_within_its_bound(measure) -> None:
 def test_measures_are_not_vacuous() -> None:
     assert house.services_code().value > house.console_code().value > 0
     tickets = house.ticket_files()
-    assert "services/generator/loop.py" in tickets.where
+    assert "services/generator/worker.py" in tickets.where
     assert "services/trainer" not in tickets.where
 
 

@@ -19,13 +19,12 @@ def broken(config: RunConfig) -> Iterator[str]:
         yield from rule(config)
     sources, evaluation = config.all_sources, config.evaluation
     room = config.data.max_prompt_tokens, config.model.max_tokens
-    generators = config.generator.count if config.fleet.scaling == "request" else None  # otherwise the number is set elsewhere
     for check in (
         lambda: check_loss(config.loss, config.advantage.kind),
         lambda: check_sampling(config.sampling),
         lambda: check_verifiers(config.verifiers, sources),
         lambda: check_environments(config.environments, config.verifiers, sources),
-        lambda: check_evaluation(evaluation, config.sampling, *room, generators),
+        lambda: check_evaluation(evaluation, config.sampling, *room),
     ):
         try:
             check()

@@ -29,23 +29,17 @@ class Evaluation(Section):
     prompts: int = Field(default=0, ge=0)
     """Number of prompts to use from each source, from its start. 0: all."""
     samples: int = Field(default=1, ge=1)
-    """Completions per prompt: the n of pass@k."""
-    ks: list[int] = [1]
-    """Which pass@k to report; each k is at most `samples`."""
+    """Completions per prompt: the n of pass@k, which is reported for k = 1, 2, 4, … and n."""
     temperature: float = Field(default=1.0, ge=0)
     """Softmax temperature. 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling mass."""
-    top_k: int = Field(default=0, ge=0)
-    """Number of most likely tokens to sample from. 0: all."""
     max_tokens: int = Field(default=0, ge=0)
     """Maximum length of a completion in tokens. 0: `sampling.max_tokens`."""
     max_generators: int = Field(default=1, ge=1)
-    """Maximum number of generators that evaluate at a time. All of them evaluate the last version of a run, since no training is
-    left.
+    """Maximum number of generators that evaluate at a time, while at least one other generates for training. All of them evaluate
+    the last version of a run, since no training is left. A single generator evaluates while training waits.
     """
-    min_training_generators: int = Field(default=1, ge=0)
-    """A generator evaluates only while at least this many others generate for training. 0: training may wait for a round."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -58,19 +52,17 @@ class Evaluation(Section):
                 raise ValueError(
                     f"evaluation.sources.{index}.weight = {source.weight} has no effect: every prompt is evaluated; remove it"
                 )
-        if not self.ks or min(self.ks) < 1 or len(set(self.ks)) < len(self.ks):
-            raise ValueError(f"evaluation.ks = {self.ks} must be a non-empty list of distinct positive integers")
-        if max(self.ks) > self.samples:
-            raise ValueError(
-                f"evaluation.ks = {self.ks}: pass@{max(self.ks)} needs that many completions per prompt, but "
-                f"evaluation.samples = {self.samples}; raise evaluation.samples or lower evaluation.ks"
-            )
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
                 f"evaluation.temperature = 0 makes all evaluation.samples = {self.samples} completions of a prompt identical: "
                 "set evaluation.samples = 1, or a temperature above 0"
             )
         return self
+
+    @property
+    def ks(self) -> list[int]:
+        """Which pass@k to report: the powers of two below `samples`, and `samples`."""
+        return [*(2**i for i in range((self.samples - 1).bit_length())), self.samples]
 
     def next_version(self, dealt_with: int, steps: int) -> int | None:
         """Return the first version after `dealt_with` (-1: none yet) that a run of `steps` steps evaluates, or None."""
@@ -79,13 +71,8 @@ class Evaluation(Section):
         return min((dealt_with // self.every_steps + 1) * self.every_steps, steps)
 
 
-def check_evaluation(
-    evaluation: Evaluation, sampling: Sampling, prompt_tokens: int, model_tokens: int, generators: int | None
-) -> None:
-    """Raise ValueError if a round could never complete: completions do not fit, or no generator may evaluate.
-
-    `generators`: their number, or None if it is not known.
-    """
+def check_evaluation(evaluation: Evaluation, sampling: Sampling, prompt_tokens: int, model_tokens: int) -> None:
+    """Raise ValueError if a round could never complete, since its completions do not fit."""
     if not evaluation.every_steps:
         return
     longest = prompt_tokens + (evaluation.max_tokens or sampling.max_tokens)
@@ -93,9 +80,4 @@ def check_evaluation(
         raise ValueError(
             f"data.max_prompt_tokens + evaluation.max_tokens = {longest} exceeds model.max_tokens = {model_tokens}: "
             "lower one of the two or raise model.max_tokens"
-        )
-    if generators is not None and generators <= evaluation.min_training_generators:
-        raise ValueError(
-            f"evaluation.min_training_generators = {evaluation.min_training_generators} leaves none of generator.count = "
-            f"{generators} to evaluate: raise generator.count, or set evaluation.min_training_generators = 0 (training waits)"
         )

@@ -20,6 +20,14 @@ REPLACED = {
     "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
     "model.chat_template": "is a key of another section: set data.chat_template",
+    "generator.lease_s": "was removed, and one and a half times fleet.ttl_s is used: remove the key, or set fleet.ttl_s",
+    "generator.max_attempts": "was removed, and a ticket has 4 attempts: remove the key",
+    "generator.max_concurrent_groups": "was removed, and the number of tickets adapts to the engine's load: remove the key, or "
+    "set generator.max_num_seqs",
+    "evaluation.ks": "was removed, and pass@k is reported for k = 1, 2, 4, … and evaluation.samples: remove the key",
+    "evaluation.top_k": "was removed, and completions are sampled from all tokens: remove the key, or set evaluation.top_p",
+    "evaluation.min_training_generators": "was removed, and one generator trains while others evaluate; a single one evaluates "
+    "while training waits: remove the key",
     "generator.max_expiries": "was removed, and 16 leases of a ticket may expire: remove the key",
     "generator.gpu_memory_utilization": "is an engine option of vLLM now: set generator.engine_options.gpu_memory_utilization",
     "generator.cpu_kv_cache_mib": "is an engine option of vLLM now, in bytes: set generator.engine_options.kv_cache_memory_bytes",
@@ -85,7 +93,7 @@ REPLACED = {
     **{
         f"sampling.{name}": "was removed, since only the whole distribution can be trained on: with a truncated one the engine's "
         "logprobs would be relative to the tokens that it kept and the trainer's to all, which biases their ratios "
-        f"(docs/semantics.md, Sampling): remove the key, and lower sampling.temperature or set evaluation.{name} instead"
+        "(docs/semantics.md, Sampling): remove the key, and lower sampling.temperature or set evaluation.top_p instead"
         for name in ("top_p", "top_k")
     },
 }

@@ -33,8 +33,6 @@ class Generator(Section):
     """Number of generators that `grpo run` starts on this machine."""
     engine: str = "vllm"
     """`vllm`, or `package.module:Class` for a custom engine (it implements services/generator/engines/base.py)."""
-    max_concurrent_groups: int = Field(default=0, ge=0)
-    """Maximum number of tickets in progress on one generator. Below that limit the number adapts to its load. 0: no limit."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Maximum number of sequences that vLLM runs in one iteration."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -43,10 +41,6 @@ class Generator(Section):
     """Further vLLM engine arguments by name, e.g. `gpu_memory_utilization`, or `kv_cache_memory_bytes` (256 MiB on a CPU). They
     override the ones set here. Refused: arguments that would change the distribution whose logprobs the trainer recomputes, such
     as `logits_processors`."""
-    lease_s: float = Field(default=15.0, gt=0)
-    """Seconds without a lease renewal after which another generator may claim a ticket."""
-    max_attempts: int = Field(default=4, ge=1)
-    """Failed attempts after which a ticket goes to the dead letters."""
     drain_s: float = Field(default=10.0, ge=0)
     """Seconds that a generator has after SIGTERM to finish running tickets. It hands back the rest with their tokens so far."""
     verifier_workers: int = Field(default=2, ge=1)
@@ -131,6 +125,11 @@ class Fleet(Section):
     def heartbeat_s(self) -> float:
         """Seconds between heartbeats: several may be late or lost before a pod counts as gone."""
         return self.ttl_s / 10
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds without a renewal after which another pod may claim a ticket: longer than until its holder counts as gone."""
+        return 1.5 * self.ttl_s
 
     @property
     def refusal(self) -> str:

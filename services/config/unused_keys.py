@@ -147,8 +147,7 @@ def _evaluation(config: RunConfig) -> Rules:
         for key in Evaluation.model_fields:
             yield f"evaluation.{key}", "with evaluation.every_steps = 0", "set evaluation.every_steps"
     elif config.evaluation.temperature == 0:
-        for key in ("top_p", "top_k"):
-            yield f"evaluation.{key}", "with evaluation.temperature = 0", "raise evaluation.temperature"
+        yield "evaluation.top_p", "with evaluation.temperature = 0", "raise evaluation.temperature"
 
 
 def _surroundings(config: RunConfig) -> Rules:

@@ -28,7 +28,7 @@ from services.environment.rollout import FinishedRollout, LeaseLost, LiveRollout
 from services.protocol.errors import RedisFull
 from services.protocol.messages import Header, Row, Ticket
 from services.rollouts.generated import GenerationFailed, RolloutFailed
-from services.rollouts.holding import HeldTicket
+from services.rollouts.holding import MAX_ATTEMPTS, HeldTicket
 from services.rollouts.records import make_header, pack_payload
 from services.runtime.service import Service
 from services.store import Claim
@@ -249,7 +249,7 @@ class GroupRunner:
     async def _rollout(self, attempt: Attempt) -> None:
         """Run one rollout to its end, starting it again when it fails."""
         group, row = attempt.group, msgspec.json.decode(attempt.group.ticket.row, type=Row)
-        while attempt.failures < self._config.generator.max_attempts and attempt.losses < MAX_LOSSES:
+        while attempt.failures < MAX_ATTEMPTS and attempt.losses < MAX_LOSSES:
             await asyncio.sleep(PAUSES_S[min(attempt.failures, len(PAUSES_S) - 1)])
             live = self._restored(attempt)
             if live is not None:

@@ -43,7 +43,7 @@ class EnvironmentPod:
         add, config = self.service.add_loop, self.service.config
         add("generators", self.fleet.follow)
         add("door", self._serve, float("inf"))
-        add("leases", self.loop.tickets.renew, LOOP_LIMIT_S + config.generator.lease_s)
+        add("leases", self.loop.tickets.renew, LOOP_LIMIT_S + config.fleet.lease_s)
         async with contextlib.AsyncExitStack() as stack:  # which closes each part even if closing another is cancelled
             for part in (self.fleet, self.verifiers, *self.pools.values()):
                 stack.push_async_callback(part.close)

@@ -62,7 +62,7 @@ class Bounds:
     def of(cls, config: RunConfig) -> Bounds:
         """Return the bounds of a run's generators."""
         seats, group_size = config.generator.max_num_seqs, config.sampling.group_size
-        return cls(config.generator.max_concurrent_groups or max(1, 2 * seats // group_size), seats, group_size)
+        return cls(max(1, 2 * seats // group_size), seats, group_size)
 
     @property
     def scoring(self) -> int:

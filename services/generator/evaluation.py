@@ -25,6 +25,8 @@ class EvaluationDuty:
         """The policy version that this pod is kept on, or None while it trains."""
         self._service, self._engine, self._config = service, engine, service.config
         self._closed = self._ending = False
+        alone = self._config.generator.count == 1 and self._config.fleet.scaling == "request"
+        self._kept_training = 0 if alone else 1  # generators that train meanwhile; training waits for the only one of a run
 
     def obstacle(self, version: int) -> str:
         """Return why this pod cannot sample `version` for an environment now, or ""."""
@@ -60,9 +62,9 @@ class EvaluationDuty:
             version,
             status.trainer_fence,
             self._config.fleet.ttl_s,
-            self._config.generator.lease_s,
+            self._config.fleet.lease_s,
             given.max_generators,
-            given.min_training_generators,
+            self._kept_training,
         )
 
     def close(self) -> None:

@@ -147,7 +147,8 @@ class GeneratorLoop:
             loop.progress()
             self.tickets.check_engine()
             async with self._turns:
-                claimed = await (self._evaluate() if self.evaluating else self.claim())
+                version = self.evaluation.version
+                claimed = await (self.claim() if version is None else self._evaluate(version))
             if not claimed:
                 spare = self.generating < self.limit.groups
                 topics = ("tickets", "evaluation", "version", "control", ROOM)
@@ -192,13 +193,14 @@ class GeneratorLoop:
             self._claimed_at = time.monotonic()
         return claimed
 
-    async def _evaluate(self) -> int:
+    async def _evaluate(self, version: int) -> int:
         """Claim as many tickets of the round as fit; return to training when it has no work for this pod or is over."""
         self._idle = True
         if self.service.view.paused:
             return 0
         room = self._evaluated_at_once - len(self.tickets.of(evaluates=True))
-        claimed = await self.tickets.claim(self.weights, room, evaluates=True) if room > 0 else 0
+        weights = self.service.status.trainer_fence, version
+        claimed = await self.tickets.claim(weights, room, evaluates=True) if room > 0 else 0
         if not claimed and not await self.evaluation.goes_on():
             await self._return_to_training()
         return claimed

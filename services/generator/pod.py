@@ -53,7 +53,7 @@ class GeneratorPod:
     def _add_loops(self) -> None:
         """Add the loops that run alongside the main loop."""
         add, config = self.service.add_loop, self.service.config
-        lease_limit_s = LOOP_LIMIT_S + config.generator.lease_s
+        lease_limit_s = LOOP_LIMIT_S + config.fleet.lease_s
         add("weights", after(self._loaded, self.weights.follow))
         add("pause", after(self._loaded, lambda loop: self.loop.follow_pause(loop, lambda: self.weights.frozen)))
         add("leases", after(self._loaded, self.loop.tickets.renew), lease_limit_s)

@@ -71,4 +71,4 @@ class SamplingParameters:
         stop = tuple(sampling.stop)
         if version is None:
             return cls(sampling.max_tokens, sampling.temperature, stop=stop)
-        return cls(given.max_tokens or sampling.max_tokens, given.temperature, given.top_p, given.top_k, stop)
+        return cls(given.max_tokens or sampling.max_tokens, given.temperature, given.top_p, stop=stop)

@@ -33,6 +33,8 @@ ROOM = "room"
 """Notification topic of this process: a ticket has ended, so another may be claimed."""
 LEASE_SHARE = 3  # renewals per lease
 SUBMIT_AGAIN_S = 1.0
+MAX_ATTEMPTS = 4
+"""Failed attempts after which a ticket goes to the dead letters, or a rollout in an environment is left out of its group."""
 MAX_EXPIRIES = 16
 """Leases of one ticket that may expire, because the pod that held it died, before it is abandoned: a ticket that kills its
 generator costs at most this many restarts, and pods that are evicted one after the other do not use them up."""
@@ -99,7 +101,7 @@ class TicketHolder(Generic[Held]):
         self.held: dict[str, Held] = {}  # by entry of the claim
         self._service, self._metrics, self._worker, self._rollouts = service, metrics, worker, rollouts
         self._tickets, self._name = service.store.tickets, service.status.name
-        self._lease_s, self._max_attempts = service.config.generator.lease_s, service.config.generator.max_attempts
+        self._lease_s = service.config.fleet.lease_s
         self._scan = dict.fromkeys((False, True), "0-0")  # position in the stream of training and in that of evaluation
         self._adopts = {False, True}  # the first claims adopt the tickets of an earlier process of this pod
         self._fault: EngineDead | None = None
@@ -173,9 +175,9 @@ class TicketHolder(Generic[Held]):
             if group is None or not await self._submit(held, *group):
                 self._metrics.refused.inc()
         except VerifierFailure as failure:
-            await self._fail(held, "verifier", str(failure), 1 if failure.final else self._max_attempts)
+            await self._fail(held, "verifier", str(failure), 1 if failure.final else MAX_ATTEMPTS)
         except GenerationFailed as failure:
-            await self._fail(held, "generation", str(failure), self._max_attempts)
+            await self._fail(held, "generation", str(failure), MAX_ATTEMPTS)
         except RolloutFailed as failure:
             await self._fail(held, "generation", str(failure), 1)
         except EngineDead as error:
@@ -185,7 +187,7 @@ class TicketHolder(Generic[Held]):
             log.warning("ticket abandoned: Redis unavailable", error=str(error))
         except Exception as error:  # a ticket must not end the loop; it is retried, then moved to the dead letters
             log.warning("ticket failed", exc_info=True)
-            await self._fail(held, "other", f"{type(error).__name__}: {error}", self._max_attempts)
+            await self._fail(held, "other", f"{type(error).__name__}: {error}", MAX_ATTEMPTS)
         finally:
             self._forget(held)
             self._service.notifications.notify(ROOM)

@@ -231,9 +231,9 @@ def test_every_pattern_is_described_in_words() -> None:
 
 
 def test_a_fault_of_a_section_does_not_print_all_of_it(file: Path) -> None:
-    assert fault(file, "evaluation.ks=[2]") == (
-        "command line: evaluation.ks = [2]: pass@2 needs that many completions per prompt, but evaluation.samples = 1; "
-        "raise evaluation.samples or lower evaluation.ks"
+    assert fault(file, "evaluation.temperature=0", "evaluation.samples=2") == (
+        "command line: evaluation.temperature = 0 makes all evaluation.samples = 2 completions of a prompt identical: "
+        "set evaluation.samples = 1, or a temperature above 0"
     )
     message = fault(file, 'environments=[{name = "a", kind = "python"}]')
     assert 'environments.0: needs function, a class, or tools = ["python"]: set one of them' in message
@@ -312,7 +312,7 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
             "sync.backend = 'filesystem': was removed: set \"store\", which needs the same shared volume",
         ),
         (["sampling.top_p=0.9"], "sampling.top_p = 0.9 was removed, since only the whole distribution can be trained on"),
-        (["sampling.top_k=50"], "remove the key, and lower sampling.temperature or set evaluation.top_k instead"),
+        (["sampling.top_k=50"], "remove the key, and lower sampling.temperature or set evaluation.top_p instead"),
         (
             ["admission.overtake=drop"],
             "admission.overtake = 'drop' was removed, and a step waits ten minutes for an older ticket: remove the key",

@@ -18,7 +18,7 @@ def evaluating(folder: Path, *overrides: str) -> RunConfig:
 
 
 def test_a_round_trip_keeps_the_section(tmp_path: Path) -> None:
-    config = evaluating(tmp_path, "evaluation.samples=4", "evaluation.ks=[1, 4]")
+    config = evaluating(tmp_path, "evaluation.samples=4")
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert load_resolved(tmp_path / "resolved.toml") == config
     assert config.evaluation.sources[0].name == "held_out"
@@ -31,13 +31,8 @@ def test_a_round_trip_keeps_the_section(tmp_path: Path) -> None:
         (["evaluation.sources.0.name=main"], 'two prompt sources have name = "main"'),
         (["evaluation.sources.0.name=all"], r'evaluation\.sources\.0\.name = "all" means all sources'),
         (["evaluation.sources.0.weight=2"], r"evaluation\.sources\.0\.weight = 2\.0 has no effect: every prompt is evaluated"),
-        (["evaluation.ks=[1, 2]"], r"pass@2 needs .* evaluation\.samples = 1; raise evaluation\.samples"),
-        (["evaluation.ks=[]"], r"evaluation\.ks = \[\] must be a non-empty list"),
-        (["evaluation.ks=[1, 1]"], r"evaluation\.ks = \[1, 1\] must be a non-empty list"),
-        (["evaluation.ks=[0]"], r"evaluation\.ks = \[0\] must be a non-empty list of distinct positive"),
         (["evaluation.temperature=0", "evaluation.samples=2"], r"evaluation\.temperature = 0 makes all .*samples = 2"),
         (["evaluation.max_tokens=41"], r"evaluation\.max_tokens = 65 exceeds model\.max_tokens = 64"),
-        (["generator.count=1"], r"min_training_generators = 1 leaves none of generator\.count = 1 .* raise generator\.count"),
     ],
 )
 def test_invalid_settings_are_rejected_with_a_remedy(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -45,9 +40,9 @@ def test_invalid_settings_are_rejected_with_a_remedy(tmp_path: Path, overrides: 
         evaluating(tmp_path, *overrides)
 
 
-def test_the_only_generator_may_evaluate_if_configured(tmp_path: Path) -> None:
-    assert evaluating(tmp_path, "generator.count=1", "evaluation.min_training_generators=0").evaluation.every_steps == 10
-    assert evaluating(tmp_path, "generator.count=1", "fleet.scaling=cluster").evaluation.min_training_generators == 1
+def test_pass_at_k_is_reported_for_powers_of_two_and_all_samples() -> None:
+    found = {n: Evaluation(samples=n, temperature=1.0).ks for n in (1, 2, 3, 4, 8, 12)}
+    assert found == {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 8: [1, 2, 4, 8], 12: [1, 2, 4, 8, 12]}
 
 
 def test_evaluation_completions_may_be_longer(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("replay.priority=trainer", [PRIORITIZED], "with replay.max_uses = 1", [PRIORITIZED, "replay.max_uses=2"]),
     ("replay.importance_beta=0.4", [UNIFORM], 'with replay.sampler = "uniform"', [PRIORITIZED]),
     ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=store"]),
-    ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
+    ("evaluation.top_p=0.5", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
     ("generator.verifier_workers=3", [REMOTE], "without a verifier that runs on the generator's machine: add one", []),
     ("environments.0.options={a=1}", TURNS, "without function, whose arguments they are: name one", [*TOOLS, CLASS]),
     ("environments.0.options={a=1}", TOOLS, "without function, whose arguments they are: name one", [*TOOLS, CLASS]),
@@ -85,7 +85,7 @@ def test_keys_without_effect_are_rejected_with_a_working_remedy(tmp_path: Path) 
 
 def test_a_missing_interval_of_evaluation_is_one_fault_that_names_all_its_keys(tmp_path: Path) -> None:
     values = dict.fromkeys(Evaluation.model_fields.keys() - {"every_steps"}, "7")
-    values |= {"sources": "[{kind='jsonl', path='h', name='held'}]", "ks": "[2]", "top_p": "0.5"}
+    values |= {"sources": "[{kind='jsonl', path='h', name='held'}]", "top_p": "0.5"}
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *(f"evaluation.{key}={value}" for key, value in values.items()))
     for key, value in (values | {"sources": "[{'", "temperature": "7.0"}).items():

@@ -44,7 +44,7 @@ def worker_of(guard: int) -> int:
 async def test_rollouts_lose_no_turn_if_another_kills_their_process(tmp_path: Path, server: RedisServer) -> None:
     log = tmp_path / "log"
     given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
-    given += [f"sampling.group_size={N}", "generator.max_attempts=3", "generator.lease_s=5"]
+    given += [f"sampling.group_size={N}", "fleet.ttl_s=4"]
     async with fleet(tmp_path, server, *given) as (service, engine), environment(service.config) as pod:
         engine._token_s = 0.01
         [process] = pod.pools["world"].processes

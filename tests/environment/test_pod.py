@@ -46,7 +46,7 @@ def overrides(folder: Path, kind: str, name: str, **keys: Any) -> list[str]:
     return [
         f'data.sources=[{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "world"}}]', "verifiers=[]",
         f"environments=[{{{shown}, options = {{{options}}}}}]", "data.chat_template=true", "model.max_tokens=4096",
-        "trainer.row_tokens=4096", "sampling.max_tokens=12", "generator.lease_s=3.0", "generator.drain_s=0",
+        "trainer.row_tokens=4096", "sampling.max_tokens=12", "fleet.ttl_s=2", "generator.drain_s=0",
     ]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ async def test_rollouts_resume_when_their_pod_is_killed(tmp_path: Path, server: 
 async def test_a_pod_adopts_its_own_tickets_after_its_first_claim_was_refused(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [*overrides(tmp_path, "python", "Echo"), f"sampling.group_size={N}", "generator.lease_s=600"]
+    given = [*overrides(tmp_path, "python", "Echo"), f"sampling.group_size={N}", "fleet.ttl_s=40"]
     async with fleet(tmp_path, server, *given) as (service, _):
         await issue(service.store, 0)
         held = await flow.claim(service.store, "environment-0", lease_s=600, rollouts=True)
@@ -165,7 +165,7 @@ async def test_a_pod_adopts_its_own_tickets_after_its_first_claim_was_refused(
 async def test_environments_evaluate_the_version_a_generator_holds(tmp_path: Path, server: RedisServer) -> None:
     given = [
         *overrides(tmp_path, "python", "Echo", solved_at=1.0), "evaluation.every_steps=10", "evaluation.samples=2",
-        "evaluation.min_training_generators=0", "evaluation.temperature=0.5",
+        "evaluation.temperature=0.5",
         f'evaluation.sources=[{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", name = "held_out", environment = "world"}}]',
     ]  # fmt: skip
     async with serving(tmp_path, server, *given) as (loop, engine), environment(loop.config) as pod:
@@ -318,8 +318,11 @@ async def test_verifiers_see_how_the_last_reply_of_a_truncated_rollout_ended(
         assert (header.truncated, header.scores["python"]) == ([True] * N, [1.0] * N)
 
 
-async def test_an_agent_that_returns_no_reward_fails(tmp_path: Path, server: RedisServer) -> None:
-    given = [*overrides(tmp_path, "agent", "forgetful"), f"sampling.group_size={N}", "generator.max_attempts=1"]
+async def test_an_agent_that_returns_no_reward_fails(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.environment.group.MAX_ATTEMPTS", 1)
+    given = [*overrides(tmp_path, "agent", "forgetful"), f"sampling.group_size={N}"]
     async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
         await issue(service.store, 0)
         await wait_until(lambda: buried(service.store))

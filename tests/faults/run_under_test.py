@@ -49,7 +49,7 @@ PROFILES = {
     "failing": (
         f'verifiers=[{{kind="python", function="{ROOT}/tests/faults/rewards.py:score", '
         'options={broken="FOLDER/broken"}, range=[0, 1]}]',
-        "generator.max_attempts=2",
+        
     ),
     "replay": ("replay.sampler=prioritized", "replay.max_uses=2", "replay.capacity=64"),
 }  # fmt: skip
@@ -57,13 +57,13 @@ PROFILES = {
 TIMED = ("replay", "failing")
 
 SCRIPTED = (
-    "run.seed=3", "generator.lease_s=2.0", "generator.verifier_workers=1", "generator.drain_s=3",
+    "run.seed=3", "generator.verifier_workers=1", "generator.drain_s=3",
     "checkpoint.every_steps=5", "sync.deadline_s=10", "trainer.deterministic=true",
     "optimizer.learning_rate=1e-3", 'verifiers=[{kind="regex", pattern="[0-4]"}]',
     'api.token_file=""', 'redis.password_file=""',
 )  # fmt: skip
 VLLM = (
-    "run.seed=3", "generator.lease_s=5.0", "generator.drain_s=3", "checkpoint.every_steps=5",
+    "run.seed=3", "generator.drain_s=3", "checkpoint.every_steps=5",
     "fleet.ttl_s=5", "sync.deadline_s=20", "admission.prompts_per_step=8",
     "admission.max_staleness=1", "optimizer.warmup_steps=0",
     f'model.path="{ROOT / "build/arithmetic"}"',
@@ -274,8 +274,8 @@ class RunUnderTest:
 
 async def run_calmly(setting: Setting, name: str) -> RunUnderTest:
     """Run a short undisturbed run: scripted tokens depend neither on time nor on the generator."""
-    alone = ("generator.count=1", *(["evaluation.min_training_generators=0"] if setting.profile == "equal" else []))
-    run = RunUnderTest(setting, name, ("generator.engine_options.token_s=0.0", *alone), standby=False)
+    alone = ("generator.engine_options.token_s=0.0", "generator.count=1")
+    run = RunUnderTest(setting, name, alone, standby=False)
     try:
         run.start("services.console")
         while run.ended is None:

@@ -123,10 +123,9 @@ def test_a_long_prefill_does_not_count_as_a_queue() -> None:
 
 
 def test_bounds_come_from_the_configuration(tmp_path: Path) -> None:
-    def bounds(groups: int, seats: int) -> tuple[int, int]:
-        given = (f"generator.max_concurrent_groups={groups}", f"generator.max_num_seqs={seats}")
-        found = Bounds.of(small_config(tmp_path, None, *given))
+    def bounds(seats: int) -> tuple[int, int]:
+        found = Bounds.of(small_config(tmp_path, None, f"generator.max_num_seqs={seats}"))
         return found.most, found.runnable
 
-    assert (bounds(0, 32), bounds(5, 32), bounds(0, 2)) == ((16, 10), (5, 5), (1, 1))
+    assert (bounds(32), bounds(2)) == ((16, 10), (1, 1))
     assert [fair_share(16, generators) for generators in (0, 1, 3, 16, 1000)] == [16, 16, 6, 1, 1]

@@ -95,7 +95,7 @@ async def by_pod(store: Store) -> Counter[str]:
 
 async def test_groups_are_shared_by_the_speed_of_pods(tmp_path: Path, server: RedisServer) -> None:
     """Each pod could claim everything. Both engines run two groups at a time, one of them eight times as fast as the other."""
-    common = ("generator.max_num_seqs=64", "generator.max_concurrent_groups=0", "generator.engine_options.max_running=8")
+    common = ("generator.max_num_seqs=64", "generator.engine_options.max_running=8")
     fast = small_config(tmp_path, server, *common, "generator.engine_options.token_s=0.01", "generator.drain_s=0")
     slow = small_config(tmp_path, server, *common, "generator.engine_options.token_s=0.08", "generator.drain_s=0")
     async with fleet(fast, slow, tickets=80, slots=80) as (quick, lame):
@@ -122,7 +122,7 @@ async def test_groups_are_shared_by_the_speed_of_pods(tmp_path: Path, server: Re
 
 
 async def test_pods_share_the_slots_and_take_over_freed_ones(tmp_path: Path, server: RedisServer) -> None:
-    options = ("generator.max_concurrent_groups=16", "generator.engine_options.token_s=1.0", "generator.drain_s=0")
+    options = ("generator.max_num_seqs=64", "generator.engine_options.token_s=1.0", "generator.drain_s=0")
     config = small_config(tmp_path, server, *options)
     async with fleet(config, config, tickets=12, slots=12) as (one, other):
         await wait_until(lambda: len(one.loop.tickets.held) + len(other.loop.tickets.held) == 12)
@@ -137,9 +137,9 @@ async def test_pods_share_the_slots_and_take_over_freed_ones(tmp_path: Path, ser
 
 @pytest.mark.parametrize("how", ["SIGTERM", "POST /v1/drain"])
 async def test_a_leaving_pod_claims_no_more_and_hands_back_its_tickets(tmp_path: Path, server: RedisServer, how: str) -> None:
-    options = ("generator.max_concurrent_groups=2", "generator.engine_options.token_s=0.3", "generator.drain_s=0.3")
+    options = ("generator.max_num_seqs=8", "generator.engine_options.token_s=0.3", "generator.drain_s=0.3")
     config = small_config(tmp_path, server, *options)
-    async with fleet(config, tickets=4, slots=4) as (pod,):
+    async with fleet(config, tickets=8, slots=8) as (pod,):
         store = pod.service.store
         await wait_until(lambda: pod.engine.gauges().tokens > 8)
         async with httpx.AsyncClient(base_url=pod.service.status.url, headers={"Authorization": "Bearer test-token"}) as http:
@@ -147,7 +147,8 @@ async def test_a_leaving_pod_claims_no_more_and_hands_back_its_tickets(tmp_path:
                 pod.service.stop()
             else:
                 asked = await http.post("/v1/drain", json={"who": "ada", "why": "a new driver"})
-                assert asked.json() == {"draining": True, "rollouts": 2}
+                assert asked.json()["draining"]
+                assert 0 < asked.json()["rollouts"] <= 4
             await wait_until(lambda: pod.service.status.phase == "draining")
             assert pod.service.status.draining == ("" if how == "SIGTERM" else "ada: a new driver")
             pod.service.say(phase="ready")
@@ -158,13 +159,16 @@ async def test_a_leaving_pod_claims_no_more_and_hands_back_its_tickets(tmp_path:
             return await store.fleet.members(10.0) == []
 
         await wait_until(gone)
-        saved = [await store.tickets.load_partial(f"0-{i}") for i in range(4)]
+        saved = [await store.tickets.load_partial(f"0-{i}") for i in range(8)]
         audit = await store.run.audit()
         value = pod.service.registry.get_sample_value
-        assert (audit["tickets"] + audit["headers"], sum(partial is not None for partial in saved)) == (4, 2 - audit["headers"])
+        claimed = int(value("grpo_generator_claimed_tickets_total") or 0)
+        assert claimed < 8, "it claims no more"
+        assert audit["tickets"] + audit["headers"] == 8
+        assert 0 < sum(partial is not None for partial in saved) <= claimed - audit["headers"]
         assert audit["ledger:handed_back_tokens"] == value("grpo_generator_handed_back_tokens_total")
         assert audit["ledger:handed_back_tokens"] > 0
-        assert value("grpo_generator_handed_back_total", {"reason": "drain"}) == 2 - audit["headers"]
+        assert value("grpo_generator_handed_back_total", {"reason": "drain"}) == claimed - audit["headers"]
 
 
 async def test_a_leaving_pod_finishes_the_round_that_includes_it(tmp_path: Path, server: RedisServer) -> None:

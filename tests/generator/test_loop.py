@@ -18,6 +18,7 @@ from services.protocol import codec
 from services.protocol.errors import RedisFull, RedisUnreachable, StoreError
 from services.protocol.messages import Header
 from services.rollouts.generated import Generated
+from services.rollouts.holding import MAX_ATTEMPTS
 from services.runtime.loops import Broken
 from services.runtime.service import Service
 from services.store import Store
@@ -46,7 +47,7 @@ async def generator(
     folder: Path, server: RedisServer, *overrides: str
 ) -> AsyncIterator[tuple[Service, GeneratorLoop, ScriptedEngine]]:
     """Yield a pod whose engine holds version 0, which the run has published. Its leases last, even on a slow machine."""
-    config = small_config(folder, server, "generator.lease_s=60", *overrides)
+    config = small_config(folder, server, "fleet.ttl_s=40", *overrides)
     async with open_service("generator", config, "generator-0") as service:
         await service.store.run.create("config", "data", STEPS, SLOTS)
         fence = await service.store.run.attach_trainer()
@@ -145,7 +146,7 @@ async def _headers(store: Store, count: int) -> bool:
 async def test_a_pod_adopts_its_own_tickets_after_its_first_claim_was_refused(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with generator(tmp_path, server, "generator.lease_s=600") as (service, loop, _):
+    async with generator(tmp_path, server) as (service, loop, _):
         await issue(service.store, ticket(0))
         assert len(await flow.claim(service.store, "generator-0", lease_s=600)) == 1, "by the pod's earlier process"
         flow.refuse_first_claim(monkeypatch)
@@ -212,7 +213,7 @@ async def test_a_drain_hands_everything_back_although_redis_is_full(
 
 
 async def test_a_broken_verifier_is_retried_and_then_dead_lettered(tmp_path: Path, server: RedisServer) -> None:
-    async with generator(tmp_path, server, "generator.max_attempts=3") as (service, loop, _):
+    async with generator(tmp_path, server) as (service, loop, _):
         await issue(service.store, ticket(0, answer="break"), ticket(1))
         running = asyncio.create_task(service.run(loop.work))
 
@@ -224,7 +225,7 @@ async def test_a_broken_verifier_is_retried_and_then_dead_lettered(tmp_path: Pat
         service.stop()
         await running
         assert await buried(service.store) == [("0-0", "exact broke")]
-        assert service.registry.get_sample_value("grpo_generator_failures_total", {"reason": "verifier"}) == 3
+        assert service.registry.get_sample_value("grpo_generator_failures_total", {"reason": "verifier"}) == MAX_ATTEMPTS
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ async def test_an_engine_that_dies_of_a_ticket_ends_the_process(
 
 
 async def test_a_zombie_cannot_submit_a_ticket_taken_over(tmp_path: Path, server: RedisServer) -> None:
-    async with generator(tmp_path, server, "generator.lease_s=60") as (service, loop, engine):
+    async with generator(tmp_path, server) as (service, loop, engine):
         await issue(service.store, ticket(0))
         await engine.pause()  # so that its group is still running when the other pod takes over the ticket
         service.loops.clear()
@@ -309,7 +310,8 @@ async def test_a_full_redis_costs_no_attempt_and_no_completion(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.rollouts.holding.SUBMIT_AGAIN_S", 0.01)
-    async with generator(tmp_path, server, "generator.max_attempts=1") as (service, loop, engine):
+    monkeypatch.setattr("services.rollouts.holding.MAX_ATTEMPTS", 1)
+    async with generator(tmp_path, server) as (service, loop, engine):
         submit, refusals = service.store.tickets.submit, 3
 
         async def full(*args: object) -> bool:

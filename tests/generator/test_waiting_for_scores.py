@@ -54,7 +54,7 @@ async def headers(store: Store) -> int:
 
 
 async def test_a_group_frees_its_seats_while_it_is_scored(tmp_path: Path, server: RedisServer) -> None:
-    async with generator(tmp_path, server, "generator.max_concurrent_groups=2") as (service, loop, _):
+    async with generator(tmp_path, server, "generator.max_num_seqs=4") as (service, loop, _):
         verifier = slow(loop)
         await issue(service.store, *(ticket(i) for i in range(12)))
         running = asyncio.create_task(service.run(loop.work))

@@ -25,7 +25,7 @@ def whole_run(bench: Bench) -> Figures:
         folder, None, "run.name=whole", f"run.steps={STEPS}", "generator.count=1", "checkpoint.every_steps=2",
         'generator.engine="tests.gpu.transformers_engine:TransformersEngine"', "sampling.max_tokens=8",
         "sync.backend=gloo",  # the engine has no NCCL, which a trainer with its own GPU would choose
-        "generator.lease_s=60", "fleet.ttl_s=60",  # the engine computes in the event loop, also while CUDA starts
+        "fleet.ttl_s=60",  # the engine computes in the event loop, also while CUDA starts
         'api.token_file=""', 'redis.password_file=""', 'verifiers=[{kind="regex", pattern="[0-4]"}]',
     )  # fmt: skip
     path = folder / "whole.toml"

@@ -34,8 +34,8 @@ def pod(kind: str, store: Store, server: RedisServer, folder: Path, *settings: s
 
 
 async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, server: RedisServer) -> None:
-    # The groups finish between the renewal that finds the leases gone, at 1 s, and the expiry that frees their tickets, at 3 s.
-    async with generator(tmp_path, server, "generator.lease_s=3", "generator.engine_options.token_s=0.15") as (service, loop, _):
+    # The groups finish between the renewal that finds the leases gone, at 1.5 s, and the expiry that frees them, at 4.5 s.
+    async with generator(tmp_path, server, "fleet.ttl_s=3", "generator.engine_options.token_s=0.15") as (service, loop, _):
         value = service.registry.get_sample_value
         await issue(service.store, *[ticket(i) for i in range(2)])
         running = asyncio.create_task(service.run(loop.work))
@@ -51,7 +51,7 @@ async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, se
 
 
 async def test_an_abandoned_ticket_is_counted(tmp_path: Path, server: RedisServer) -> None:
-    async with generator(tmp_path, server, "generator.max_attempts=1") as (service, loop, _):
+    async with generator(tmp_path, server) as (service, loop, _):
         await issue(service.store, ticket(0, answer="break"))
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: service.registry.get_sample_value("grpo_generator_given_up_tickets_total") == 1, 60)

@@ -82,13 +82,6 @@ MISTAKES = [
         ],
     ),
     Mistake(
-        "no_generator_evaluates",
-        "evaluation.min_training_generators",
-        "1",
-        "raise generator.count",
-        [add('[evaluation]\nevery_steps = 1\nsources = [{ name = "test", kind = "jsonl", path = "rows.jsonl" }]\n')],
-    ),
-    Mistake(
         "override_without_value",
         "run.steps",
         "'run.steps'",

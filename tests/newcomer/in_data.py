@@ -124,11 +124,6 @@ MISTAKES = [
         "evaluation.sources.0.path",
         "'test.jsonl'",
         "correct the path",
-        [
-            add(
-                "[evaluation]\nevery_steps = 1\nmin_training_generators = 0\n"
-                'sources = [{ name = "test", kind = "jsonl", path = "test.jsonl" }]\n'
-            )
-        ],
+        [add('[evaluation]\nevery_steps = 1\nsources = [{ name = "test", kind = "jsonl", path = "test.jsonl" }]\n')],
     ),
 ]

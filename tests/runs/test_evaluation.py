@@ -149,8 +149,8 @@ def leading(folder: Path, server: RedisServer, *overrides: str) -> Iterator[tupl
     sources = ", ".join(f"{{kind='jsonl', name='{span.name}', path='none.jsonl'}}" for span in Rows.spans)
     given = (
         "generator.count=3", "evaluation.every_steps=2", f"evaluation.sources=[{sources}]", "run.steps=6",
-        f"evaluation.samples={SAMPLES}", "evaluation.ks=[1, 2]", "generator.engine_options.token_s=0.002",
-        "fleet.ttl_s=3.0", "generator.lease_s=3.0", *overrides,
+        f"evaluation.samples={SAMPLES}", "generator.engine_options.token_s=0.002",
+        "fleet.ttl_s=3.0", *overrides,
     )  # fmt: skip
     with open_world(folder, server, *given) as world:
         lead = Lead(world)
@@ -227,7 +227,7 @@ def test_rounds_use_one_version_while_training_continues(tmp_path: Path, server:
 
 
 def test_another_volunteer_takes_over_from_a_killed_one(tmp_path: Path, server: RedisServer) -> None:
-    two = ("generator.max_concurrent_groups=1", "evaluation.max_generators=2")
+    two = ("generator.max_num_seqs=4", "evaluation.max_generators=2")
     with leading(tmp_path, server, *two) as (world, lead):
         engines = members(world, "a", "b", "c", last=NONE)
         world.train(0)
@@ -258,12 +258,12 @@ def test_a_round_without_volunteers_is_not_reported(tmp_path: Path, server: Redi
 
 
 def test_a_round_that_none_may_join_is_abandoned_with_the_reason(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "evaluation.min_training_generators=2") as (world, lead):
-        members(world, "a", "b")
+    with leading(tmp_path, server) as (world, lead):
+        members(world, "a")
         world.train(0)
         world.train(1)
         lead.wait_for(0)
-        assert "evaluation.min_training_generators" in world.portal.call(world.store.evaluation.state(60)).abandoned
+        assert "one generator keeps training" in world.portal.call(world.store.evaluation.state(60)).abandoned
         for version in range(2, 7):
             world.train(version)
         lead.wait_for(6)
@@ -271,7 +271,7 @@ def test_a_round_that_none_may_join_is_abandoned_with_the_reason(tmp_path: Path,
 
 
 def test_training_waits_for_the_only_generator_if_configured(tmp_path: Path, server: RedisServer) -> None:
-    alone = ("generator.count=1", "evaluation.min_training_generators=0")
+    alone = ("generator.count=1",)
     with leading(tmp_path, server, *alone) as (world, lead):
         engine = members(world, "a", last=NONE)["a"]
         world.train(0)
@@ -292,7 +292,7 @@ def test_a_generator_that_replaces_the_last_volunteer_gets_the_last_weights(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.trainer.loop.FINAL_S", 30.0)
-    alone = ("generator.count=1", "evaluation.min_training_generators=0", "run.steps=1")
+    alone = ("generator.count=1", "run.steps=1")
     with leading(tmp_path, server, *alone) as (world, lead):
         members(world, "a", last=0)
         world.train(0)
@@ -312,7 +312,7 @@ def test_a_generator_that_replaces_the_last_volunteer_gets_the_last_weights(
 
 
 def test_a_completion_of_two_versions_is_rejected(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "generator.max_attempts=1", "generator.engine_options.token_s=0.02") as (world, lead):
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.02") as (world, lead):
         engines = members(world, "a", "b", last=NONE)
         world.train(0)
         (name,) = held_volunteers(world)
@@ -330,7 +330,7 @@ def test_a_completion_of_two_versions_is_rejected(tmp_path: Path, server: RedisS
 
 
 def test_a_draining_volunteer_hands_back_its_tickets_at_once(tmp_path: Path, server: RedisServer) -> None:
-    long_leases = ("generator.lease_s=60.0", "evaluation.max_generators=1")
+    long_leases = ("fleet.ttl_s=40", "evaluation.max_generators=1")
     with leading(tmp_path, server, *long_leases) as (world, lead):
         engines = members(world, "a", "b", "c", last=NONE)
         world.train(0)
@@ -344,7 +344,7 @@ def test_a_draining_volunteer_hands_back_its_tickets_at_once(tmp_path: Path, ser
 
 
 def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, server: RedisServer) -> None:
-    two = ("generator.max_concurrent_groups=1", "evaluation.max_generators=2")  # one leaves tickets to the other
+    two = ("generator.max_num_seqs=4", "evaluation.max_generators=2")  # one leaves tickets to the other
     with leading(tmp_path, server, *two) as (world, lead):
         engines = members(world, "a", "b", "c", last=NONE)
         world.train(0)

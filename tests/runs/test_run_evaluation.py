@@ -29,8 +29,8 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
     config = small_config(
         folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=3", "checkpoint.every_steps=2", "run.seed=3",
         'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "optimizer.learning_rate=1e-3",
-        "generator.lease_s=2.0", "sync.deadline_s=10", f"evaluation.every_steps={EVERY}", "evaluation.samples=2",
-        f"evaluation.sources=[{{kind='jsonl', name='held_out', path='{held_out}'}}]", "evaluation.ks=[1, 2]",
+        "sync.deadline_s=10", f"evaluation.every_steps={EVERY}", "evaluation.samples=2",
+        f"evaluation.sources=[{{kind='jsonl', name='held_out', path='{held_out}'}}]",
         "evaluation.max_generators=2", *overrides,
     )  # fmt: skip
     path = folder / f"{name}.toml"
@@ -103,9 +103,7 @@ def test_evaluation_survives_damaged_payloads_and_a_hanging_step(tmp_path: Path,
     save_model_folder(tmp_path / "model")
     held, run = tmp_path / "held", tmp_path / "evaluated"
     monkeypatch.setenv(HELD, str(held))
-    # The first loaded generator may evaluate; otherwise version 0 might pass before another one is ready to train.
     options = (
-        "evaluation.min_training_generators=0",
         'loss.policy="tests.support.models.held_loss:dapo"',
         f"trainer.step_timeout_s={STUCK_S}",
         "generator.engine_options.token_s=0.1",
@@ -120,9 +118,10 @@ def test_evaluation_survives_damaged_payloads_and_a_hanging_step(tmp_path: Path,
     assert sum(record.get("damaged/train/groups", 0) for record in records) == 3
     assert summary(tmp_path, "evaluated")["restarts"]["trainer"] == 0  # type: ignore[index]
     assert summary(tmp_path, "evaluated")["audit"]["outcomes"]["failed"] == 3  # type: ignore[index]
-    assert reported(tmp_path, "evaluated") == [0, EVERY, STEPS]
+    rounds = reported(tmp_path, "evaluated")
+    assert rounds in ([0, EVERY, STEPS], [EVERY, STEPS]), "version 0 may pass before a second generator is ready to train"
     facts = summary(tmp_path, "evaluated")
-    assert facts["evaluations"] == 3
+    assert facts["evaluations"] == len(rounds)
     last: dict[str, float] = facts["evaluation_last"]  # type: ignore[assignment]
     assert (last["eval/version"], last["eval/held_out/prompts"]) == (STEPS, PROMPTS)
     assert f"evaluation of version {STEPS}: held_out pass@1" in output

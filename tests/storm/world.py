@@ -119,7 +119,7 @@ async def world(folder: Path, environments: int, generators: int) -> AsyncIterat
     config = small_config(
         folder, server, f"run.steps={ENDLESS}", "data.chat_template=true", "data.max_prompt_tokens=1024", "model.max_tokens=8192",
         "trainer.row_tokens=8192", "sampling.max_tokens=400", "sampling.group_size=4", "admission.prompts_per_step=8",
-        "generator.lease_s=1.5", "generator.drain_s=5", "fleet.ttl_s=2", "generator.engine_options.token_s=0.001",
+        "generator.drain_s=5", "fleet.ttl_s=2", "generator.engine_options.token_s=0.001",
         f'data.sources=[{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "noted"}}]', "verifiers=[]",
         f'environments=[{{name = "noted", kind = "python", function = "{program}", max_turns = 12, '
         f'options = {{log = "{folder / "notes"}"}}}}]',

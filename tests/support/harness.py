@@ -56,8 +56,7 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         max_tokens = 16
         [generator]
         engine = "tests.support.scripted:ScriptedEngine"
-        max_concurrent_groups = 8
-        lease_s = 3.0
+        max_num_seqs = 32  # at most 16 tickets of 4 completions at a time
         [admission]
         prompts_per_step = 8
         [loss]

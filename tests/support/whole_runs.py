@@ -34,7 +34,7 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
     config = small_config(
         folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
         'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
-        "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.deadline_s=10", "trainer.row_tokens=512",
+        "optimizer.learning_rate=1e-3", "sync.deadline_s=10", "trainer.row_tokens=512",
         'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # rewards that vary, and excluded rows
         *overrides,
     )  # fmt: skip

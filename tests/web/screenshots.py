@@ -86,7 +86,7 @@ def example(folder: Path) -> Iterator[Shown]:
     port = free_port()
     overrides = [
         f"model.path={MODEL}", f"run.dir={folder / 'runs'}", f"web.port={port}", "checkpoint.every_steps=100000",
-        "evaluation.every_steps=10", "evaluation.samples=4", "evaluation.ks=[1, 4]",
+        "evaluation.every_steps=10", "evaluation.samples=4",
     ]  # fmt: skip
     plain = load(EXAMPLE, environ={})
     held_out = plain.data.sources[0].model_copy(update={"name": "held_out", "size": 64, "seed": 1})

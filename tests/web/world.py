@@ -92,13 +92,13 @@ def write_run(folder: Path, steps: int, port: int, token_s: float) -> Path:
         file.write_text("\n".join(lines) + "\n")
     config = small_config(
         folder, None, f"run.name={NAME}", f"run.dir={folder / 'runs'}", f"run.steps={steps}", "generator.count=2",
-        "generator.max_concurrent_groups=2", f"web.port={port}", "samples.keep=100000", "run.seed=3",
+        "generator.max_num_seqs=8", f"web.port={port}", "samples.keep=100000", "run.seed=3",
         "checkpoint.every_steps=100000",
         'api.token_file=""', 'redis.password_file=""',
         "generator.engine=tests.web.engine:SumsEngine", f"generator.engine_options.token_s={token_s}",
         "optimizer.learning_rate=1e-3", "sync.deadline_s=10", f"data.sources=[{{kind='jsonl', path='{prompts}'}}]",
         "verifiers=[{kind='exact', extract='= (\\d+)$'}]", "admission.max_staleness=2", "evaluation.every_steps=4",
-        "evaluation.samples=2", "evaluation.ks=[1, 2]", "evaluation.max_generators=1", "evaluation.min_training_generators=1",
+        "evaluation.samples=2", "evaluation.max_generators=1",
         f"evaluation.sources=[{{kind='jsonl', name='held_out', path='{held_out}'}}]", "sampling.max_tokens=40",
     )  # fmt: skip
     path = folder / f"{NAME}.toml"

@@ -175,7 +175,7 @@ def hopeless(found: EvaluationRound, state: RunState, members: list[PodStatus], 
             return f"no generator has version {found.version} anymore"
         return (
             f"no generator stayed on version {found.version} before version {state.published_version} was published: none could "
-            "be spared (evaluation.min_training_generators), or the round opened late because another was open"
+            "be spared, since one generator keeps training, or the round opened late because another was open"
         )
     if last_s > final_s:
         return f"the last version has been published for {final_s:g} s, and the round is not complete"

@@ -42,7 +42,7 @@ class Holder(Answer):
     fence: int
     """Number of the claim."""
     idle_s: float
-    """Seconds since the lease was renewed; after `generator.lease_s`, other pods may claim the ticket."""
+    """Seconds since the lease was renewed; after `fleet.ttl_s` and a half, other pods may claim the ticket."""
 
 
 class PlannedStep(Answer):

@@ -204,7 +204,7 @@ def test_a_package_is_required_only_by_runs_that_use_it(
 def test_prompts_that_are_trained_on_and_evaluated_are_counted(tmp_path: Path, prompts: int, note: str) -> None:
     save_tokenizer_folder(tmp_path / "model")
     source = f'{{ name = "test", kind = "jsonl", path = "{tmp_path / "test.jsonl"}" }}'
-    given = f"evaluation.sources=[{source}]", "evaluation.every_steps=1", "evaluation.min_training_generators=0"
+    given = f"evaluation.sources=[{source}]", "evaluation.every_steps=1"
     config = small_config(tmp_path, None, *given, f"evaluation.prompts={prompts}")
     first = (tmp_path / "data.jsonl").read_text().splitlines()[0]
     (tmp_path / "test.jsonl").write_text('{"prompt": "say 7 twice", "answer": "77"}\n' + first + "\n")
@@ -240,7 +240,7 @@ def test_a_resumed_run_is_checked_for_what_may_change(tmp_path: Path, config: Ru
     assert faults() == set()
     (tmp_path / "data.jsonl").unlink()  # not needed: dataprep compares the data with the original data
     source = '{ name = "test", kind = "jsonl", path = "/nonexistent" }'
-    evaluation = (f"evaluation.sources=[{source}]", "evaluation.every_steps=1", "evaluation.min_training_generators=0")
+    evaluation = (f"evaluation.sources=[{source}]", "evaluation.every_steps=1")
     changed = (*evaluation, "generator.count=64", "api.host=192.0.2.1", "web.port=80", "checkpoint.keep=900000000000")
     assert faults(*changed) == {"evaluation source test", "memory", "ports", "disk"}
     monkeypatch.setattr(packages, "there", lambda name: name != "obstore")

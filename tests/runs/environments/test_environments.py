@@ -21,7 +21,7 @@ def write(folder: Path, name: str, *overrides: str) -> Path:
         f'environments=[{{name = "digits", kind = "python", function = "{PROGRAMS}:Digits", solved_at = 0.5}}]',
         f"run.steps={STEPS}",
         "sampling.max_tokens=12", "evaluation.every_steps=2", "evaluation.samples=2", "evaluation.prompts=3",
-        "evaluation.min_training_generators=0", f'evaluation.sources=[{{{source}, name = "held_out"}}]', *overrides,
+        f'evaluation.sources=[{{{source}, name = "held_out"}}]', *overrides,
     )  # fmt: skip
 
 

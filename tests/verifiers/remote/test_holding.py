@@ -51,7 +51,7 @@ class Held:
 async def pod(folder: Path, server: RedisServer, rewards: FlakyServer, *overrides: str) -> AsyncIterator[Held]:
     """Yield a pod whose engine holds version 0 of a run, with tickets to work on."""
     verifiers = f'verifiers=[{{kind="http", url="{rewards.url}/score"}}]'
-    config = small_config(folder, server, verifiers, "generator.lease_s=30.0", "generator.max_concurrent_groups=4", *overrides)
+    config = small_config(folder, server, verifiers, "generator.max_num_seqs=8", *overrides)
     async with open_service("generator", config, "generator-0") as service:
         store = service.store
         await store.run.create("config", "data", 4, 16)
@@ -86,13 +86,13 @@ def counted(metrics: GeneratorMetrics) -> dict[str, float]:
 
 async def test_tickets_are_held_while_the_service_is_down(tmp_path: Path, server: RedisServer, service: FlakyServer) -> None:
     service.kill()
-    async with pod(tmp_path, server, service, "generator.lease_s=5.0") as held:
+    async with pod(tmp_path, server, service) as held:
         running = asyncio.create_task(held.service.run(held.loop.work))
         await wait_until(lambda: held.scoring.waiting)
         assert held.loop.why_idle().startswith(f"waiting for verifier 'http' at {service.url}/score: connection refused")
         await wait_until(lambda: _shows(held))
         before = await held.audit()
-        leases = 2 * held.service.config.generator.lease_s
+        leases = 2 * held.service.config.fleet.lease_s
         await asyncio.sleep(leases)  # nothing may happen meanwhile
         assert await held.audit() == before
         assert before["headers"] == 0
@@ -195,7 +195,7 @@ async def _buried(held: Held, count: int) -> bool:
 
 async def test_an_invalid_score_is_retried_without_resampling(tmp_path: Path, server: RedisServer, service: FlakyServer) -> None:
     service.behave("raw:{}", "status:400")
-    async with pod(tmp_path, server, service, "generator.max_attempts=3") as held:
+    async with pod(tmp_path, server, service) as held:
         running = asyncio.create_task(held.service.run(held.loop.work))
         await wait_until(lambda: held.scored(GROUPS))
         held.service.stop()
