@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import replaying, reuse
+from benchmarks import accounting, reuse
 from services.config import load
 from tests.support.harness import small_config
 from tests.support.preloading.starter import PLAIN
@@ -39,6 +39,6 @@ def test_the_benchmark_of_replay_has_a_valid_configuration() -> None:
     assert config.replay.max_uses == config.admission.max_staleness + 1
 
 
-@pytest.mark.parametrize("run", replaying.RUNS)
-def test_each_run_that_is_replayed_has_a_valid_configuration(run: str, tmp_path: Path) -> None:
-    assert small_config(tmp_path, None, *replaying.RUNS[run]).run.name == "small"
+@pytest.mark.parametrize("run", accounting.RUNS)
+def test_each_run_of_the_accounting_has_a_valid_configuration(run: str, tmp_path: Path) -> None:
+    assert small_config(tmp_path, None, *accounting.RUNS[run]).run.name == "small"

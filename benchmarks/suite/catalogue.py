@@ -492,16 +492,11 @@ SUITE = (
         ),
     ),
     Benchmark(
-        "replaying",
-        "Bundles and the account of device time",
-        "the recorded results; the kernel's start and end times of processes",
-        550,
-        (
-            Figure("replay_equal", "share of bundles whose stages all replay bit-equal", 1.0, ratio=False),
-            Figure("account_closes", "error of the account against measured device-seconds", 0.01, "lower", ratio=False),
-            Figure("record_share", "share of a step's time that Redis spends on a recorder", 0.01, "lower", ratio=False),
-            Figure("bundle_bytes", "bytes of a bundle that refers to its weights", None, "lower", ratio=False),
-        ),
+        "accounting",
+        "The account of device time",
+        "the kernel's start and end times of processes",
+        300,
+        (Figure("account_closes", "error of the account against measured device-seconds", 0.01, "lower", ratio=False),),
         gap="A process that dies before its first heartbeat as the last of its pod is not counted.",
     ),
     Benchmark(

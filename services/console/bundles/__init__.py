@@ -1,1 +1,0 @@
-"""Implements `grpo record` and `grpo replay-step` (docs/bundles.md)."""
