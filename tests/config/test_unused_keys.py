@@ -133,7 +133,7 @@ def test_an_old_run_with_unused_keys_can_be_resumed(tmp_path: Path) -> None:
 
 
 def test_client_tls_keys_are_allowed_without_certificates(tmp_path: Path) -> None:
-    """`grpo --api URL` reads them, for example behind an ingress with a certificate from a private authority."""
+    """`grpo drain` reads it, for example where a proxy has a certificate from a private authority."""
     assert configured(tmp_path, "api.ca_file=ca.pem").api.ca_file == "ca.pem"
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from structlog.testing import capture_logs
 
 from services.config import ConfigError
-from services.console.run.redis_server import RedisServer
+from services.config.root import Api
+from services.console.local.redis_server import RedisServer
 from services.http.api import serve
-from services.http.client import ApiError, Client
+from services.http.asking import Unanswered, ask
 from services.http.credentials import ApiTokens
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
@@ -108,20 +111,17 @@ def test_endpoints_work_over_tls_with_renewed_certificates(
         url = portal.call(served.__aenter__())
         try:
             assert url.startswith("https://127.0.0.1:")
-            with Client(url, "operate", str(certificates.authority)) as client:
-                assert client.ready().ready
-                assert client.pause(why="a test").why == "REST: a test"
-                assert client.state().pod.name == "t"
-                client.resume()
-            with (
-                Client(url, "operate", str(certificates.authority), "another") as misnamed,
-                pytest.raises(ApiError, match="cannot be reached"),
-            ):
-                misnamed.ready()
-            with Client(url, "operate") as stranger, pytest.raises(ApiError, match="cannot be reached"):
-                stranger.ready()
-            with Client(url.replace("https", "http"), "operate") as plain, pytest.raises(ApiError):
-                plain.ready()
+            trusting = Api(ca_file=str(certificates.authority))
+            assert ready(url, trusting)
+            assert ask(trusting, "POST", f"{url}/v1/pause", token="operate", body={"why": "a test"})["why"] == "REST: a test"
+            assert ask(trusting, "GET", f"{url}/v1/state", token="operate")["pod"]["name"] == "t"
+            ask(trusting, "POST", f"{url}/v1/resume", token="operate", body={})
+            with pytest.raises(Unanswered, match="cannot be reached"):
+                ask(trusting, "GET", f"{url}/health/ready", server_name="another")
+            with pytest.raises(Unanswered, match="cannot be reached"):
+                ready(url, Api())
+            with pytest.raises(Unanswered):
+                ready(url.replace("https", "http"), trusting)
             renew(url, certificates, renewed, tmp_path)
         finally:
             portal.call(served.__aexit__(None, None, None))
@@ -131,18 +131,22 @@ def test_endpoints_work_over_tls_with_renewed_certificates(
         portal.close()
 
 
+def ready(url: str, api: Api) -> bool:
+    return ask(api, "GET", f"{url}/health/ready", accepted=503)["ready"]
+
+
 def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> None:
     """Renew a certificate at the second attempt; the first does not match its key, which is logged once."""
 
     def reached(trusted: Certificates) -> bool:
-        with Client(url, "", str(trusted.authority)) as client:
-            try:
-                return client.ready().ready
-            except ApiError:
-                return False
+        try:
+            return ready(url, Api(ca_file=str(trusted.authority)))
+        except Unanswered:
+            return False
 
-    with Client(url, "", str(before.authority)) as kept, capture_logs() as logs:
-        assert kept.ready().ready
+    trusting = ssl.create_default_context(cafile=str(before.authority))
+    with httpx.Client(verify=trusting, base_url=url) as kept, capture_logs() as logs:
+        assert kept.get("/health/ready").json()["ready"]
         put(replace(after, key=before.key), folder)
         assert [reached(before), reached(before), reached(after)] == [True, True, False]
         (line,) = logs
@@ -151,7 +155,7 @@ def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> 
         put(after, folder)
         assert [reached(after), reached(before), reached(after)] == [True, False, True]
         assert [entry["event"] for entry in logs[1:]] == ["certificate renewed"]
-        assert kept.ready().ready, "the existing connection keeps working"
+        assert kept.get("/health/ready").json()["ready"], "the existing connection keeps working"
 
 
 async def test_a_certificate_without_its_key_is_an_error(

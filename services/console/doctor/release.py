@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from services.config import RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.printable import printable
-from services.http.certificate import shared_name
-from services.http.client import ApiError, Client
+from services.http.asking import Unanswered, ask
 from services.http.credentials import redis_login
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
@@ -54,9 +53,8 @@ def _missing(pods: Iterable[PodStatus], over: bool) -> list[Finding]:
 def _answer(config: RunConfig, pod: PodStatus) -> Finding:
     what = f"{pod.kind} {pod.name}"
     try:
-        with Client(pod.url, "", config.api.ca_file, shared_name(config.api)) as client:
-            ready = client.ready()
-    except ApiError as error:
+        ready = ask(config.api, "GET", f"{pod.url}/health/ready", accepted=503)
+    except Unanswered as error:
         remedy = "check the NetworkPolicies between pods, and that the certificate is the one that the pods share"
         return fault(what, printable(str(error)), remedy)
-    return ok(what, f"ready at {pod.url}") if ready.ready else note(what, f"not ready: {printable(ready.why_not)}")
+    return ok(what, f"ready at {pod.url}") if ready["ready"] else note(what, f"not ready: {printable(ready['why_not'])}")

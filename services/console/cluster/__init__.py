@@ -1,1 +1,0 @@
-"""Commands for a release on a cluster: `--kube-context`."""
