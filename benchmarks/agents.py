@@ -111,7 +111,7 @@ def learn(folder: Path) -> float:
         console = [
             sys.executable,
             "-m",
-            "services.console",
+            "services.console.commands",
             "run",
             "examples/tools/config.toml",
             "--fresh",

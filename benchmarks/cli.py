@@ -90,7 +90,7 @@ async def begin(folder: Path, server: RedisServer) -> None:
 
 def cpu_ms(words: str, folder: Path) -> float:
     """Return the CPU time of a command. Raises `RuntimeError` if it fails."""
-    return _cpu_ms(["-m", "services.console", *words.split()], folder)
+    return _cpu_ms(["-m", "services.console.commands", *words.split()], folder)
 
 
 def _cpu_ms(words: Sequence[str], folder: Path) -> float:

@@ -47,7 +47,7 @@ async def running(folder: Path) -> AsyncIterator[Store]:
     """Run the example with one generator, and yield its store after the first steps."""
     place = RunFolder(folder / "cold")
     given = ["run.name=cold", f"run.dir={folder}", "run.steps=100000", "generator.count=1", "fleet.ttl_s=3"]
-    command = [sys.executable, "-m", "services.console", "run", CONFIG, "--fresh", "--no-screen", *given]
+    command = [sys.executable, "-m", "services.console.commands", "run", CONFIG, "--fresh", "--no-screen", *given]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
             command, cwd=ROOT, stdout=log, stderr=log, preexec_fn=die_with_parent

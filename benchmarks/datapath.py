@@ -33,10 +33,10 @@ if __name__ == "__main__":  # `python benchmarks/datapath.py` from the repositor
 
 from benchmarks.common import group_arguments, report, run, whole_steps
 from services.algorithm import advantages, group_statistics
-from services.console.commands.audit import audit
 from services.console.run.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.dataprep.replay import admission
+from services.operations.inspection.ledger import audit
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, Sample, StepPlan, Ticket
 from services.protocol.payloads import Payload

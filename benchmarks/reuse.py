@@ -35,7 +35,7 @@ REPLAY = ("replay.sampler=prioritized", "replay.max_uses=3")
 def run(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> Path:
     """Run the example to its end; return its metrics.jsonl."""
     given = [f"run.name={name}", f"run.seed={seed}", f"run.dir={folder}", BOUND, *overrides]
-    command = [sys.executable, "-m", "services.console", "run", CONFIG, "--fresh", "--no-screen", *given]
+    command = [sys.executable, "-m", "services.console.commands", "run", CONFIG, "--fresh", "--no-screen", *given]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder / name / "metrics.jsonl"
 

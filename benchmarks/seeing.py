@@ -196,7 +196,8 @@ def tracker_share(folder: Path, keep: int) -> tuple[float, float]:
     """Train the example with `samples.keep`; return the share of a core that its tracker takes, and the seconds per step."""
     name = f"keeps{keep}"
     command = [
-        sys.executable, "-m", "services.console", "run", "examples/arithmetic/config.toml", "--no-screen", f"run.dir={folder}",
+        sys.executable, "-m", "services.console.commands", "run", "examples/arithmetic/config.toml", "--no-screen",
+        f"run.dir={folder}",
         f"run.name={name}", f"run.steps={FIRST + STEPS}", f"samples.keep={keep}", "tracking.tensorboard=true",
     ]  # fmt: skip
     seen: list[tuple[float, float, int]] = []

@@ -26,7 +26,7 @@ RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-hom
 COPY --from=build /opt/grpo /opt/grpo
 COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health
 COPY docker/bytecode.py /tmp/bytecode.py
-RUN /opt/grpo/bin/python /tmp/bytecode.py services.console.__main__ services.console.release_check services.dataprep.__main__ \
+RUN /opt/grpo/bin/python /tmp/bytecode.py services.console.commands.__main__ services.console.release_check services.dataprep.__main__ \
         services.dataprep.loop services.dataprep.prompts.catalogue services.environment.pod services.scaler.__main__ \
         services.web.__main__ services.web.serving \
     && rm /tmp/bytecode.py

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from services.console.__main__ import app
+from services.console.commands.__main__ import app
 from services.console.errors import EXIT_CODES
 
 INTRODUCTION = """# Command line

@@ -138,7 +138,7 @@ def test_packages_with_heavy_modules_import_no_cluster_client(layer: str) -> Non
 @pytest.mark.parametrize(
     ("service", "loaded"),
     [
-        *((name, "") for name in ("generator", "environment", "dataprep", "trainer", "console", "tracker", "web")),
+        *((name, "") for name in ("generator", "environment", "dataprep", "trainer", "console.commands", "tracker", "web")),
         ("scaler", "kubernetes"),
     ],
 )

@@ -141,7 +141,7 @@ def first_claim(place: RunFolder, process: subprocess.Popen[str]) -> float:
 def ours(folder: Path, overrides: Sequence[str], limit_s: float) -> Curve:
     """Run `grpo run` to its end, and return its curve."""
     given = [f"run.name={NAME}", f"run.dir={folder}", *OURS, *overrides]
-    command = [sys.executable, "-m", "services.console", "run", CONFIG, "--fresh", "--no-screen", *given]
+    command = [sys.executable, "-m", "services.console.commands", "run", CONFIG, "--fresh", "--no-screen", *given]
     with running(command, folder / "ours.log", limit_s, stdout=subprocess.DEVNULL) as (process, curve):
         curve.generating = first_claim(RunFolder(folder / NAME), process) - curve.started
     made = 0.0

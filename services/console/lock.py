@@ -30,7 +30,7 @@ class LockHolder:
     """Who holds a run folder: the console of a run and its services or, if `readers`, a server for readers."""
 
     pid: int
-    """Process ID of the console or of the server's keeper; 0: it has not written it yet."""
+    """Process ID of the console or of the command that serves readers; 0: it has not written it yet."""
     lives: bool
     """Whether that process lives. If not, services that it started are still exiting."""
     readers: bool = False
@@ -143,10 +143,10 @@ def holder(folder: Path) -> LockHolder | None:
 
 
 def _ask_to_end(found: LockHolder) -> None:
-    """Ask the keeper of a readers' server to shut it down."""
+    """Ask the command that serves readers to shut its server down."""
     if found.lives and found.pid:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(found.pid, signal.SIGTERM)
+            os.kill(found.pid, signal.SIGUSR1)
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -1,13 +1,13 @@
-"""Where things are in a run's folder, and how a folder is found by name. Imports nothing that takes time."""
+"""Where things are in a run's folder, and how a folder is found by name."""
 
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from services.config import RunConfig, load_resolved
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.runtime.process_tools import CONFIG_ENV
 
@@ -97,44 +97,17 @@ class RunPaths:
         metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
         return not metrics and not any(self.checkpoints.glob("step-*"))
 
-    def told(self, section: str) -> dict[str, Any]:
-        """Return a section of the configuration that services read. Raise `ConsoleError` if it cannot be read."""
-        try:
-            return self.settings()[section]
-        except KeyError as error:
-            raise ConsoleError(f"{self.config} cannot be read: {error}", EXIT_CONFIG) from None
-
-    def keys(self, *names: str) -> list[Any]:
-        """Return keys of the configuration that services read, such as `run.steps`. Raise `ConsoleError` if it cannot be read.
-
-        A key that it leaves out, as on a cluster, has its default. Nothing is validated: that takes longer than most commands.
-        """
-        tree, found = self.settings(), list[Any]()
-        for section, _, key in (name.partition(".") for name in names):
-            table = tree.get(section, {})
-            found.append(table[key] if key in table else _default(section, key))
-        return found
-
-    def settings(self) -> dict[str, Any]:
-        """Return the configuration that services read, as it is in the file. Raise `ConsoleError` if it cannot be read."""
-        try:
-            return tomllib.loads(self.config.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConsoleError(f"{self.config} cannot be read: {error}", EXIT_CONFIG) from None
-
-
-def _default(section: str, key: str) -> Any:
-    from services.config import RunConfig
-
-    described: Any = RunConfig.model_fields[section].annotation
-    return described.model_fields[key].get_default(call_default_factory=True)
+    @cached_property
+    def settings(self) -> RunConfig:
+        """The configuration that services read. Raises `ConfigError` if it cannot be read."""
+        return load_resolved(self.config)
 
 
 def find(run: str) -> RunPaths | None:
     """Return the folder of a run, by path or name. For an empty name: that of the run this pod belongs to, or the newest."""
     if not run and (given := os.environ.get(CONFIG_ENV)):
-        said = RunPaths(Path(given).parent, Path(given)).told("run")
-        return RunPaths(Path(said.get("dir", RUNS)) / said.get("name", "run"), Path(given))
+        own = load_resolved(given).run
+        return RunPaths(Path(own.dir) / own.name, Path(given))
     if not run:
         configs = sorted(RUNS.glob("*/config.toml"), key=lambda path: path.stat().st_mtime)
         return RunPaths(configs[-1].parent) if configs else None

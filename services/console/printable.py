@@ -6,8 +6,9 @@ Guarantees: the output contains no control or invisible characters, except line 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
 from typing import Any
+
+import msgspec
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\e"}
 
@@ -17,20 +18,6 @@ def printable(text: object, keep_lines: bool = False) -> str:
     return "".join(c if c.isprintable() or (keep_lines and c == "\n") else _escape(c) for c in str(text))
 
 
-def columns(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> str:
-    """Return rows of printable text as aligned columns; those numbered in `right` to the right. Nothing is cut off."""
-    texts = [[printable(text) for text in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = (
-        "  ".join(
-            f"{text:>{width}}" if i in right else f"{text:{width}}"
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in texts
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def safe_json(text: str) -> str:
     """Escape every non-printable character in JSON as `\\uXXXX`, which keeps its meaning."""
     return re.sub(r"[^\x20-\x7e\n]", lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), text)
@@ -38,8 +25,6 @@ def safe_json(text: str) -> str:
 
 def print_json(value: Any, *, line: bool = False) -> None:
     """Print a value as JSON that is safe for a terminal; as one `line` if there may be more."""
-    import msgspec
-
     encoded = msgspec.json.encode(value)
     print(safe_json((encoded if line else msgspec.json.format(encoded, indent=2)).decode()), flush=True)
 

@@ -38,8 +38,8 @@ def ask(
 ) -> dict[str, Any]:
     """Return the JSON object that a service answers. Raise `Unanswered` otherwise.
 
-    `url`: address and path. `wait_s`: how long the service is asked to wait. `accepted`: an error status that is an answer, too. `server_name`:
-    name in the certificate; default: the first in the pods' own, if it is on this machine.
+    `url`: address and path. `wait_s`: how long the service is asked to wait. `accepted`: an error status that is an answer, too.
+    `server_name`: name in the certificate; default: the first in the pods' own, if it is on this machine.
     """
     if not (token.isascii() and token.isprintable()):  # httpx would quote it
         raise Unanswered("the API token is not one line of printable ASCII characters: correct it where it is stored")

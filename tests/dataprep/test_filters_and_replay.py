@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.console.commands.audit import assess
 from services.console.run.redis_server import RedisServer
 from services.dataprep.replay import admission
+from services.operations.inspection.ledger import assess
 from services.protocol.messages import StepPlan, Ticket
 from services.store import Store
 from tests.dataprep.test_loop import answer, configured, dataprep

@@ -20,9 +20,7 @@ from typer.exceptions import TyperException
 from documentation.__main__ import made
 from services.config.explain import keys
 from services.config.load import ConfigError, validate
-from services.console.__main__ import app, with_waits
-from services.console.cluster.command import asked
-from services.console.options import KUBE_CONTEXT
+from services.console.commands.__main__ import app, with_waits
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -51,15 +49,14 @@ def commands(page: Path) -> Iterator[list[str]]:
     for text in blocks(page, "", "sh", "bash", "console"):
         for line in text.replace("\\\n", " ").splitlines():
             for part in re.split(BETWEEN, line.partition(" #")[0].strip()):
-                if found := COMMAND.match(part.removeprefix("kubectl exec deploy/grpo-dataprep -- ")):
+                if found := COMMAND.match(re.sub(r"^kubectl exec deploy/\S+ -- ", "", part)):
                     yield shlex.split(found[1])
 
 
 def parsed(arguments: list[str]) -> list[str]:
     """Parse a command as `grpo` does, without running it; return its overrides."""
     command: Any = typer.main.get_command(app)
-    given = asked(with_waits(arguments)).command if KUBE_CONTEXT in arguments else with_waits(arguments)
-    context = command.make_context("grpo", given)
+    context = command.make_context("grpo", with_waits(arguments))
     while hasattr(command, "commands"):
         name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
         context = command.make_context(name, list(rest), parent=context)

@@ -24,7 +24,7 @@ PAGE = (FOLDER / "README.md").read_text()
 def grpo(*words: str) -> str:
     """Run `grpo` in the root of the repository, as on the page; return its output."""
     made = subprocess.run(
-        [sys.executable, "-m", "services.console", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "services.console.commands", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert made.returncode == 0, made.stdout + made.stderr
     return made.stdout

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.config import RunConfig, to_toml
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.run import command, redis_server
 from services.console.run.plan import plan_units
 from services.runtime.child_processes import ProcessPlan, ServicePlan

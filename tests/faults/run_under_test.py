@@ -277,7 +277,7 @@ async def run_calmly(setting: Setting, name: str) -> RunUnderTest:
     alone = ("generator.engine_options.token_s=0.0", "generator.count=1")
     run = RunUnderTest(setting, name, alone, standby=False)
     try:
-        run.start("services.console")
+        run.start("services.console.commands")
         while run.ended is None:
             await asyncio.sleep(KEEP_S)
     finally:

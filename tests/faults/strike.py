@@ -116,7 +116,7 @@ class Strike:
             return False
         step = max(steps)  # an earlier one may be deleted before the command reads it
         self.watcher.restores.add(step)
-        command = [sys.executable, "-m", "services.console", "restore", str(step), str(self.run.folder.path)]
+        command = [sys.executable, "-m", "services.console.commands", "restore", str(step), str(self.run.folder.path)]
         process = await asyncio.create_subprocess_exec(
             *command, cwd=self.run.setting.code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )

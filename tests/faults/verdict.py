@@ -9,10 +9,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.console.commands.audit import audit
 from services.console.run.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.order import PromptOrder
+from services.operations.inspection.ledger import audit
 from services.store import Store
 from services.store.records import RunState
 from tests.faults.rewards import fails

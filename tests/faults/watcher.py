@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
-from services.console.commands.audit import assess
+from services.operations.inspection.ledger import assess
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus, Round
 from services.store import RunState, Store

@@ -30,7 +30,7 @@ def whole_run(bench: Bench) -> Figures:
     )  # fmt: skip
     path = folder / "whole.toml"
     path.write_text(to_toml(config))
-    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
+    command = [sys.executable, "-m", "services.console.commands", "run", str(path), "--no-screen"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
             output, _ = run.communicate(timeout=LIMIT_S)

@@ -14,8 +14,8 @@ import pytest
 import typer
 
 from services.config import digest, load
-from services.console.__main__ import app as grpo
-from services.console.__main__ import with_waits
+from services.console.commands.__main__ import app as grpo
+from services.console.commands.__main__ import with_waits
 from services.http.api import make_app
 from services.http.entry import START_ENV
 from services.scaler.__main__ import ScalerSettings

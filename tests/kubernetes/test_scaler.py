@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.config import ConfigError, to_toml
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.run.redis_server import RedisServer
 from services.http.api import serve
 from services.http.credentials import ApiTokens

@@ -21,7 +21,7 @@ from prometheus_client.samples import Sample
 
 from benchmarks.observing import black_hole
 from monitoring import declared
-from services.console.attach import attach
+from services.console.commands.attach import attach
 from services.dataprep.metrics import EvaluationMetrics
 from services.protocol.messages import PodStatus
 from services.runtime.metrics import Declared, declarations
@@ -148,7 +148,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
             for pid in pids_of(folder, "observed", "tracker-0"):  # `grpo run` would wait for the hanging tracker
                 with contextlib.suppress(ProcessLookupError):  # it exited with its parent
                     os.kill(pid, signal.SIGKILL)
-            subprocess.run([sys.executable, "-m", "services.console", "stop", str(folder / "observed")], check=True)
+            subprocess.run([sys.executable, "-m", "services.console.commands", "stop", str(folder / "observed")], check=True)
             finish(process)
         finally:
             process.kill()

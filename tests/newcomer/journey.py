@@ -54,7 +54,7 @@ def travel(place: Path, install: bool) -> Journey:
     mine.mkdir()
     _timed(found, "model", [str(python), "-m", "examples.arithmetic.warmstart", "--out", str(mine / "model")], source, environ)
     _write(mine)
-    grpo = [str(python), "-m", "services.console"]
+    grpo = [str(python), "-m", "services.console.commands"]
     _timed(
         found,
         "init",

@@ -43,7 +43,7 @@ def answer(mistake: Mistake, folder: Path, model: Path) -> Answer:
     for edit in mistake.edits:
         edit(folder)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **mistake.environ}
-    command = [sys.executable, "-m", "services.console", "run", *(mistake.arguments or ["my.toml"])]
+    command = [sys.executable, "-m", "services.console.commands", "run", *(mistake.arguments or ["my.toml"])]
     began = time.monotonic()
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.doctor import functions
 from services.console.run import command
 from tests.newcomer.mistakes import MISTAKES, refused

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.config import to_toml
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.errors import ConsoleError
 from services.console.run.folder import RunFolder
 from services.operations.cost import Account, cost_of, read_account, write_account

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.console.inspect.sync_table import sync_table
+from services.console.display.answers import sync_table
+from services.console.display.text import show
 from services.console.run.redis_server import RedisServer
 from services.generator.metrics import GeneratorMetrics
 from services.operations.inspection.sync import inspect_sync
@@ -28,7 +29,12 @@ class Engine:
 
 @pytest.mark.parametrize(("fetched_bytes", "shown"), [(None, "–"), (0, "0"), (12_345, "12,345")])
 async def test_bytes_fetched_by_a_generator_are_shown(
-    store: Store, server: RedisServer, tmp_path: Path, fetched_bytes: int | None, shown: str
+    store: Store,
+    server: RedisServer,
+    tmp_path: Path,
+    fetched_bytes: int | None,
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     status = PodStatus("generator", "generator-0", "boot", "here", 1, "", "ready", 2, 1, {})
     service = Service("generator", small_config(tmp_path, server, f"run.name={store.keys.name}"), store, status)
@@ -38,7 +44,8 @@ async def test_bytes_fetched_by_a_generator_are_shown(
     found = await inspect_sync(store, 60.0)
     assert [(member.version, member.bytes) for member in found.members] == [(3, fetched_bytes)]
     assert service.registry.get_sample_value("grpo_generator_fetched_weights_bytes_total") == (fetched_bytes or 0)
-    (row,) = [line.split() for line in str(sync_table(found)).splitlines() if line.startswith("generator-0")]
+    show(sync_table(found))
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("generator-0")]
     assert row[1:4] == ["3", "0", shown]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from services.console.commands.audit import assess
+from services.operations.inspection.ledger import assess
 from services.protocol.errors import Busy
 from services.protocol.messages import PodStatus, Round, Ticket
 from services.store import Claim, HeaderEntry, RunState, Settlement, Store

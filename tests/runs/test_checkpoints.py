@@ -43,7 +43,7 @@ def process(folder: Path) -> subprocess.Popen[str]:
 
 
 def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.console", *arguments]
+    command = [sys.executable, "-m", "services.console.commands", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -154,7 +154,7 @@ def _forks(folder: Path) -> None:
     step = CheckpointFolder(folder / NAME / "checkpoints").complete()[0].step
     settings = ("run.name=forked", f"run.steps={step + 4}", "sampling.group_size=2", "loss.policy=dapo", "trainer.ranks=1")
     done = subprocess.run(
-        [sys.executable, "-m", "services.console", "fork", str(folder / NAME), "--at", str(step), *settings, "--json"],
+        [sys.executable, "-m", "services.console.commands", "fork", str(folder / NAME), "--at", str(step), *settings, "--json"],
         capture_output=True, text=True, cwd=folder, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

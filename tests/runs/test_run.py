@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.runtime.redis_process import find_server
 from services.store import Store
 from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
@@ -153,7 +153,7 @@ def test_a_run_is_restored_while_running_and_after_its_end(folder: Path, undistu
     path = write_run(folder, "back", "checkpoint.keep=9", "checkpoint.save_replay_buffer=true", hold.option)
     process = start(path)
     hold.reach(3, process)
-    command = [sys.executable, "-m", "services.console", "restore", "1", str(folder / "back"), "--wait"]
+    command = [sys.executable, "-m", "services.console.commands", "restore", "1", str(folder / "back"), "--wait"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "run back: restored to step 1\n"), done.stderr
     hold.release()

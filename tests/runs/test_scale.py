@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.console.__main__ import main
-from services.console.attach import attach
+from services.console.commands.__main__ import main
+from services.console.commands.attach import attach
 from services.protocol.messages import PodStatus
 from tests.support.harness import save_model_folder
 from tests.support.whole_runs import check_whole, finish, start, steps_done, summary, wait_for, weights, write_run

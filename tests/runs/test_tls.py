@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from services.config import ConfigError
 from services.config.root import Api
-from services.console.local.redis_server import RedisServer
+from services.console.run.redis_server import RedisServer
 from services.http.api import serve
 from services.http.asking import Unanswered, ask
 from services.http.credentials import ApiTokens

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from services.console.commands.audit import assess
+from services.operations.inspection.ledger import assess
 from services.protocol.errors import Fenced, OutOfOrder
 from services.store import Claim, RunState, Settlement, Store
 from services.store.records import TableRules

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.console.commands.audit import assess
+from services.operations.inspection.ledger import assess
 from services.protocol.errors import Fenced, OutOfOrder, StoreError
 from services.store import Settlement, Store
 from services.store.records import TableRules

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from redis.crc import key_slot
 
-from services.console.commands.audit import assess, audit
 from services.console.run.redis_server import RedisServer
+from services.operations.inspection.ledger import assess, audit
 from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.payloads import Payload

@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from services.confined import scratch
-from services.console.commands.audit import assess
+from services.operations.inspection.ledger import assess
 from tests.storm.world import POLL_S, Pod, World, world
 
 PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0}

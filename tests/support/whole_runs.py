@@ -44,7 +44,7 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def start(path: Path, *options: str, **environ: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen", *options]
+    command = [sys.executable, "-m", "services.console.commands", "run", str(path), "--no-screen", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environ)
     _started.append(process)
     return process

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.config import to_toml
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.errors import EXIT_CONFIG
 from services.operations.cost import FILE, read_account
 from services.protocol.messages import PodStatus

@@ -36,7 +36,7 @@ def test_a_tracker_that_cannot_run_does_not_end_the_run(tmp_path: Path) -> None:
 def test_a_missing_package_ends_the_command_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "shadow" / "wandb").mkdir(parents=True)  # a folder of that name is not a package
     file = config_file(tmp_path)
-    command = [sys.executable, "-m", "services.console", "run", str(file), "tracking.wandb=project"]
+    command = [sys.executable, "-m", "services.console.commands", "run", str(file), "tracking.wandb=project"]
     environ = {**os.environ, "HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": ""}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

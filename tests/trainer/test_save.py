@@ -68,11 +68,11 @@ async def request(store: Store) -> str:
 
 async def test_a_run_with_nothing_to_write_is_not_awaited(config: RunConfig, store: Store, tmp_path: Path) -> None:
     await refuses(tmp_path, "nothing to write: the run does not exist yet")
-    usual = await asyncio.to_thread(save, tmp_path, "services.console", "checkpoint", "--wait")
+    usual = await asyncio.to_thread(save, tmp_path, "services.console.commands", "checkpoint", "--wait")
     assert usual.returncode == 2, "`grpo checkpoint` reports that there is no run"
     assert "does not exist in its Redis" in usual.stderr
     await store.fleet.beat(trainer("loading"), TTL_S)
-    early = await asyncio.to_thread(save, tmp_path, "services.console", "checkpoint", "--wait")
+    early = await asyncio.to_thread(save, tmp_path, "services.console.commands", "checkpoint", "--wait")
     assert (early.returncode, "is starting: try again in a few seconds" in early.stderr) == (2, True)
     fence = await train(store, committed=-1)
     await refuses(tmp_path, "nothing to write: every trained step is in a checkpoint")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.console.commands.audit import audit
+from services.operations.inspection.ledger import audit
 from services.protocol.messages import Ticket
 from services.store import Settlement, Store
 from tests.support.flow import TTL_S, header, payload_bytes, plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.console.commands.audit import audit
+from services.operations.inspection.ledger import audit
 from services.protocol.errors import Fenced
 from services.store import Store
 from tests.support.flow import buffer, claim, issue, prepare, start, submit

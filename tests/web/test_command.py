@@ -51,7 +51,7 @@ def test_grpo_web_shows_a_finished_run_and_names_a_port_in_use(tmp_path: Path) -
         port = taken.getsockname()[1]
         done = grpo("web", run, "--port", str(port))
         assert (done.returncode, f"web.port = {port}" in done.stderr) == (2, True), done.stderr
-    command = [sys.executable, "-m", "services.console", "web", str(run)]
+    command = [sys.executable, "-m", "services.console.commands", "web", str(run)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=tmp_path
     ) as process:
@@ -94,7 +94,7 @@ def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:
     with launched("run", file, "run.steps=300", "generator.count=1", FAKE_STEP_S="0.1") as console:
         wait_until(lambda: len(steps(run)) > 2, "the first steps")
         page = subprocess.Popen(
-            [sys.executable, "-m", "services.console", "web", str(run)],
+            [sys.executable, "-m", "services.console.commands", "web", str(run)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=tmp_path,
         )  # fmt: skip
         with page:
@@ -128,7 +128,7 @@ def test_grpo_web_stays_while_a_run_is_started_over(tmp_path: Path) -> None:
     """`--fresh` deletes the old configuration before it writes the new one."""
     assert grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1").returncode == 0
     run = tmp_path / "small"
-    command = [sys.executable, "-m", "services.console", "web", str(run)]
+    command = [sys.executable, "-m", "services.console.commands", "web", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path) as page:
         assert page.stdout is not None
         assert page.stdout.readline() == "run small: finished\n"

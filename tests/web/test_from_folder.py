@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from services.algorithm.histograms import counted
 from services.config import RunConfig, load_resolved, to_toml
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.http.credentials import api_tokens
 from services.operations.condition import Condition
 from services.operations.cost import FILE, Account, ProcessTime, write_account

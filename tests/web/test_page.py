@@ -261,7 +261,7 @@ def test_the_chosen_theme_persists(run: Shown, browser: Any) -> None:
 
 
 def test_grpo_web_runs_beside_the_runs_own_page(run: Shown) -> None:
-    command = [sys.executable, "-m", "services.console", "web", str(run.folder)]
+    command = [sys.executable, "-m", "services.console.commands", "web", str(run.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "run shown: running\n"

@@ -121,7 +121,7 @@ def started(path: Path, folder: Path, name: str, port: int, trained: int) -> Ite
     """
     output = folder / "output.txt"
     with output.open("w") as out:
-        command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
+        command = [sys.executable, "-m", "services.console.commands", "run", str(path), "--no-screen"]
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
     run = Shown(folder / "runs" / name, f"http://127.0.0.1:{port}", process, output)
     try:

@@ -1,4 +1,4 @@
-"""Runs all checks of `grpo doctor`, prints them as a table or JSON, and returns the exit code."""
+"""The command `grpo doctor`: every check, and what it found as lines or JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
-import msgspec
+import typer
 
 from services.config import RunConfig
 from services.config.load import load_with_places
@@ -19,16 +20,29 @@ from services.console.doctor.preflight import faults_of, preflight, without_repe
 from services.console.doctor.rows import data
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.gpus import visible_gpus
-from services.console.printable import printable, safe_json
+from services.console.options import Json, Overrides, RedisUrl
+from services.console.printable import print_json, printable
 from services.console.run import place
 from services.console.run.folder import check_redis
 from services.runtime.process_tools import CONFIG_ENV
 from services.store.connection.client import split_password
 
 
-async def doctor(file: Path | None, overrides: Sequence[str], redis_url: str, as_json: bool, cluster: bool = False) -> int:
-    """Check everything a run of this configuration needs here. Return exit code 1 when something would stop it, 2 when the
-    configuration itself is not valid."""
+async def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="TOML configuration file; default in a pod: the pod's own.")
+    ] = None,
+    overrides: Overrides = None,
+    redis_url: RedisUrl = "",
+    as_json: Json = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="In a pod of a release: check Redis, model, data and services, not the pod itself.")
+    ] = False,
+) -> int:
+    """Check this machine, its Redis and a configuration.
+
+    Each problem comes with a remedy. Exit code 1: a problem would stop the run.
+    """
     if cluster and redis_url:
         raise ConsoleError("--cluster checks the release's own Redis: remove --redis-url", EXIT_CONFIG)
     given = _given(file)
@@ -36,7 +50,9 @@ async def doctor(file: Path | None, overrides: Sequence[str], redis_url: str, as
     def look(config: RunConfig) -> list[Finding]:
         return asyncio.run(examine_release(config) if cluster else examine(config, redis_url))
 
-    loaded, found = await asyncio.to_thread(faults_of, lambda before: load_with_places(given, overrides, before=before), look)
+    loaded, found = await asyncio.to_thread(
+        faults_of, lambda before: load_with_places(given, overrides or [], before=before), look
+    )
     code = report(loaded[0].run.name if loaded else "", found, as_json)
     return code if loaded else EXIT_CONFIG
 
@@ -52,8 +68,7 @@ def report(run: str, found: Sequence[Finding], as_json: bool) -> int:
     """Print the findings and return the exit code."""
     faults = sum(one.state == "fault" for one in found)
     if as_json:
-        findings = {"run": run, "faults": faults, "findings": [asdict(one) for one in found]}
-        print(safe_json(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()))
+        print_json({"run": run, "faults": faults, "findings": [asdict(one) for one in found]})
     else:
         for one in found:
             print(f"{one.state:6}{printable(f'{one.what}: ' * (one.place != '') + one.line)}")

@@ -1,11 +1,13 @@
-"""Implements `grpo init`, which inspects a model, data and a reward, or asks for them, and writes a configuration file."""
+"""The command `grpo init`, which inspects a model, data and a reward, or asks for them, and writes a configuration file."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from services.config import ConfigError, RunConfig, load
 from services.console.doctor.packages import there
@@ -22,7 +24,9 @@ from services.console.initial.look import (
     look_at_reward,
     with_tools,
 )
+from services.console.options import Json
 from services.console.printable import print_json
+from services.dataprep.prompts.catalogue import PromptSource
 
 MODEL = "Qwen/Qwen3-0.6B"
 MOST_TOKENS = 2**31 - 1
@@ -30,10 +34,38 @@ SMALL_BYTES = 200 * 2**20  # of weights: a model of tens of millions of paramete
 
 
 def init(
-    file: Path, model: str, data: str, prompt_field: str, reward: str, environment: str, tools: Sequence[str], as_json: bool
-) -> int:  # fmt: skip
-    """Write `file`. On a terminal, missing arguments are asked for; elsewhere the model is the smallest Qwen3 and a made-up
-    task."""
+    file: Annotated[Path, typer.Argument(metavar="PATH", help="File to write; it must not exist.")] = Path("run.toml"),
+    model: Annotated[str, typer.Option(help="Folder or hub name of the model; default: Qwen/Qwen3-0.6B.")] = "",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="JSONL or parquet file of prompts, also as hf://datasets/OWNER/NAME/FILE; default: a reasoning-gym task."
+        ),
+    ] = "",
+    prompt_field: Annotated[
+        str, typer.Option(metavar="NAME", help="Field of the data that is the prompt; default: by its name, such as question.")
+    ] = "",
+    reward: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="Your reward function, or math or exact; default: depends on the data.")
+    ] = "",
+    environment: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="Your environment, a class, or your agent, a function; default: none.")
+    ] = "",
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="python|COMMAND|URL",
+            help="Tool for the policy: python runs code that it writes; a command or URL is an MCP server. Repeatable.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Write a configuration file for a model, data and a reward, an environment or tools.
+
+    It inspects them and, on a terminal, asks for what is not given. The file is short and commented, and passes `grpo doctor`.
+    An existing file is never overwritten.
+    """
+    tools = tool or []
     if file.exists():
         raise ConsoleError(f"{file} already exists: give another path, or remove the file", EXIT_CONFIG)
     if sys.stdin.isatty() and not as_json and not (model and data and (reward or environment or tools)):
@@ -81,8 +113,6 @@ def init(
 
 
 def _asked(model: str, data: str, reward: str, rewarded: bool) -> tuple[str, str, str]:
-    import typer
-
     model = model or typer.prompt("Model: a folder, or a name on the Hugging Face Hub", default=MODEL)
     if not data:
         data = typer.prompt(
@@ -104,8 +134,6 @@ def _read(config: RunConfig, most_tokens: int) -> tuple[int, int]:
         return 0, 0
     if not (there("tokenizers") and there("jinja2")):
         return 0, 0
-    from services.dataprep.prompts.catalogue import PromptSource
-
     data = config.data.model_copy(update={"max_prompt_tokens": most_tokens, "long_prompts": "drop"})
     read = PromptSource(config.model_copy(update={"data": data}))
     return len(read), read.longest

@@ -1,4 +1,4 @@
-"""Implements `grpo score`: completions of a file, scored with all verifiers of a configuration."""
+"""The command `grpo score`: completions of a file, scored with all verifiers of a configuration."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from services.config import RunConfig, load
 from services.console.code import copied
-from services.console.display.layout import Grid, cell, show
+from services.console.display.text import cell, show, table
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.offline import Offline
-from services.console.printable import printable, safe_json
+from services.console.options import File, Json, Overrides
+from services.console.printable import print_json, printable
 from services.dataprep.prompts.errors import DataError
 from services.verifiers.base import Job, Scores, VerifierFailure, combine, solved
 from services.verifiers.scoring import Scoring
@@ -39,9 +41,22 @@ class ScoredCompletion:
     failure: str = ""
 
 
-async def score(file: Path, overrides: Sequence[str], completions: Path | None, as_json: bool) -> int:
-    """Score completions, by default the answer of every source's first row. Return exit code 1 if a group has no score."""
-    config = load(file, overrides)
+async def score(
+    file: File,
+    overrides: Overrides = None,
+    completions: Annotated[
+        Path | None,
+        typer.Option(metavar="JSONL", help="Completions to score, a JSON object per line; default: each source's first answer."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Score completions with the verifiers of a configuration.
+
+    No run is started. Each line of the file has `completion` (a text, or a list of texts for a group) and either `row`,
+    the number of a data row from 0, or the fields of a row. With several prompt sources it also has `source`. Exit code 1: a
+    completion has no score.
+    """
+    config = load(file, overrides or [])
     offline = Offline(config)
     groups = list(_groups(offline, completions))
     for _, job in groups:
@@ -66,8 +81,7 @@ async def score(file: Path, overrides: Sequence[str], completions: Path | None, 
             await scoring.close()
     summary = _summary(found, seconds)
     if as_json:
-        lines = {"completions": [vars(one) for one in found], **summary}
-        print(safe_json(msgspec.json.format(msgspec.json.encode(lines), indent=2).decode()))
+        print_json({"completions": [vars(one) for one in found], **summary})
     else:
         _show(found, summary)
     return EXIT_FAILED if summary["failures"] else EXIT_OK
@@ -101,11 +115,15 @@ async def _score(scoring: Scoring, config: RunConfig, where: str, job: Job) -> l
     judged = (known and solved(found.scores, thresholds)) or [None] * len(rewards)
     return [
         ScoredCompletion(
-            where, text, rewards[i], {name: column[i] for name, column in found.scores.items()}, judged[i],
+            where,
+            text,
+            rewards[i],
+            {name: column[i] for name, column in found.scores.items()},
+            judged[i],
             msgspec.json.decode(found.notes[i]) if found.notes else {},
         )
         for i, text in enumerate(job.completions)
-    ]  # fmt: skip
+    ]
 
 
 def _summary(found: Sequence[ScoredCompletion], seconds: Sequence[float]) -> dict[str, Any]:
@@ -121,15 +139,15 @@ def _summary(found: Sequence[ScoredCompletion], seconds: Sequence[float]) -> dic
 
 def _show(found: Sequence[ScoredCompletion], summary: dict[str, Any]) -> None:
     names = list(dict.fromkeys(name for one in found for name in one.scores))
-    table = Grid(box=None, pad_edge=False)
-    for name in ("where", "completion", "reward", "solved", *names):
-        table.column(name, justify="left" if name in ("where", "completion") else "right")
+    numbers = ("reward", "solved", *names)
+    rows = table("where", "completion", *numbers, right=numbers)
     for one in found[:SHOWN]:
         text = one.completion if len(one.completion) <= TEXT_CHARACTERS else f"{one.completion[: TEXT_CHARACTERS - 1]}…"
         judged = {True: "yes", False: "no", None: ""}[one.solved]
         shown = ["" if one.reward is None else f"{one.reward:g}", judged]
-        table.row(cell(one.where), cell(text), *shown, *(f"{one.scores[name]:g}" if name in one.scores else "" for name in names))
-    show(table)
+        scores = (f"{one.scores[name]:g}" if name in one.scores else "" for name in names)
+        rows.add_row(cell(one.where), cell(text), *shown, *scores)
+    show(rows)
     if len(found) > SHOWN:
         print(f"… and {len(found) - SHOWN} more: use --json to see all")
     for failure in dict.fromkeys(one.failure for one in found if one.failure):

@@ -1,4 +1,4 @@
-"""Implements `grpo web`, which serves the web console of a run while the command runs.
+"""The command `grpo web`, which serves the web console of a run while the command runs.
 
 Guarantees: the page stays at its address while the run stops, starts and ends: the page reads the run's Redis, whichever process
 keeps it up. The page of a run that is over and whose Redis is gone shows what its folder has.
@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
 import signal
-from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar, cast
+import tempfile
+from collections.abc import Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
 
-from services.config import RunConfig, load_resolved
-from services.console.attach import Attached, attach, existing
+import typer
+
+from services.config import RunConfig
+from services.console.commands.attach import Attached, attach, existing
+from services.console.commands.from_folder import NOTE, folder_instead
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_REDIS, ConsoleError
 from services.console.lock import holder
+from services.console.options import Json, RedisUrl, Run
 from services.console.paths import RunPaths
 from services.console.printable import print_json
-from services.console.reading.from_folder import NOTE, describe, folder_instead, with_tokens
+from services.console.run import conditions
 from services.http.credentials import ApiTokens, api_tokens
 from services.runtime.process_tools import free_port
+from services.store import Store
 
 T = TypeVar("T")
 
@@ -29,9 +38,20 @@ WATCH_S = 0.5
 AGAIN_S = 1.0  # between attempts to reach a run whose Redis is just stopping or starting
 
 
-async def web(run: str, redis_url: str, host: str, port: int, as_json: bool) -> int:
-    """Serve the page until Ctrl-C."""
-    port, told = port or free_port(""), interrupted()
+async def web(
+    run: Run = "",
+    redis_url: RedisUrl = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on; default: api.host.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Serve the web console of a run.
+
+    The console shows what status and inspect show, live, with charts and controls. The command prints the address and serves the
+    page until Ctrl-C. The controls need the run's token. With --json, the first line is an object with the address and the login
+    links, and each later change of the run's state is another line.
+    """
+    port, told = port or free_port(""), _interrupted()
     served, folder = "", None
     while not told.is_set():
         try:
@@ -66,7 +86,7 @@ async def _unless(told: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
 async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, served: str, as_json: bool) -> str:
     """Serve the page until Ctrl-C, or until another process holds the run's folder. Return the last reported condition."""
-    from services.web.serving import show
+    from services.web.serving import show  # FastAPI, which no other command needs
 
     if attached.config is None or attached.folder is None:
         raise ConsoleError(f"run {attached.name}: grpo web needs its folder, which is not on this machine", EXIT_CONFIG)
@@ -77,11 +97,11 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
     def say(url: str) -> None:
         if served == word:
             return
-        links = {} if served else links_of(url, api_tokens(config))
+        links = {} if served else _links(url, api_tokens(config))
         if as_json:
             print_json({"run": attached.name, "condition": word, **links}, line=True)
         else:
-            print(f"run {attached.name}: {word}", *shown(links), sep="\n  ", flush=True)
+            print(f"run {attached.name}: {word}", *_shown(links), sep="\n  ", flush=True)
 
     watching = asyncio.create_task(_watch(attached, told, until))
     try:
@@ -93,23 +113,22 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
 
 async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Event, as_json: bool) -> None:
     """Serve the page of a run without its Redis until Ctrl-C."""
-    from services.store import Store
     from services.web.from_folder import GoneStore, console_of
     from services.web.serving import show
 
-    with with_tokens(load_resolved(folder.config), folder) as given:
+    with _with_tokens(folder) as given:
         config = _here(given, folder, host, port)
 
         def say(url: str) -> None:
-            word = describe(folder).word
-            links = {**links_of(url, api_tokens(config)), "control": ""}  # there is nothing left to control
+            word = conditions.of(folder).word
+            links = {**_links(url, api_tokens(config)), "control": ""}  # there is nothing left to control
             if as_json:
                 print_json({"run": folder.path.name, "condition": word, **links, "note": NOTE}, line=True)
             else:
-                print(f"run {folder.path.name}: {word}; {NOTE}", *shown(links), sep="\n  ", flush=True)
+                print(f"run {folder.path.name}: {word}; {NOTE}", *_shown(links), sep="\n  ", flush=True)
 
         add, store = console_of(folder.path), cast("Store", GoneStore())
-        await show(config, store, say, told, lambda _: describe(folder), add=add)
+        await show(config, store, say, told, lambda _: conditions.of(folder), add=add)
 
 
 async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) -> None:
@@ -121,18 +140,32 @@ async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) 
     until.set()
 
 
-def links_of(url: str, tokens: ApiTokens) -> dict[str, str]:
+def _links(url: str, tokens: ApiTokens) -> dict[str, str]:
     """Return the page's address, and addresses that log a browser in: a browser sends the fragment of an address to no server."""
     look = f"{url}/#token={tokens.read}" if tokens.read else url
     return {"url": url, "control": f"{url}/#token={tokens.operate}", "view": look}
 
 
-def shown(links: Mapping[str, str]) -> list[str]:
+def _shown(links: Mapping[str, str]) -> list[str]:
     """Return links as lines; none if they have been shown."""
     if not links:
         return []
     control = [f"to control it: {links['control']}"] if links["control"] else []
     return [*control, f"to view only:  {links['view']}", "(Ctrl-C to quit)"]
+
+
+@contextlib.contextmanager
+def _with_tokens(folder: RunPaths) -> Iterator[RunConfig]:
+    """Yield the configuration with the folder's own tokens, or with one for this page only if there are none to be read."""
+    config = folder.settings
+    with tempfile.TemporaryDirectory(prefix="grpo-web-") as work:
+        token, read = folder.token, folder.read_token
+        if not os.access(token, os.R_OK):
+            token = Path(work) / "token"
+            token.write_text(secrets.token_urlsafe())
+            token.chmod(0o600)
+        given = {"token_file": str(token), "read_token_file": str(read) if os.access(read, os.R_OK) else ""}
+        yield config.model_copy(update={"api": config.api.model_copy(update=given)})
 
 
 def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfig:
@@ -146,7 +179,7 @@ def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfi
     )
 
 
-def interrupted() -> asyncio.Event:
+def _interrupted() -> asyncio.Event:
     """Return an event that Ctrl-C or SIGTERM sets."""
     told = asyncio.Event()
     for sig in (signal.SIGINT, signal.SIGTERM):

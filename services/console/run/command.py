@@ -23,7 +23,6 @@ from redis.exceptions import RedisError
 
 from services.config import RunConfig
 from services.config.loss_in_words import loss_in_words
-from services.console.commands.control import who
 from services.console.display.plain import PlainDisplay
 from services.console.display.screen import ScreenDisplay
 from services.console.display.warnings_tail import WarningsTail
@@ -31,6 +30,7 @@ from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.gpus import visible_gpus
 from services.console.lock import FolderLock, InUse
+from services.console.options import who
 from services.console.printable import print_json, printable
 from services.console.run import conditions, summary
 from services.console.run.folder import RunFolder, resolve
@@ -292,7 +292,7 @@ def _say(text: str) -> None:
 
 async def audit_run(store: Store) -> summary.Audited:
     """Account for every ticket of a run."""
-    from services.console.commands.audit import audit
+    from services.operations.inspection.ledger import audit
 
     found = await audit(store)
     return summary.Audited(found.lost, found.doubled, found.outcomes["stale"], found.as_dict())

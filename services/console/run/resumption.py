@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from services.config import RunConfig
 from services.config.secrets import holds_secret
-from services.console.commands.control import who
 from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.options import who
 from services.console.run.changes import changes, in_words, record, take_back
 from services.console.run.folder import RunFolder
 from services.http.credentials import redis_password

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.config import digest, to_toml
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.run.redis_server import RedisServer
 from services.operations.inspection.checkpoints import kept_until
 from services.runtime import atomic_folders

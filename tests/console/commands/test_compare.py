@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.config import load, to_toml
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from tests.support.harness import small_config
 
 

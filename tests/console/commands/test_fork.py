@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.config import RunConfig, digest, load, load_resolved
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.run.folder import RunFolder
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FolderManifest

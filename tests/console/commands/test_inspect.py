@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from services.console.__main__ import main
-from services.console.commands.control import Target
+from services.console.commands import inspect, steer
+from services.console.commands.__main__ import main
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
-from services.console.inspect import verbs
 from services.console.printable import printable, safe_json
 from services.console.run.folder import RunFolder
 from services.console.run.redis_server import RedisServer
@@ -55,17 +54,19 @@ def run(store: Store, server: RedisServer, tmp_path: Path) -> Path:
 def show(run: Path, capsys: pytest.CaptureFixture[str]) -> Show:
     """Return a function that runs a command on the run and returns its exit code and output."""
 
-    async def call(verb: Callable[..., Awaitable[int]], *arguments: Any, as_json: bool = False) -> tuple[int, str]:
-        given = (Target(str(run)),) if verb is verbs.requeue else (str(run), "")
-        code = await verb(*given, *arguments, as_json)
-        return code, capsys.readouterr().out
+    async def call(command: Callable[..., Awaitable[int]], **options: Any) -> tuple[int, str]:
+        if command in (inspect.deadletter, steer.requeue):
+            options["words"] = [*options.get("words", []), str(run)]
+        else:
+            options["run"] = str(run)
+        return await command(**options), capsys.readouterr().out
 
     return call
 
 
-async def tell(show: Show, verb: Callable[..., Awaitable[int]], *arguments: Any) -> Any:
+async def tell(show: Show, command: Callable[..., Awaitable[int]], **options: Any) -> Any:
     """Run a command with --json and return the decoded output."""
-    code, text = await show(verb, *arguments, as_json=True)
+    code, text = await show(command, as_json=True, **options)
     assert code == EXIT_OK
     return json.loads(text)
 
@@ -114,7 +115,7 @@ async def weighted_table(store: Store, weights: Sequence[float]) -> flow.Team:
 async def test_the_buffer_shows_sizes_weights_and_probabilities(store: Store, show: Show) -> None:
     team = await weighted_table(store, [1.0, 2.0, 5.0, 0.0])
     await prepare(store, team, 0, ["0-2"])
-    found = await tell(show, verbs.buffer, "order", False, 0, 20)
+    found = await tell(show, inspect.buffer)
     assert (found["size"], found["capacity"], found["sampler"], found["remover"], found["max_uses"]) == (
         4, 100, "prioritized", "lowest_priority", 2,
     )  # fmt: skip
@@ -127,7 +128,7 @@ async def test_the_buffer_shows_sizes_weights_and_probabilities(store: Store, sh
     assert [row["probability"] for row in rows] == [0.125, 0.25, 0.625, 0.0]
     assert (rows[0]["reward_mean"], rows[0]["reward_std"], rows[0]["length_mean"]) == (0.5, 0.5, 2.0)
     assert (rows[0]["source"], rows[0]["generator"]) == ("main", "g")
-    _, text = await show(verbs.buffer, "order", False, 0, 20)
+    _, text = await show(inspect.buffer)
     for expected in ("4 of 100", "3 used 0×, 1 used 1×", "62.500%", "0.5 ± 0.5", "prioritized, lowest_priority"):
         assert expected in text
 
@@ -147,7 +148,7 @@ async def test_the_buffer_is_paged_and_sorted(
     store: Store, show: Show, sort: str, reverse: bool, offset: int, limit: int, expected: list[str]
 ) -> None:
     await weighted_table(store, [1.0, 4.0, 9.0, 0.0, 5.0, 2.0])
-    found = await tell(show, verbs.buffer, sort, reverse, offset, limit)
+    found = await tell(show, inspect.buffer, sort=sort, reverse=reverse, offset=offset, limit=limit)
     assert [row["group"] for row in found["groups"]] == expected
 
 
@@ -172,12 +173,12 @@ async def test_a_page_costs_the_same_for_any_size_of_the_table(store: Store) -> 
 async def test_sorting_by_weight_without_weights_is_an_error(store: Store, show: Show) -> None:
     team = await start(store)
     await flow.buffer(store, team, 2)
-    (row, _) = (await tell(show, verbs.buffer, "order", False, 0, 20))["groups"]
+    (row, _) = (await tell(show, inspect.buffer))["groups"]
     assert (row["weight"], row["probability"]) == (None, None)
     with pytest.raises(
         ConsoleError, match=r"no weights to sort by: replay.sampler is 'fifo'.*sort by order or version"
     ) as caught:
-        await show(verbs.buffer, "weight", False, 0, 20)
+        await show(inspect.buffer, sort="weight", reverse=False, offset=0, limit=20)
     assert caught.value.code == EXIT_CONFIG
 
 
@@ -185,15 +186,15 @@ async def test_a_malformed_header_affects_only_its_row(store: Store, show: Show)
     team = await start(store)
     await flow.buffer(store, team, 2)
     await store.client.hset(store.keys.group("0-0"), "header", b"\xc1 no header")  # type: ignore[misc]
-    rows = (await tell(show, verbs.buffer, "order", False, 0, 20))["groups"]
+    rows = (await tell(show, inspect.buffer))["groups"]
     assert [row["readable"] for row in rows] == [False, True]
-    assert "unreadable header" in (await show(verbs.buffer, "order", False, 0, 20))[1]
-    assert "unreadable header" in (await show(verbs.group, "0-0", 0, 16))[1]
+    assert "unreadable header" in (await show(inspect.buffer))[1]
+    assert "unreadable header" in (await show(inspect.group, ticket="0-0"))[1]
 
 
 async def test_a_group_shows_text_scores_advantages_and_versions(store: Store, run: Path, show: Show) -> None:
     await one_group(store, run)
-    found = await tell(show, verbs.group, "0-0", 0, 16)
+    found = await tell(show, inspect.group, ticket="0-0")
     assert (found["place"], found["prompt"]["text"], found["uses"], found["size"]) == ("replay", "say 5", 0, 4)
     first = found["completions"][0]
     assert (first["segments"][0]["parts"][0]["passage"]["text"], first["reward"], first["truncated"]) == ("5!", 1.0, False)
@@ -206,7 +207,7 @@ async def test_a_group_shows_text_scores_advantages_and_versions(store: Store, r
         {"version": 1, "start": 1, "end": first["length"]},
     ]
     assert [one["segments"][0]["parts"][0]["passage"]["text"] for one in found["completions"]][3] == f"{NASTY}!"
-    _, text = await show(verbs.group, "0-0", 0, 16)
+    _, text = await show(inspect.group, ticket="0-0")
     for expected in (
         "in the replay table",
         "say 5",
@@ -232,7 +233,7 @@ async def test_a_rollout_lists_its_segments(store: Store, run: Path, show: Show)
     )  # fmt: skip
     assert await store.tickets.submit("e", claimed, made, body, 60)
     await settle(store, team)
-    found = await tell(show, verbs.group, "0-0", 0, 16)
+    found = await tell(show, inspect.group, ticket="0-0")
     first, _, third, _ = found["completions"]
     assert (found["size"], first["turns"], first["tool_s"], first["truncated"]) == (4, 3, 1.5, True)
     assert (first["tool_calls"], first["malformed_calls"], third["tool_calls"]) == (1, 2, 0)
@@ -240,13 +241,13 @@ async def test_a_rollout_lists_its_segments(store: Store, run: Path, show: Show)
     assert [segment["index"] for segment in first["segments"] + third["segments"]] == [0, 1, 3]
     assert [segment["parts"][0]["passage"]["text"] for segment in first["segments"]] == ["5", "6!"]
     assert [segment["context"] and segment["context"]["text"] for segment in first["segments"]] == [None, "say six"]
-    _, text = await show(verbs.group, "0-0", 0, 16)
+    _, text = await show(inspect.group, ticket="0-0")
     in_short = "3 turns, 1 tool call, 2 malformed calls, 1.5 s in its environment, truncated"
     for expected in (in_short, "0, segment 1: context", "say six", "0, segment 1: "):
         assert expected in text
     assert "2, segment" not in text, "it has one segment"
     assert "2: context, " in text
-    assert [one["index"] for one in (await tell(show, verbs.group, "0-0", 1, 1))["completions"]] == [1]
+    assert [one["index"] for one in (await tell(show, inspect.group, ticket="0-0", offset=1, limit=1))["completions"]] == [1]
 
 
 async def test_a_conversation_shows_each_turn_with_its_cost(store: Store, run: Path, show: Show) -> None:
@@ -267,7 +268,7 @@ async def test_a_conversation_shows_each_turn_with_its_cost(store: Store, run: P
     )  # fmt: skip
     assert await store.tickets.submit("e", claimed, made, body, 60)
     await settle(store, team)
-    [segment] = (await tell(show, verbs.group, "0-0", 0, 1))["completions"][0]["segments"]
+    [segment] = (await tell(show, inspect.group, ticket="0-0", offset=0, limit=1))["completions"][0]["segments"]
     parts = [(part["sampled"], part["passage"]["text"], part["waited_s"], part["sampled_s"]) for part in segment["parts"]]
     wanted = [
         (True, "5", pytest.approx(0.001), 1.0),
@@ -276,9 +277,9 @@ async def test_a_conversation_shows_each_turn_with_its_cost(store: Store, run: P
         (True, "6!", 0.0, 4.0),
     ]
     assert parts == wanted
-    _, text = await show(verbs.group, "0-0", 0, 1)
+    _, text = await show(inspect.group, ticket="0-0", offset=0, limit=1)
     policy = [line for line in text.splitlines() if "policy, " in line]
-    assert [line.partition(" in ")[2].strip("─╮ ") for line in policy] == [
+    assert [line.partition(" in ")[2].strip() for line in policy] == [
         "1.0 s",
         "3.0 s, after 2.0 s in its environment",
         "4.0 s",
@@ -296,9 +297,9 @@ def sampled(run: Path, text: str, context: str) -> Segment:
 
 async def test_completions_are_paged(store: Store, run: Path, show: Show) -> None:
     await one_group(store, run)
-    found = await tell(show, verbs.group, "0-0", 1, 2)
+    found = await tell(show, inspect.group, ticket="0-0", offset=1, limit=2)
     assert ([one["index"] for one in found["completions"]], found["size"], found["offset"]) == ([1, 2], 4, 1)
-    assert "completions 1 to 2 of 4" in (await show(verbs.group, "0-0", 1, 2))[1]
+    assert "completions 1 to 2 of 4" in (await show(inspect.group, ticket="0-0", offset=1, limit=2))[1]
 
 
 async def test_untrusted_text_is_escaped(store: Store, run: Path, show: Show) -> None:
@@ -308,7 +309,7 @@ async def test_untrusted_text_is_escaped(store: Store, run: Path, show: Show) ->
     one, two = await claim(store, NASTY, 2)
     assert await store.tickets.fail(NASTY, two, NASTY, max_attempts=1)
     (letter,) = await store.dead_letters.page()
-    held = await show(verbs.group, one.ticket_id, 0, 16)
+    held = await show(inspect.group, ticket=one.ticket_id)
     ids = tokens(run, NASTY)
     payload = Payload(
         np.array(ids, np.int32), np.full(4, len(ids), np.int32), np.array(ids * 4, np.int32), np.zeros(4 * len(ids), np.float32),
@@ -319,13 +320,13 @@ async def test_untrusted_text_is_escaped(store: Store, run: Path, show: Show) ->
     await settle(store, team)
     shown = [
         held,
-        await show(verbs.group, one.ticket_id, 0, 16),
-        await show(verbs.buffer, "order", False, 0, 20),
-        await show(verbs.dead_letters, 20, ""),
-        await show(verbs.dead_letter, [letter.id]),
-        await show(verbs.requeue, [letter.id], False, ""),
-        await show(verbs.group, one.ticket_id, 0, 16, as_json=True),
-        await show(verbs.dead_letters, 20, "", as_json=True),
+        await show(inspect.group, ticket=one.ticket_id),
+        await show(inspect.buffer),
+        await show(inspect.deadletter, limit=20, before=""),
+        await show(inspect.deadletter, words=[letter.id]),
+        await show(steer.requeue, words=[letter.id]),
+        await show(inspect.group, ticket=one.ticket_id, offset=0, limit=16, as_json=True),
+        await show(inspect.deadletter, limit=20, before="", as_json=True),
     ]
     for _, text in shown:
         assert all(c.isprintable() or c == "\n" for c in text), text
@@ -346,7 +347,7 @@ def test_escapes_follow_python_and_json() -> None:
 async def test_without_a_tokenizer_token_ids_and_a_reason_are_shown(store: Store, run: Path, show: Show) -> None:
     await one_group(store, run)
     (run.parent / "model" / "tokenizer.json").unlink()
-    found = await tell(show, verbs.group, "0-0", 0, 1)
+    found = await tell(show, inspect.group, ticket="0-0", offset=0, limit=1)
     assert found["prompt"] == {
         "tokens": len(found["prompt"]["token_ids"]),
         "text": None,
@@ -354,7 +355,7 @@ async def test_without_a_tokenizer_token_ids_and_a_reason_are_shown(store: Store
     }
     assert "has no tokenizer.json on this machine" in found["notes"][0]
     (run.parent / "model" / "tokenizer.json").write_text("{}")
-    assert "is not a valid tokenizer" in (await show(verbs.group, "0-0", 0, 1))[1]
+    assert "is not a valid tokenizer" in (await show(inspect.group, ticket="0-0", offset=0, limit=1))[1]
 
 
 async def test_without_the_run_folder_data_in_redis_is_shown(
@@ -362,7 +363,7 @@ async def test_without_the_run_folder_data_in_redis_is_shown(
 ) -> None:
     await one_group(store, run)
     monkeypatch.setenv("GRPO_REDIS_PASSWORD", server.password)
-    assert await verbs.group(store.keys.name, server.url, "0-0", 0, 1, True) == EXIT_OK
+    assert await inspect.group("0-0", store.keys.name, server.url, limit=1, as_json=True) == EXIT_OK
     found = json.loads(capsys.readouterr().out)
     assert (found["completions"][0]["advantage"], found["completions"][0]["reward"]) == (None, 1.0)
     assert found["completions"][0]["segments"][0]["parts"][0]["passage"]["token_ids"] == tokens(run, "5!")
@@ -389,7 +390,7 @@ async def test_damaged_tokens_are_reported(store: Store, run: Path, show: Show, 
     await one_group(store, run)
     (name,) = [key async for key in store.client.scan_iter(match="*:payload:*")]
     await store.client.set(name, codec.seal(payload))
-    code, text = await show(verbs.group, "0-0", 0, 16)
+    code, text = await show(inspect.group, ticket="0-0")
     assert code == EXIT_OK
     assert shown in text
 
@@ -477,16 +478,16 @@ async def test_a_replayed_group_lists_all_its_steps(store: Store, show: Show) ->
     for step, groups in enumerate((["0-0"], ["0-1"], ["0-0"])):
         await prepare(store, team, step, groups)
     await store.steps.commit(team.trainer, 0)
-    found = await tell(show, verbs.group, "0-0", 0, 16)
+    found = await tell(show, inspect.group, ticket="0-0")
     assert (found["place"], found["uses"], [step["step"] for step in found["steps"]]) == ("replay", 2, [0, 2])
-    assert "0 (committed), 2 (prepared)" in (await show(verbs.group, "0-0", 0, 16))[1]
+    assert "0 (committed), 2 (prepared)" in (await show(inspect.group, ticket="0-0"))[1]
 
 
 @pytest.mark.parametrize("ticket", ["", "17", "0-", "a-b", "0-17.5", "-1-2", "0-99999999999", "0-1 0-2", "٠-١"])
 async def test_a_malformed_ticket_is_a_one_line_error(store: Store, show: Show, ticket: str) -> None:
     await start(store)
     with pytest.raises(ConsoleError, match=r"is not a ticket: give <epoch>-<row>, e\.g\. 0-17") as caught:
-        await show(verbs.group, ticket, 0, 16)
+        await show(inspect.group, ticket=ticket)
     assert caught.value.code == EXIT_CONFIG
 
 
@@ -508,7 +509,7 @@ async def two_ranks(store: Store) -> flow.Team:
 
 async def test_a_step_shows_its_groups_and_row_usage(store: Store, show: Show) -> None:
     await two_ranks(store)
-    found = await tell(show, verbs.step, 0, 0, 100)
+    found = await tell(show, inspect.step, number=0, offset=0, limit=100)
     plan = found["plan"]
     assert (found["state"], plan["size"], plan["fresh"], plan["denominators"], plan["response_tokens"]) == (
         "prepared", 2, 2, [14.0], 14,
@@ -522,9 +523,9 @@ async def test_a_step_shows_its_groups_and_row_usage(store: Store, show: Show) -
     assert (first["group"], first["fresh"], first["uses"], first["lag"], first["weight"]) == ("0-0", True, 2, 0, 0.5)
     assert (second["responses"], second["masked"], second["trained_tokens"]) == (4, 1, 6)
     assert plan["stats"] == {"reward/train/mean": 0.5}
-    replayed = (await tell(show, verbs.step, 1, 0, 100))["plan"]["groups"]
+    replayed = (await tell(show, inspect.step, number=1, offset=0, limit=100))["plan"]["groups"]
     assert [(row["fresh"], row["lag"]) for row in replayed] == [(False, 1)]
-    _, text = await show(verbs.step, 0, 0, 1)
+    _, text = await show(inspect.step, number=0, offset=0, limit=1)
     for expected in ("2: 2 fresh, 0 replayed", "2 rows per rank, denominator 14", "groups 0 to 0 of 2", "-1.5 / 0.25 / 1.5"):
         assert expected in text
 
@@ -543,7 +544,7 @@ async def test_a_step_counts_rollouts_and_shared_contexts_once(store: Store, sho
     ]
     plan = StepPlan(0, ["0-0"], ["0-0"], 1, 1, [1], [8.0], 8, 36, {})
     await store.steps.prepare(team.leader, plan, [RankPlan([samples])])
-    found = (await tell(show, verbs.step, 0, 0, 100))["plan"]
+    found = (await tell(show, inspect.step, number=0, offset=0, limit=100))["plan"]
     (group,) = found["groups"]
     assert (group["responses"], group["segments"], group["masked"], group["trained_tokens"]) == (4, 5, 1, 8)
     assert found["advantage"] == {"min": 0.0, "mean": 1.5, "max": 3.0}
@@ -558,12 +559,12 @@ async def test_a_retired_step_shows_its_metrics(store: Store, show: Show) -> Non
         await store.monitor.record({"step": float(step), "reward/train/mean": 0.25 + step})
     await store.steps.checkpointed(team.trainer, 0)
     await store.steps.retire()
-    found = await tell(show, verbs.step, 0, 0, 100)
+    found = await tell(show, inspect.step, number=0, offset=0, limit=100)
     assert (found["state"], found["plan"], found["record"]["reward/train/mean"]) == ("retired", None, 0.25)
-    _, text = await show(verbs.step, 0, 0, 100)
+    _, text = await show(inspect.step, number=0, offset=0, limit=100)
     assert "its plan was deleted after a checkpoint" in text
     assert "reward/train/mean  0.25" in text
-    assert (await tell(show, verbs.step, 1, 0, 100))["record"]["reward/train/mean"] == 1.25
+    assert (await tell(show, inspect.step, number=1, offset=0, limit=100))["record"]["reward/train/mean"] == 1.25
 
 
 @pytest.mark.parametrize(
@@ -572,7 +573,7 @@ async def test_a_retired_step_shows_its_metrics(store: Store, show: Show) -> Non
 async def test_an_unprepared_step_is_an_error(store: Store, show: Show, step: int, message: str) -> None:
     await two_ranks(store)
     with pytest.raises(ConsoleError, match=message):
-        await show(verbs.step, step, 0, 100)
+        await show(inspect.step, number=step, offset=0, limit=100)
 
 
 async def test_the_latest_record_of_a_step_is_found(store: Store) -> None:
@@ -639,9 +640,9 @@ async def test_the_record_of_a_step_that_a_restore_has_undone_is_not_its_record(
 async def test_the_ledger_matches_the_audit(store: Store, show: Show) -> None:
     team = await start(store)
     await flow.buffer(store, team, 2)
-    found = await tell(show, verbs.ledger)
+    found = await tell(show, inspect.ledger)
     assert (found["issued"], found["places"]["buffered"], found["lost"]) == (2, 2, 0)
-    assert "in the replay table, not yet trained" in (await show(verbs.ledger))[1]
+    assert "in the replay table, not yet trained" in (await show(inspect.ledger))[1]
 
 
 async def bury(store: Store, team: flow.Team, reasons: Sequence[str]) -> list[str]:
@@ -655,17 +656,17 @@ async def bury(store: Store, team: flow.Team, reasons: Sequence[str]) -> list[st
 async def test_dead_letters_are_paged_or_shown_whole(store: Store, show: Show) -> None:
     team = await start(store)
     ids = await bury(store, team, ["one broke", "two broke", "three broke"])
-    page = await tell(show, verbs.dead_letters, 2, "")
+    page = await tell(show, inspect.deadletter, limit=2, before="")
     assert ([row["id"] for row in page["letters"]], page["total"], page["next"]) == ([ids[2], ids[1]], 3, ids[1])
-    rest = await tell(show, verbs.dead_letters, 2, page["next"])
+    rest = await tell(show, inspect.deadletter, limit=2, before=page["next"])
     assert ([row["reason"] for row in rest["letters"]], rest["next"]) == (["one broke"], None)
-    assert f"more with --before {ids[1]}" in (await show(verbs.dead_letters, 2, ""))[1]
-    found = await tell(show, verbs.dead_letter, [ids[0]])
+    assert f"more with --before {ids[1]}" in (await show(inspect.deadletter, limit=2, before=""))[1]
+    found = await tell(show, inspect.deadletter, words=[ids[0]])
     assert (found["kind"], found["fields"]["id"], found["fields"]["prompt"]) == ("ticket", "0-0", [5, 6, 7])
-    assert "answer  " in (await show(verbs.dead_letter, [ids[0]]))[1]
-    several = await tell(show, verbs.dead_letter, ids[1:])
+    assert "answer  " in (await show(inspect.deadletter, words=[ids[0]]))[1]
+    several = await tell(show, inspect.deadletter, words=ids[1:])
     assert [(one["id"], one["reason"]) for one in several] == [(ids[1], "two broke"), (ids[2], "three broke")]
-    _, text = await show(verbs.dead_letter, ids[1:])
+    _, text = await show(inspect.deadletter, words=ids[1:])
     assert text.index("two broke") < text.index("three broke")
 
 
@@ -673,9 +674,9 @@ async def test_dead_letters_are_paged_or_shown_whole(store: Store, show: Show) -
 async def test_an_undecodable_body_is_shown_as_hex(store: Store, show: Show, body: bytes) -> None:
     await start(store)
     id = (await store.client.xadd(store.keys.deadletter, {"ticket": b"\xff\x1b", "reason": "?", "body": body})).decode()
-    found = await tell(show, verbs.dead_letter, [id])
+    found = await tell(show, inspect.deadletter, words=[id])
     assert (found["kind"], bytes.fromhex(found["hex"]), found["failed"]) == ("bytes", body, False)
-    _, text = await show(verbs.dead_letter, [id])
+    _, text = await show(inspect.deadletter, words=[id])
     assert len(text) < 2000
 
 
@@ -685,50 +686,51 @@ async def test_a_header_with_nonfinite_numbers_is_shown(store: Store, show: Show
     (one,) = await claim(store, "g")
     bad = header(one, rewards=[float("nan"), float("inf"), 0.0, 1.0], scores={"exact": [float("nan")]})
     assert await store.tickets.submit("g", one, bad, flow.payload_bytes(one), 60)
-    waiting = await tell(show, verbs.group, "0-0", 0, 16)
+    waiting = await tell(show, inspect.group, ticket="0-0")
     assert waiting["completions"][0]["reward"] is None
     assert any("rewards must be finite" in note for note in waiting["notes"])
     await settle(store, team, "failed:rewards are not finite")
     (letter,) = await store.dead_letters.page()
-    found = await tell(show, verbs.dead_letter, [letter.id])
+    found = await tell(show, inspect.deadletter, words=[letter.id])
     assert (found["kind"], found["fields"]["rewards"]) == ("header", [None, None, 0.0, 1.0])
 
 
 @pytest.mark.parametrize("id", ["nothing", "5-", "99999999999999999999999-0"])
 async def test_an_invalid_id_is_an_error(store: Store, show: Show, id: str) -> None:
     await start(store)
-    for verb, arguments in ((verbs.dead_letter, ([id],)), (verbs.dead_letters, (20, id))):
-        with pytest.raises(ConsoleError, match="is not the id of a dead letter"):
-            await show(verb, *arguments)
-    with pytest.raises(ConsoleError, match="there is no dead letter 5-5: it was requeued or trimmed"):
-        await show(verbs.dead_letter, ["5-5"])
+    with pytest.raises(ConsoleError, match="is not the id of a dead letter"):
+        await show(inspect.deadletter, before=id)
+    with pytest.raises(ConsoleError, match="there is no dead letter 1790000000000-5: it was requeued or trimmed"):
+        await show(inspect.deadletter, words=["1790000000000-5"])
 
 
 async def test_requeue_takes_ids_a_reason_or_all(store: Store, show: Show) -> None:
     team = await start(store)
     ids = await bury(store, team, ["math broke", "math broke", "its lease ran out", "out of memory"])
-    code, text = await show(verbs.requeue, [ids[0], "7-7"], False, "")
+    code, text = await show(steer.requeue, words=[ids[0], "1790000000000-7"])
     assert (code, "1 requeued, 1 refused" in text, "there is no such dead letter" in text) == (EXIT_OK, True, True)
-    code, text = await show(verbs.requeue, [ids[0]], False, "")
+    code, text = await show(steer.requeue, words=[ids[0]])
     assert (code, "already requeued" in text, "1 requeued, 0 refused" in text) == (EXIT_OK, True, True)
-    found = await tell(show, verbs.requeue, [], False, "math")
+    found = await tell(show, steer.requeue, reason="math")
     assert ([row["ticket"] for row in found["requeued"]], found["refused"]) == (["0-1"], [])
-    found = await tell(show, verbs.requeue, [], True, "")
+    found = await tell(show, steer.requeue, everything=True)
     assert {row["ticket"] for row in found["requeued"]} == {"0-2", "0-3"}
-    assert await show(verbs.requeue, [], True, "") == (
+    assert await show(steer.requeue, everything=True) == (
         EXIT_OK,
         f"no dead letters\nrun {store.keys.name}: 0 requeued, 0 refused\n",
     )
-    assert (await show(verbs.requeue, ["7-7"], False, ""))[0] == EXIT_FAILED
+    assert (await show(steer.requeue, words=["1790000000000-7"]))[0] == EXIT_FAILED
     assert (await store.run.audit())["requeued"] == 4
 
 
-@pytest.mark.parametrize(("ids", "everything", "reason"), [([], False, ""), (["1-1"], True, ""), (["1-1"], False, "x")])
+@pytest.mark.parametrize(
+    ("ids", "everything", "reason"), [([], False, ""), (["1790000000000-0"], True, ""), (["1790000000000-0"], False, "x")]
+)
 async def test_requeue_takes_exactly_one_way_to_choose(
     store: Store, show: Show, ids: list[str], everything: bool, reason: str
 ) -> None:
     with pytest.raises(ConsoleError, match="give exactly one of: ids of dead letters"):
-        await show(verbs.requeue, ids, everything, reason)
+        await show(steer.requeue, words=ids, everything=everything, reason=reason)
 
 
 async def test_a_finished_run_rejects_a_requeue(store: Store, show: Show) -> None:
@@ -736,7 +738,7 @@ async def test_a_finished_run_rejects_a_requeue(store: Store, show: Show) -> Non
     ids = await bury(store, team, ["broke"])
     await store.run.finish("trained 4 of 4 steps")
     with pytest.raises(ConsoleError, match="the run is over: trained 4 of 4 steps"):
-        await show(verbs.requeue, ids, False, "")
+        await show(steer.requeue, words=ids)
     assert await store.dead_letters.count() == 1
 
 

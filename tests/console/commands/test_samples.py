@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.config import to_toml
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.operations.samples.folder import LogStatus
 from tests.operations.samples.made import made_row, write_log
 from tests.support.harness import small_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.config import RunConfig, load
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.doctor import Finding
 from services.console.doctor.functions import functions, verifiers
 from services.console.doctor.rows import data

@@ -13,7 +13,7 @@ import redis
 
 from services.config import RunConfig, load, to_toml
 from services.config.model_files import unusable
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.doctor import Finding, functions, gathered, machine, packages, resources, secrets, server
 from services.console.doctor.model import Weights, model
 from services.console.doctor.preflight import check_again, preflight

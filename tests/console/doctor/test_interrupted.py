@@ -30,7 +30,7 @@ def test_a_check_that_takes_long_is_interrupted(tmp_path: Path, slow: str) -> No
         ]
     for edit in edits:
         edit(folder)
-    command = [sys.executable, "-m", "services.console", "run", "my.toml"]
+    command = [sys.executable, "-m", "services.console.commands", "run", "my.toml"]
     with subprocess.Popen(command, env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         wait_until(lambda: reached.exists() or process.poll() is not None, "the check")
         process.send_signal(signal.SIGINT)

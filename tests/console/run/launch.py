@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.config import RunConfig
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.run import command, launcher, report, supervision
 from services.console.run.plan import plan_units
 from services.runtime.child_processes import ServicePlan

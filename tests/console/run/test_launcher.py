@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from services.config import load_resolved
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.run.redis_server import RedisServer
 from services.store import Store
 from tests.support.console import (

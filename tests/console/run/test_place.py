@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.config import RunConfig, digest
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.doctor import Finding, machine, resources
 from services.console.lock import FolderLock
 from services.console.run import place

@@ -14,7 +14,7 @@ import pytest
 
 from services.config import ConfigError, digest, to_toml
 from services.config.environments import VerifiersEnvironment
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.environment.programs.process import ProgramFailed
 from tests.environment.programs.test_programs import process
 from tests.environment.support.rollouts import ScriptedRollout, ScriptedRollouts, served

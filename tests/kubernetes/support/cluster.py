@@ -53,7 +53,7 @@ class Cluster:
         programs = self.held.folder / "bin"
         programs.mkdir(parents=True)
         for name, text in {
-            "grpo": f'#!/bin/sh\nexec {PYTHON}/bin/python -m services.console "$@"\n',
+            "grpo": f'#!/bin/sh\nexec {PYTHON}/bin/python -m services.console.commands "$@"\n',
             "valkey-server": f'#!/bin/sh\nexec {find_server(shutil.which("redis-server") or "")} "$@"\n',
         }.items():
             (programs / name).write_text(text)

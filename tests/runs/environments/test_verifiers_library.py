@@ -24,7 +24,7 @@ def test_an_environment_of_the_library_trains(folder: Path, tmp_path_factory: py
         "filters.exclude_pass_rate=0", "data.chat_template=true", "sampling.max_tokens=12", "data.max_prompt_tokens=40",
         "sampling.group_size=2", "admission.prompts_per_step=1", "admission.max_staleness=0",
     )  # fmt: skip
-    subprocess.run([sys.executable, "-m", "services.console", "rows", str(path)], check=True)
+    subprocess.run([sys.executable, "-m", "services.console.commands", "rows", str(path)], check=True)
     finish(start(path))
     check_whole(folder, "library", STEPS)
     records = [json.loads(line) for line in (folder / "library" / "metrics.jsonl").read_text().splitlines()]

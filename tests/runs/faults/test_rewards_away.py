@@ -30,7 +30,7 @@ NAME = "rewarded"
 
 
 def status(folder: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "services.console", "status", str(folder / NAME), *options]
+    command = [sys.executable, "-m", "services.console.commands", "status", str(folder / NAME), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
 
 

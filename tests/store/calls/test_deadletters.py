@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.commands.audit import audit
+from services.operations.inspection.ledger import audit
 from services.store import Store
 from services.store.inspection_records import Drop, Requeued
 from services.store.snapshot_format import Snapshot

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.console.commands.audit import assess
 from services.console.run.redis_server import RedisServer
+from services.operations.inspection.ledger import assess
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
 from services.store import Store
 from services.store.calls import snapshot as snapshots

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 import redis
 
-from services.console.commands.audit import audit
 from services.console.run.redis_server import RedisServer
+from services.operations.inspection.ledger import audit
 from services.protocol.errors import StoreError
 from services.protocol.keys import TOPICS
 from services.runtime.loops import end_tasks

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from services.console.local.redis_server import RedisServer
 
+from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store

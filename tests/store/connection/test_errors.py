@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.console.commands.audit import audit
 from services.console.run.redis_server import RedisServer
+from services.operations.inspection.ledger import audit
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store

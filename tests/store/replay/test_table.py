@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from services.console.commands.audit import assess
 from services.console.run.redis_server import RedisServer
+from services.operations.inspection.ledger import assess
 from services.protocol.errors import Fenced, OutOfOrder, StoreError
 from services.protocol.keys import Keys
 from services.store import Store

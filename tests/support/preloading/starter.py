@@ -30,7 +30,7 @@ USUAL = ("tests.support.preloading",)
 """Modules that start in the usual way."""
 WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # started by execnet for pytest-xdist
 STARTERS = (
-    "services.console",
+    "services.console.commands",
     "services.environment",
     "services.generator",
     "services.trainer.node",

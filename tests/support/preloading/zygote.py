@@ -32,12 +32,12 @@ from tests.support.preloading.request import Request, receive
 
 LIGHT = (
     "anyio._backends._asyncio", "asyncio", "fastapi", "httpx", "msgspec", "numpy", "pydantic", "pydantic.v1", "redis.asyncio",
-    "redis.asyncio.cluster", "rich", "rich.logging", "services.console.arguments", "services.console.attach",
-    "services.console.commands.audit", "services.console.commands.control", "services.console.commands.inspecting",
-    "services.console.commands.running", "services.console.commands.steering", "services.console.commands.watching",
-    "services.console.display.layout", "services.console.run.report",
-    "services.console.run.command", "services.console.offline", "services.console.reading.from_folder",
-    "services.console.reading.presence", "services.console.reading.shared_server",
+    "redis.asyncio.cluster", "rich", "rich.logging",
+    "services.console.commands.compare", "services.console.commands.config", "services.console.commands.cost",
+    "services.console.commands.export", "services.console.commands.init", "services.console.commands.inspect",
+    "services.console.commands.look", "services.console.commands.run", "services.console.commands.samples",
+    "services.console.commands.score", "services.console.commands.steer", "services.console.commands.web",
+    "services.console.run.report",
     "services.dataprep.identity", "services.dataprep.loop", "services.dataprep.run_gauges",
     "services.environment.pod", "services.environment.programs.mcp_transport", "services.environment.programs.worker",
     "services.generator.pod", "services.http.entry", "services.operations.observe", "services.runtime.portal",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.lock import FolderLock
 from services.console.run.folder import RunFolder
 from tests.support.console import ROOT
@@ -95,7 +95,7 @@ def test_logs_are_followed_until_ctrl_c(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, "followed")
     log = folder.logs / "trainer-0.log"
     log.write_text("old\n")
-    command = [sys.executable, "-u", "-m", "services.console", "logs", str(folder.path), "-f"]
+    command = [sys.executable, "-u", "-m", "services.console.commands", "logs", str(folder.path), "-f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process, killed_at_the_end(process):
         assert process.stdout is not None
         assert process.stdout.readline() == "old\n"

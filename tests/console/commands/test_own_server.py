@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from services.config import digest
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
+from services.console.commands.own_server import reading
 from services.console.errors import EXIT_REDIS, ConsoleError
 from services.console.lock import FolderLock, holder
-from services.console.reading.shared_server import reading
 from services.console.run.folder import RunFolder
 from services.console.run.redis_server import start_server
 from services.store import Store
@@ -29,7 +29,7 @@ from tests.support.harness import small_config
 READER = """
 import asyncio, sys; from pathlib import Path
 from services.console.run.folder import RunFolder
-from services.console.reading.shared_server import reading
+from services.console.commands.own_server import reading
 async def read():
     async with reading(RunFolder(Path(sys.argv[1])), lambda _: None) as found:
         print(found.url, flush=True); sys.stdin.read()
@@ -67,17 +67,21 @@ def process(*command: str, keeps: int = 0) -> subprocess.Popen[bytes]:
 
 
 async def test_readers_share_a_server_until_the_last_one_exits(stopped: RunFolder) -> None:
-    first, second = reader(stopped), reader(stopped)
+    first = reader(stopped)
     assert first.stdout is not None
-    assert second.stdout is not None
+    assert first.stdin is not None
     url = first.stdout.readline()
-    assert second.stdout.readline() == url
-    first.kill()  # so that it exits without cleaning up
-    first.communicate()
     async with reading(stopped, print) as found:
         assert found.url == url.strip()
-        second.communicate("")
-    wait_until(lambda: holder(stopped.path) is None, "the end of the server")
+        first.stdin.close()  # it is done with its own server
+        await asyncio.sleep(0.5)
+        assert first.poll() is None, "it stays until the others are done"
+        store = await Store.connect(found.url, stopped.settings.run.name, (stopped.redis / "password").read_text().strip())
+        assert await store.run.state() is not None
+        await store.close()
+    first.wait()
+    first.stdout.close()
+    assert holder(stopped.path) is None
 
 
 async def test_the_port_of_an_earlier_server_is_not_taken_for_that_of_the_next(stopped: RunFolder) -> None:
@@ -94,7 +98,7 @@ async def test_the_port_of_an_earlier_server_is_not_taken_for_that_of_the_next(s
 
 def test_concurrent_commands_see_the_run(stopped: RunFolder) -> None:
     def status(_: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "services.console", "status", str(stopped.path)]
+        command = [sys.executable, "-m", "services.console.commands", "status", str(stopped.path)]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
     with ThreadPoolExecutor(4) as pool:
@@ -117,7 +121,7 @@ async def test_a_starting_run_takes_the_folder_from_readers(stopped: RunFolder) 
     ("verb", "sig", "code"), [("web", signal.SIGINT, 0), ("web", signal.SIGTERM, 0), ("status", signal.SIGINT, 130)]
 )
 def test_a_wait_for_the_server_can_be_interrupted(stopped: RunFolder, verb: str, sig: signal.Signals, code: int) -> None:
-    command = [sys.executable, "-m", "services.console", verb, str(stopped.path)]
+    command = [sys.executable, "-m", "services.console.commands", verb, str(stopped.path)]
     with (
         FolderLock(stopped.path),  # as if the run were starting
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as waiting,

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.console.__main__ import main
-from services.console.commands.smoke import POLL_S
+from services.console.commands.__main__ import main
+from services.console.commands.look import STEPS_POLL_S as POLL_S
 from services.console.run.redis_server import RedisServer
 from services.protocol.messages import PodStatus
 from services.runtime.portal import Portal
@@ -64,15 +64,14 @@ def test_a_stopped_run_has_ended(served: tuple[Portal, Store, list[str]], capsys
 def test_all_roles_are_asked_before_any_is_waited_for(
     served: tuple[Portal, Store, list[str]], capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    portal, store, _ = served
+    portal, store, run = served
     before, after, asked = ("", "keep", set(ROLES)) if verb == "pause" else ("keep", "", set[str]())
 
-    async def prepare() -> str:
+    async def prepare() -> None:
         if verb == "resume":
             for role in ROLES:
                 await store.run.pause(role, "ada")
         await beat(before)
-        return (await store.fleet.members(600.0))[0].url
 
     async def beat(paused: str) -> None:
         (pod,) = await store.fleet.members(600.0)
@@ -87,11 +86,11 @@ def test_all_roles_are_asked_before_any_is_waited_for(
         await wait_until(every_role_is_asked)
         await beat(after)
 
-    url = portal.call(prepare())
+    portal.call(prepare())
     complying = portal.start(comply())
-    assert main([verb, "--api", url, "--wait", "10"]) == 0, capsys.readouterr().out
+    assert main([verb, *run, "--wait", "10"]) == 0, capsys.readouterr().out
     complying.result()
-    assert capsys.readouterr().out == f"generator, dataprep, trainer {verb}d\n"
+    assert capsys.readouterr().out == f"run {RUN}: generator, dataprep, trainer {verb}d\n"
 
 
 async def _stopping(store: Store) -> bool:

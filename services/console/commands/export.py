@@ -1,4 +1,4 @@
-"""Implements `grpo export`, which writes a checkpoint of a run in Hugging Face format, from its folder alone.
+"""The command `grpo export`, which writes a checkpoint of a run in Hugging Face format, from its folder alone.
 
 Guarantees: torch is imported in a separate process; a failure is reported in one line.
 """
@@ -11,8 +11,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.options import Json, Run
 from services.console.paths import existing
 from services.console.printable import print_json, printable
 
@@ -21,8 +25,20 @@ EXPORTS = "exports"
 LATEST = -1  # instead of a step, for the process that writes
 
 
-def export(run: str, out: Path | None, step: int | None, as_json: bool) -> int:
-    """Write the checkpoint of `step`, by default the latest, to `out`, by default below the run's folder."""
+def export(
+    run: Run = "",
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder to write; default: RUN/exports/step-N, or RUN/exports/latest.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default: the latest one.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint as a model in Hugging Face format.
+
+    The model has its tokenizer, chat template and sampling defaults. The command reads the run's folder and needs no server.
+    Adapters are merged into the model and also written next to it. An earlier export in OUT is replaced; any other folder is
+    refused.
+    """
     folder = existing(run)
     if missing := [name for name in ("torch", "transformers", "deepspeed") if importlib.util.find_spec(name) is None]:
         raise ConsoleError(
@@ -34,10 +50,8 @@ def export(run: str, out: Path | None, step: int | None, as_json: bool) -> int:
         raise ConsoleError(f"{out} is where the run itself writes its export: give another folder", EXIT_CONFIG)
     command = [sys.executable, "-m", "services.trainer.checkpoints.exporting"]
     given = [str(folder.config), str(folder.checkpoints), str(LATEST if step is None else step), str(out.absolute())]
-    done = subprocess.run(
-        [*command, *given], capture_output=True, text=True, check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, *given], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ConsoleError(printable(last.removeprefix("error: ")), EXIT_FAILED)

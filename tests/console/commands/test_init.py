@@ -17,7 +17,7 @@ from services.config import load
 from services.config.data import FileSource, ReasoningGymSource
 from services.config.environments import McpEnvironment, PythonEnvironment
 from services.config.verifiers import ExactConfig, MathConfig
-from services.console.__main__ import main
+from services.console.commands.__main__ import main
 from services.console.doctor.preflight import preflight
 from services.console.initial.look import BOXED
 from services.dataprep.prompts.rows import Needs, read_rows
@@ -85,7 +85,7 @@ def test_the_commands_that_follow_can_be_copied(here: Path, capsys: pytest.Captu
 
 CLASS = "class Own:\n    def score(self):\n        return 1\n"
 AGENT = "agent.py"
-SERVER = Path(__file__).parent.parent / "environment" / "support" / "mcp_server.py"
+SERVER = Path(__file__).parents[2] / "environment" / "support" / "mcp_server.py"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Implements `grpo compare`, which compares two runs by their folders: configuration, curves, evaluations.
+"""The command `grpo compare`, which compares two runs by their folders: configuration, curves, evaluations.
 
 Guarantees: reads files only, so the runs may be running, finished or from another machine; a torn last line is left out.
 """
@@ -9,26 +9,46 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from services.console.display.text import cell, show, table
 from services.console.errors import EXIT_OK
+from services.console.options import Json, NamedRun
 from services.console.paths import RunPaths, existing
-from services.console.printable import columns, print_json
+from services.console.printable import print_json
 from services.operations.history import recorded
 
 CURVES = (
-    "reward/train/mean", "reward/gen/mean", "reward/train/zero_std_share", "length/train/mean", "entropy/train/mean",
-    "kl/train/mean", "gradient/train/norm", "logprob_gap/train/mean", "staleness/trained/mean",
-    "throughput/trained/tokens_per_s", "time/elapsed_s",
-)  # fmt: skip
+    "reward/train/mean",
+    "reward/gen/mean",
+    "reward/train/zero_std_share",
+    "length/train/mean",
+    "entropy/train/mean",
+    "kl/train/mean",
+    "gradient/train/norm",
+    "logprob_gap/train/mean",
+    "staleness/trained/mean",
+    "throughput/trained/tokens_per_s",
+    "time/elapsed_s",
+)
 """Metrics compared without `--metric` (docs/metrics.md)."""
 BARS = "▁▂▃▄▅▆▇█"
 POINTS = 16  # of a curve in the table
 IGNORED = ("run.name", "run.dir", "redis.", "api.", "web.")  # where a run is, not what it does
 
 
-def compare(first: str, second: str, metrics: Sequence[str], as_json: bool) -> int:
-    """Print the differences of two runs."""
+def compare(
+    first: NamedRun,
+    second: Annotated[str, typer.Argument(metavar="RUN", help="The other run.")],
+    metric: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Compare this metric; may be repeated.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Compare configurations, curves and evaluations of two runs.
+
+    It reads their folders and needs no server.
+    """
     folders = existing(first), existing(second)
     names = [folder.path.name for folder in folders]
     if names[0] == names[1]:
@@ -38,25 +58,29 @@ def compare(first: str, second: str, metrics: Sequence[str], as_json: bool) -> i
     differ = {key: values for key, values in differ.items() if values[0] != values[1] and not key.startswith(IGNORED)}
     records = [records_of(folder.metrics, "step") for folder in folders]
     rounds = [records_of(folder.evaluations, "eval/version") for folder in folders]
-    wanted = [name for name in metrics or CURVES if any(name in record for run in records for record in run.values())]
+    wanted = [name for name in metric or CURVES if any(name in record for run in records for record in run.values())]
     last_rounds = [run[max(run)] if run else {} for run in rounds]
     scores = sorted({name for one in last_rounds for name in one if name.startswith("eval/") and name != "eval/version"})
     if as_json:
         curves = {
             name: [{str(step): one[name] for step, one in run.items() if name in one} for run in records] for name in wanted
         }
-        print_json({
-            "runs": names, "configuration": differ, "steps": [len(run) for run in records], "curves": curves,
-            "evaluation": {name: [one.get(name) for one in last_rounds] for name in scores},
-        })  # fmt: skip
+        print_json(
+            {
+                "runs": names,
+                "configuration": differ,
+                "steps": [len(run) for run in records],
+                "curves": curves,
+                "evaluation": {name: [one.get(name) for one in last_rounds] for name in scores},
+            }
+        )
         return EXIT_OK
-    rows = [(key, *map(_shown, values)) for key, values in differ.items()]
-    print(columns([("configuration", *names), *rows]) if rows else "the configurations are equal")
-    print()
-    print(
-        columns([("metric", *(part for name in names for part in (name, "last"))), *(_curve(name, records) for name in wanted)])
-    )
-    print()
+    settings_table, curves_table = table("configuration", *names), table("metric", names[0], "last", names[1], "last")
+    for key, values in differ.items():
+        settings_table.add_row(cell(key), *(cell(_shown(value)) for value in values))
+    for name in wanted:
+        curves_table.add_row(*map(cell, _curve(name, records)))
+    show(settings_table if differ else "the configurations are equal", "", curves_table, "")
     print(f"steps: {len(records[0])} and {len(records[1])}; `last` is the mean of the last tenth of each run")
     for name in scores:
         print(f"last {name}: {' and '.join(_shown(one.get(name)) for one in last_rounds)}")
@@ -65,7 +89,7 @@ def compare(first: str, second: str, metrics: Sequence[str], as_json: bool) -> i
 
 def _settings(folder: RunPaths) -> dict[str, Any]:
     """Return the resolved configuration as `section.key` -> value."""
-    return dict(_flat(folder.settings(), ""))
+    return dict(_flat(folder.settings.model_dump(mode="json"), ""))
 
 
 def _flat(tree: Any, prefix: str) -> list[tuple[str, Any]]:

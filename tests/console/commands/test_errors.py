@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.console import __main__ as console
-from services.console.__main__ import main
-from services.console.commands.inspecting import run_and_ids
-from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED, ConsoleError
+from services.console.commands import __main__ as console
+from services.console.commands.__main__ import main
+from services.console.commands.steer import run_and_ids
+from services.console.errors import EXIT_FAILED, EXIT_STOPPED, ConsoleError
 from services.runtime.atomic_folders import FolderError
 from tests.support.console import LIMIT_S, ROOT, environment, state_of, wait_until
 
@@ -29,7 +29,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixtu
         raise FolderError("cannot write x: no space\nleft")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(console, "quicken", full)
+        patch.setattr(console, "with_waits", lambda _: full())
         assert main(["version"]) == EXIT_FAILED
     assert capsys.readouterr().err == "error: cannot write x: no space left\n"
 
@@ -38,7 +38,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixtu
 def test_a_question_can_be_left(key: bytes, tmp_path: Path) -> None:
     """On a terminal of its own."""
     console, terminal = os.openpty()
-    command = [sys.executable, "-m", "services.console", "init"]
+    command = [sys.executable, "-m", "services.console.commands", "init"]
     process = subprocess.Popen(
         command, preexec_fn=lambda: os.login_tty(terminal), env=environment(PYTHONPATH=str(ROOT)), cwd=tmp_path
     )
@@ -53,19 +53,12 @@ def test_a_question_can_be_left(key: bytes, tmp_path: Path) -> None:
     os.close(console)
 
 
-@pytest.mark.parametrize("option", ["-n", "--namespace"])
-def test_a_namespace_without_a_cluster_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([option, "prod", "ls"]) == EXIT_CONFIG
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "error: --namespace prod needs --kube-context: name a context of your kubeconfig\n")
-
-
 def test_an_error_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     def refused() -> None:
         raise ConsoleError("the run was stopped: \x1b[2Jhello")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(console, "quicken", refused)
+        patch.setattr(console, "with_waits", lambda _: refused())
         assert main(["version"]) == EXIT_FAILED
     assert capsys.readouterr().err == "error: the run was stopped: \\e[2Jhello\n"
 

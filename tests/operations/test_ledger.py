@@ -7,7 +7,8 @@ import json
 import pytest
 from rich.console import Console
 
-from services.console.commands.audit import as_table, assess, audit
+from services.console.display.answers import audit_table
+from services.operations.inspection.ledger import assess, audit
 from services.store import Store
 from tests.support.flow import buffer, prepare, start
 
@@ -45,7 +46,7 @@ def test_every_kind_of_problem_is_reported_on_one_line(change: dict[str, int], m
     assert len(report.messages) == 1
     assert message in report.messages[0]
     with (console := Console(width=200)).capture() as shown:
-        console.print(as_table(report))
+        console.print(audit_table(report))
     assert message in shown.get()
 
 
