@@ -5,8 +5,8 @@
 Every command is called several times beside a run whose Redis answers; `stop` is called once. The figures are the CPU time of the
 process and of the children that it waited for. `cpu_ms_p90` is the 90th percentile over commands, the median of all rounds. Left
 out are `run`, `web` and `smoke`, which run until they are stopped or something happens; `doctor` and `export`, which load torch;
-and `fork`, `record`, `restore` and `drain`, which need a run that trains. The floor is a Python process that imports only what
-every command that talks to Redis needs. Modules are compiled beforehand, as in an installed package. The last line is one JSON
+and `fork`, `restore` and `drain`, which need a run that trains. The floor is a Python process that imports only the libraries
+that every command imports. Modules are compiled beforehand, as in an installed package. The last line is one JSON
 object.
 """
 
@@ -67,7 +67,7 @@ VERBS = {
     "stop": "stop small --yes",
 }
 """The commands to measure, in an order in which each works after the previous ones."""
-FLOOR = "import asyncio, hiredis, msgspec, tomllib, typer"
+FLOOR = "import httpx, pydantic, redis.asyncio, rich.console, typer"
 
 
 async def begin(folder: Path, server: RedisServer) -> None:

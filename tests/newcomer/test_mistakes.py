@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import pytest
 from services.console.commands.__main__ import main
 from services.console.doctor import functions
 from services.console.run import command
+from tests.newcomer import in_configuration, in_data, in_functions, in_machine, in_model
 from tests.newcomer.mistakes import MISTAKES, refused
-from tests.newcomer.world import Mistake, make, make_model, unnamed
+from tests.newcomer.world import make, make_model, unnamed
 
-HERE = [mistake for mistake in MISTAKES if "HIDDEN_PACKAGES" not in mistake.environ]
+TABLES = (in_configuration, in_model, in_data, in_functions, in_machine)
 CALLED = ("raises", "returns_text", "no_reward_file", "no_token")
 """The mistakes made here among those that call a verifier, each of which takes a process."""
 
@@ -33,24 +35,30 @@ def started(*_: Any, **__: Any) -> None:
     raise AssertionError("it was started")
 
 
-@pytest.mark.parametrize("mistake", [one for one in HERE if not one.calls or one.name in CALLED], ids=lambda one: one.name)
-def test_a_mistake_is_found_and_named(
-    mistake: Mistake, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make(tmp_path, model)
-    for edit in mistake.edits:
-        edit(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name, value in mistake.environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(command, "start_server", started)
-    if not mistake.calls:
-        monkeypatch.setattr(functions, "verifiers", lambda config, work, remote: ())
-    code = main(["run", *(mistake.arguments or ["my.toml"])])
-    output = capsys.readouterr().err
-    assert refused(code, tmp_path), output
-    assert unnamed(mistake, tmp_path, output) == [], output
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__.rpartition(".")[2])
+def test_mistakes_are_found_and_named(table: ModuleType, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = list[str]()
+    for mistake in table.MISTAKES:
+        if "HIDDEN_PACKAGES" in mistake.environ or (mistake.calls and mistake.name not in CALLED):
+            continue
+        folder = tmp_path / mistake.name
+        folder.mkdir()
+        make(folder, model)
+        for edit in mistake.edits:
+            edit(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            for name, value in ({"CUDA_VISIBLE_DEVICES": ""} | mistake.environ).items():
+                patch.setenv(name, value)
+            patch.setattr(command, "start_server", started)
+            if not mistake.calls:
+                patch.setattr(functions, "verifiers", lambda config, work, remote: ())
+            code = main(["run", *(mistake.arguments or ["my.toml"])])
+        output = capsys.readouterr().err
+        if not refused(code, folder):
+            wrong.append(f"{mistake.name}: exit code {code}, not refused: {output}")
+        wrong += [f"{mistake.name}: {part!r} is not named: {output}" for part in unnamed(mistake, folder, output)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_there_are_enough_mistakes_with_unique_names() -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from redis.exceptions import RedisError
+from typer.exceptions import TyperException
 
 from services.config import ConfigError
 from services.console.commands import compare, config, cost, doctor, export, init, look, run, samples, score, steer, web
@@ -26,8 +27,6 @@ from services.console.printable import printable
 from services.protocol.errors import DifferentRun, StoreError
 from services.runtime.atomic_folders import FolderError
 
-USAGE_ERROR: Any = typer.BadParameter.__base__
-"""The error that typer raises for arguments that it rejects: a class of its bundled click, which has no public name."""
 COMMANDS: Sequence[Callable[..., Any]] = (  # in the order of --help
     init.init,
     run.run,
@@ -119,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConsoleError as error:
         _report(error)
         return error.code
-    except USAGE_ERROR as error:
+    except TyperException as error:
         _report(_usage(error))
         return EXIT_CONFIG
     except DifferentRun as error:
@@ -137,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else EXIT_OK
 
 
-def _usage(error: Any) -> str:
+def _usage(error: TyperException) -> str:
     """Return what is wrong with a command line."""
     name = str(getattr(error, "option_name", "")).lstrip("-")
     said = error.format_message().replace("Value error, ", "")

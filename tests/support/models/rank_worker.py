@@ -269,6 +269,23 @@ def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any)
     }
 
 
+def saved_step(model: Path, file: Path) -> dict[str, Any]:
+    """Train the step in a file that tests/trainer/step/test_saved_step.py wrote; return its metrics and the weights."""
+    from services.protocol import codec
+    from services.protocol.messages import RankPlan, StepPlan
+    from services.trainer.step import batches
+
+    policy = _policy(model, {})
+    plan, ranks, payloads = msgspec.msgpack.decode(file.read_bytes(), type=tuple[bytes, list[bytes], dict[str, bytes]])
+    rows = batches.build(
+        codec.decode(ranks[policy.data_rank], RankPlan),
+        {name: codec.decode(body, Payload) for name, body in payloads.items()},
+        vocabulary=policy.vocabulary,
+        row_tokens=policy.config.trainer.row_tokens,
+    )
+    return {"metrics": policy.train(rows, codec.decode(plan, StepPlan)).metrics, "weights": whole_weights(policy)}
+
+
 def variants(model: Path, sections: Any, payloads: Any, samples: Any, layout: Any, losses: dict[str, Any]) -> dict[str, Any]:
     """Train one step with each named loss from the same weights: the learning rate is too small to change float32."""
     policy = _policy(model, sections | {"optimizer": {"learning_rate": 1e-30}})
@@ -598,6 +615,7 @@ def lora(**given: Any) -> dict[str, Any]:
 
 JOBS: dict[str, Callable[..., Any]] = {
     "train": train,
+    "saved step": saved_step,
     "variants": variants,
     "resume": resume,
     "take up": take_up,
