@@ -45,14 +45,12 @@ async def doctor(
     """
     if cluster and redis_url:
         raise ConsoleError("--cluster checks the release's own Redis: remove --redis-url", EXIT_CONFIG)
-    given = _given(file)
+    given, overrides = _given(file), overrides or []
 
     def look(config: RunConfig) -> list[Finding]:
         return asyncio.run(examine_release(config) if cluster else examine(config, redis_url))
 
-    loaded, found = await asyncio.to_thread(
-        faults_of, lambda before: load_with_places(given, overrides or [], before=before), look
-    )
+    loaded, found = await asyncio.to_thread(faults_of, lambda before: load_with_places(given, overrides, before=before), look)
     code = report(loaded[0].run.name if loaded else "", found, as_json)
     return code if loaded else EXIT_CONFIG
 

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from services.console.options import File, Json, NamedRun, Overrides, Yes
+from services.console.run import command
 from services.console.run import fork as forking
-from services.console.run.command import run as run_here
 from services.console.run.load import Options
 
 
@@ -33,7 +33,7 @@ def run(
     Ctrl-C stops the run cleanly; press it again to kill the services. With --json, the summary is printed at the end and
     everything else on standard error.
     """
-    return run_here(Options(file, overrides or [], redis_url, screen, fresh, resume, web, yes, as_json))
+    return command.run(Options(file, overrides or [], redis_url, screen, fresh, resume, web, yes, as_json))
 
 
 def fork(
