@@ -23,7 +23,7 @@ if __name__ == "__main__":  # `python benchmarks/accounting.py` from the reposit
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, report, run
-from services.operations import account
+from services.operations.cost import read_account
 from tests.runs.test_run import write_run
 from tests.support.harness import save_model_folder
 
@@ -102,8 +102,8 @@ def one_run(folder: Path, name: str, say: Any) -> float:
         time.sleep(0.1)
     kill(folder / name, KILLED[name])
     process.wait()
-    seen, found = outside.end(), account.read(folder / name)
-    devices = {pod: each.devices for pod, each in found.pods.items()}
+    seen, found = outside.end(), read_account(folder / name)
+    devices = {each.pod: each.devices for each in found.processes.values()}
     truth = sum(seconds * devices[pod] for pod, seconds in seen.items() if pod in devices)
     total = sum(found.device_seconds().values())
     say(f"{name}: exit {process.returncode}, account {total:.1f} s of {truth:.1f} s")
