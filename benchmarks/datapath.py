@@ -41,7 +41,7 @@ from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, Sample, StepPlan, Ticket
 from services.protocol.payloads import Payload
 from services.store import BufferedGroup, Claim, Settlement, Store
-from services.store.calls.tickets import REQUESTS_UNDER_WAY, SUBMITTED_TOGETHER
+from services.store.tickets import REQUESTS_UNDER_WAY, SUBMITTED_TOGETHER
 
 GROUP_SIZE = 16
 COMPLETION_TOKENS = 310  # each an int32 and a float32: 16 completions make 40 KB

@@ -57,7 +57,7 @@ from services.protocol.messages import Header, RankPlan, StepPlan, Ticket
 from services.protocol.payloads import Payload
 from services.runtime.redis_process import WHEEL
 from services.store import Settlement, Store
-from services.store.calls.payloads import FETCHED_TOGETHER
+from services.store.payloads import FETCHED_TOGETHER
 from services.store.records import Claim, TableRules
 
 GROUP_SIZE, PROMPT_TOKENS = 16, 16

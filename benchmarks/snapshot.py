@@ -26,7 +26,7 @@ from benchmarks.common import arguments, report, run
 from benchmarks.replay import Ours, make_payload
 from services.console.run.redis_server import RedisServer
 from services.store import Store
-from services.store.calls.payloads import FETCHED_TOGETHER
+from services.store.payloads import FETCHED_TOGETHER
 from services.store.snapshot_format import Snapshot
 
 PAYLOAD_BYTES = 1000

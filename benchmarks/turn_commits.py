@@ -16,7 +16,7 @@ from services.console.run.redis_server import RedisServer
 from services.environment.records import pack_record
 from services.protocol.payloads import Turn
 from services.store import Claim, Store
-from services.store.calls.tickets import TurnPlace
+from services.store.tickets import TurnPlace
 from tests.support import flow
 from tests.support.harness import ticket
 

@@ -53,7 +53,7 @@ async def prepare(given: Arguments) -> None:
 
 
 async def sweep(service: Service, loop: Loop) -> None:
-    """While this process leads, repeatedly delete payloads in shards that no longer belong to a group (store/calls/payloads.py):
+    """While this process leads, repeatedly delete payloads in shards that no longer belong to a group (store/payloads.py):
     a finished group uses memory until the next sweep at most, even if processes die meanwhile. Sweeps of up to one second take at
     most a twentieth of this process' time; after longer ones it pauses for 20 s.
     """

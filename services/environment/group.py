@@ -32,7 +32,7 @@ from services.rollouts.holding import MAX_ATTEMPTS, HeldTicket
 from services.rollouts.records import make_header, pack_payload
 from services.runtime.service import Service
 from services.store import Claim
-from services.store.calls.tickets import Tickets, TurnPlace
+from services.store.tickets import Tickets, TurnPlace
 from services.verifiers.base import Job, combine, solved
 from services.verifiers.scoring import Scoring
 

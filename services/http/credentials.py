@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.protocol.keys import user_name
-from services.store.connection.client import Login
+from services.store.client import Login
 
 if TYPE_CHECKING:
     from services.config import ConfigError, RunConfig

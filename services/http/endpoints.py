@@ -41,7 +41,7 @@ from services.operations.inspection.step import Step, inspect_step
 from services.operations.inspection.sync import SyncAnswer, inspect_sync
 from services.operations.inspection.text import TextReader
 from services.runtime.service import Service
-from services.store.calls.inspection import Sort
+from services.store.inspection import Sort
 from services.store.records import ROLES, Role
 
 Offset = Annotated[int, Query(ge=0, le=2**31, description="Entries to skip.")]

@@ -14,7 +14,7 @@ from collections import Counter
 from services.protocol.errors import StoreError
 from services.protocol.keys import TOPICS
 from services.store import Store
-from services.store.calls.monitor import TopicSubscription
+from services.store.monitor import TopicSubscription
 
 
 class Notifications:

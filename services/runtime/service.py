@@ -25,7 +25,7 @@ from services.runtime.pod_metrics import PodMetrics
 from services.runtime.tracing import TraceRecorder, open_tracing
 from services.runtime.view import RunView
 from services.store import Store
-from services.store.connection.client import AGAIN_S, request_limit_s
+from services.store.client import AGAIN_S, request_limit_s
 
 LEAVE_LIMIT_S = 3.0
 LOOP_LIMIT_S = request_limit_s() + AGAIN_S

@@ -15,22 +15,22 @@ from typing import Self
 import redis.asyncio as aioredis
 
 from services.protocol.keys import Keys
-from services.store.calls.deadletters import DeadLetterStream
-from services.store.calls.evaluation import EvaluationCalls
-from services.store.calls.fleet import FleetCalls
-from services.store.calls.inspection import Inspection
-from services.store.calls.monitor import Monitor
-from services.store.calls.payloads import Payloads
-from services.store.calls.replay import ReplayTable
-from services.store.calls.restore import Restores
-from services.store.calls.run import Runs
-from services.store.calls.samples import SampleCalls
-from services.store.calls.snapshot import SnapshotWriter
-from services.store.calls.steps import Steps
-from services.store.calls.tickets import Tickets
-from services.store.connection.base import Connection
-from services.store.connection.client import Login
+from services.store.client import Login
+from services.store.connection import Connection
+from services.store.deadletters import DeadLetterStream
+from services.store.evaluation import EvaluationCalls
+from services.store.fleet import FleetCalls
+from services.store.inspection import Inspection
+from services.store.monitor import Monitor
+from services.store.payloads import Payloads
 from services.store.records import BufferedGroup, Claim, HeaderEntry, RunState, Settlement
+from services.store.replay import ReplayTable
+from services.store.restore import Restores
+from services.store.run import Runs
+from services.store.samples import SampleCalls
+from services.store.snapshot import SnapshotWriter
+from services.store.steps import Steps
+from services.store.tickets import Tickets
 
 __all__ = ["BufferedGroup", "Claim", "HeaderEntry", "RunState", "Settlement", "Store"]
 

@@ -25,7 +25,7 @@ _LOOKING = (
     "get", "mget", "hget", "hmget", "hgetall", "zrange", "zscore", "zmscore", "zcard", "hlen", "getbit",
     "xrange", "xrevrange", "xlen", "xpending",
 )  # fmt: skip
-"""Functions that inspection calls (store/calls/inspection.py, store/calls/deadletters.py)."""
+"""Functions that inspection calls (store/inspection.py, store/deadletters.py)."""
 _COPYING = (*_LOOKING, "scan", "hscan", "lrange")
 _RESTORING = ("hset", "rpush", "set", "xadd", "xdel", "zadd")
 """Commands that `restore_write` may be given."""
@@ -48,7 +48,7 @@ class Grant:
     pod: bool = field(default=True, kw_only=True)
     """Whether it is a pod of the run, with everything that every pod does."""
     shards: Literal["", "reads", "writes"] = field(default="", kw_only=True)
-    """Access to payloads in shards (store/calls/payloads.py)."""
+    """Access to payloads in shards (store/payloads.py)."""
 
 
 GRANTS: dict[str, Grant] = {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.protocol.keys import Keys
-from services.store.connection.base import Connection
+from services.store.connection import Connection
 
 NEAR = 100  # records searched on either side of the place where a step's should be: more than are ever out of order there
 TOGETHER = 4  # records read at a place, more than are ever out of order on their own

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.store import Store
-from services.store.calls.samples import DroppedGroup, is_sampled
 from services.store.records import RunState
+from services.store.samples import DroppedGroup, is_sampled
 from services.tracker.rows import EndedGroup, Gaps
 
 BATCH = 1024  # maximum number of groups that are read together

@@ -27,7 +27,7 @@ from services.protocol.errors import StoreError
 from services.protocol.messages import Round
 from services.runtime.loops import Loop, end_tasks
 from services.store import RunState, Store
-from services.store.calls.evaluation import EvaluationState
+from services.store.evaluation import EvaluationState
 from services.store.records import Scale
 from services.web import series
 from services.web.feed import Feed

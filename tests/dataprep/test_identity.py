@@ -111,7 +111,7 @@ def test_changed_code_is_named_by_its_file() -> None:
 
 
 async def test_a_restore_keeps_the_defining_keys(config: RunConfig, store: Store) -> None:
-    from services.store.calls.restore import KEPT
+    from services.store.restore import KEPT
 
     await create_or_attach(store, config, "data")
     assert await store.run.defining()

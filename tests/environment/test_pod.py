@@ -282,7 +282,7 @@ async def test_a_drain_without_redis_ends_all_rollouts(
             still.append(len(pod.loop.tickets.held))
             raise RedisUnreachable("no answer")
 
-        monkeypatch.setattr("services.store.calls.tickets.Tickets.release", unreachable)
+        monkeypatch.setattr("services.store.tickets.Tickets.release", unreachable)
         await issue(service.store, 0, 1)
         await wait_until(lambda: len(pod.loop.tickets.held) == 2)
         pod.service.stop()

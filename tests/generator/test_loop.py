@@ -199,7 +199,7 @@ async def test_a_drain_hands_everything_back_although_redis_is_full(
     async def full(*_: object) -> None:
         raise RedisFull("Redis is full")
 
-    monkeypatch.setattr("services.store.calls.tickets.Tickets.save_partial", full)
+    monkeypatch.setattr("services.store.tickets.Tickets.save_partial", full)
     slow = ("generator.engine_options.token_s=0.3", "generator.drain_s=0.1")
     async with generator(tmp_path, server, *slow) as (service, loop, engine):
         await issue(service.store, *(ticket(i) for i in range(3)))

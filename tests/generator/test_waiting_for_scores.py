@@ -119,7 +119,7 @@ async def test_a_failure_is_reported_although_redis_is_full(
     async def full(*_: object) -> None:
         raise RedisFull("Redis is full")
 
-    monkeypatch.setattr("services.store.calls.tickets.Tickets.save_partial", full)
+    monkeypatch.setattr("services.store.tickets.Tickets.save_partial", full)
     async with generator(tmp_path, server) as (service, loop, _):
         verifier = slow(loop, failures=1, final=True)
         verifier.may.set()

@@ -23,7 +23,7 @@ from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Store
-from services.store.connection.client import REPLY_TIMEOUT_S
+from services.store.client import REPLY_TIMEOUT_S
 from tests.support.harness import small_config, wait_until
 
 TOKEN = {"Authorization": "Bearer test-token"}

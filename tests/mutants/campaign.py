@@ -25,7 +25,7 @@ from tests.support.preloading.memory import freeze_for_good
 MUTANT_LIMIT_S = 1800.0  # a test may wait forever
 SERVER_LIMITS = {resource.RLIMIT_CPU: 60, resource.RLIMIT_AS: 2 << 30}
 """Limits of the server's CPU seconds and memory: without a guard, a function may loop and accumulate data without end."""
-LIBRARY = ("services.store.connection.base.library", "tests.store.replay.tables.library", "tests.repeats.repeater.library",
+LIBRARY = ("services.store.connection.library", "tests.store.replay.tables.library", "tests.repeats.repeater.library",
            "tests.store.replay.draws.library")  # fmt: skip
 
 

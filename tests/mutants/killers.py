@@ -22,15 +22,15 @@ from tests.repeats.repeater import Journal
 from tests.store.replay import draws, tables
 
 MODULES = (
-    "tests.store.test_guards", "tests.store.calls.test_tickets", "tests.store.calls.test_steps",
-    "tests.store.calls.test_control", "tests.store.calls.test_fleet", "tests.store.calls.test_evaluation",
-    "tests.store.calls.test_deadletters", "tests.store.calls.test_discard_damaged",
-    "tests.store.calls.test_checkpoint_request", "tests.store.test_arguments", "tests.store.test_refusals",
-    "tests.store.calls.test_turns", "tests.store.calls.test_samples", "tests.store.test_late_calls",
+    "tests.store.test_guards", "tests.store.test_tickets", "tests.store.test_steps",
+    "tests.store.test_control", "tests.store.test_fleet", "tests.store.test_evaluation",
+    "tests.store.test_deadletters", "tests.store.test_discard_damaged",
+    "tests.store.test_checkpoint_request", "tests.store.test_arguments", "tests.store.test_refusals",
+    "tests.store.test_turns", "tests.store.test_samples", "tests.store.test_late_calls",
     "tests.store.replay.test_changed_weights", "tests.store.replay.test_headers", "tests.store.replay.test_removers",
-    "tests.store.calls.test_snapshot", "tests.store.test_conservation", "tests.store.replay.test_clocks",
+    "tests.store.test_snapshot", "tests.store.test_conservation", "tests.store.replay.test_clocks",
 )  # fmt: skip
-FIXTURES = {"store", "any_store", "tmp_path", "monkeypatch", "bench"}
+FIXTURES = {"store", "tmp_path", "monkeypatch", "bench"}
 SLOW = ("light_ones", "snapshot_under_load", "damaged_snapshot_files")
 """Parts of the names of tests that do not test functions or that take seconds."""
 RANDOM = {"test_conservation": 3, "test_snapshot": 2}
@@ -109,7 +109,7 @@ async def _run(server: RedisServer, killer: Killer) -> None:
             await killer.test(server=server)
             return
         store = await Store.connect(server.url, f"m-{uuid.uuid4().hex[:8]}", server.password)
-        given |= {name: store for name in ("store", "any_store") if name in parameters}
+        given |= {name: store for name in ("store", "store") if name in parameters}
         try:
             if "bench" in parameters:
                 name, code = draws.loaded_as()

@@ -50,15 +50,15 @@ def test_every_kind_of_problem_is_reported_on_one_line(change: dict[str, int], m
     assert message in shown.get()
 
 
-async def test_a_run_in_progress_is_consistent(any_store: Store) -> None:
-    team = await start(any_store)
-    await buffer(any_store, team, 4)
-    await prepare(any_store, team, 0, ["0-0", "0-1"])
-    await any_store.steps.commit(team.trainer, 0)
-    await prepare(any_store, team, 1, ["0-2"])
-    report = await audit(any_store)
+async def test_a_run_in_progress_is_consistent(store: Store) -> None:
+    team = await start(store)
+    await buffer(store, team, 4)
+    await prepare(store, team, 0, ["0-0", "0-1"])
+    await store.steps.commit(team.trainer, 0)
+    await prepare(store, team, 1, ["0-2"])
+    report = await audit(store)
     assert report.ok, report.messages
     assert report.places == {"tickets": 0, "headers": 0, "buffered": 1, "prepared": 1, "requeued": 0, "reissue": 0}
     assert (report.outcomes["trained"], report.slots_used) == (2, 4)
-    await any_store.client.hincrby(any_store.keys.ledger, "trained", -1)  # type: ignore[misc]
-    assert (await audit(any_store)).lost == 1
+    await store.client.hincrby(store.keys.ledger, "trained", -1)  # type: ignore[misc]
+    assert (await audit(store)).lost == 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.protocol.errors import StoreError
-from services.store.connection.base import Connection
+from services.store.connection import Connection
 from services.store.functions import library
 from tests.repeats.contents import Contents, changed, contents
 

@@ -16,10 +16,10 @@ from services.operations.inspection.ledger import assess
 from services.protocol.errors import Busy
 from services.protocol.messages import PodStatus, Round, Ticket
 from services.store import Claim, HeaderEntry, RunState, Settlement, Store
-from services.store.calls.facet import ordinal
-from services.store.calls.tickets import TurnPlace
+from services.store.facet import ordinal
 from services.store.records import TableRules
 from services.store.snapshot_format import Snapshot
+from services.store.tickets import TurnPlace
 from tests.support import flow
 from tests.support.harness import ticket
 

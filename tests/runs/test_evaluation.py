@@ -27,7 +27,7 @@ from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.loops import end_tasks
 from services.runtime.tracing import TraceRecorder
 from services.store import RunState
-from services.store.calls.evaluation import EvaluationRound
+from services.store.evaluation import EvaluationRound
 from services.trainer.loop import TrainLoop
 from tests.support.harness import ticket, wait_until
 from tests.support.rounds_world import World, open_world

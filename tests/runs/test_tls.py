@@ -26,7 +26,7 @@ from services.runtime.portal import Portal
 from services.runtime.process_tools import free_port
 from services.runtime.service import Service
 from services.store import Store
-from services.store.connection.client import Login
+from services.store.client import Login
 from tests.support.harness import small_config
 from tests.support.servers.certificates import Certificates, make_certificates, put
 

@@ -15,7 +15,7 @@ from services.runtime.loops import Loop, end_tasks
 from services.runtime.notifications import Notifications
 from services.runtime.view import RunView
 from services.store import Store
-from services.store.calls.monitor import TopicSubscription
+from services.store.monitor import TopicSubscription
 
 LIMIT_S = 30.0  # on a busy machine; a wait that nothing wakes takes twice as long
 

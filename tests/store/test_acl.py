@@ -13,7 +13,7 @@ from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store, acl
-from services.store.connection.client import Login
+from services.store.client import Login
 from services.store.functions.footprint import footprints
 from tests.conftest import SERVERS, skip_without
 from tests.support.harness import ticket

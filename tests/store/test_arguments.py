@@ -12,7 +12,7 @@ import pytest
 from services.console.run.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.store import Store
-from services.store.connection.base import Connection
+from services.store.connection import Connection
 from services.store.functions.footprint import footprints
 from services.store.records import TableRules
 from tests.repeats.repeater import called

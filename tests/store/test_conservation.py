@@ -237,25 +237,25 @@ async def check_keys(store: Store) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_random_walk_conserves_tickets(any_store: Store, seed: int) -> None:
-    walk = Walk(any_store, seed)
+async def test_a_random_walk_conserves_tickets(store: Store, seed: int) -> None:
+    walk = Walk(store, seed)
     await walk.begin()
     done: list[str] = []
     for i in range(OPERATIONS):
         done.append(await walk.step())
-        report = assess("walk", await any_store.run.audit())
+        report = assess("walk", await store.run.audit())
         assert report.ok, (report.messages, done[-5:])
         assert report.slots_used <= SLOTS
         assert report.places["buffered"] <= CAPACITY
         if i % 25 == 0:
-            await check_keys(any_store)
+            await check_keys(store)
     assert report.outcomes["trained"] > 0
     assert report.issued > SLOTS, "the walk made progress"
     await walk.wind_up()
-    report = assess("walk", await any_store.run.audit())
+    report = assess("walk", await store.run.audit())
     assert report.ok, report.messages
     assert sum(report.places.values()) == report.slots_used == 0
-    await check_keys(any_store)
-    assert {name for name in await names(any_store) if not re.fullmatch(LEFT_AT_THE_END, name)} == set()
-    trained = await any_store.client.bitcount(any_store.keys.trained(0))
+    await check_keys(store)
+    assert {name for name in await names(store) if not re.fullmatch(LEFT_AT_THE_END, name)} == set()
+    trained = await store.client.bitcount(store.keys.trained(0))
     assert trained == report.outcomes["trained"], "each dataset row was trained once"

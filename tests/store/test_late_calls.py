@@ -11,7 +11,7 @@ from services.protocol.errors import Fenced, OutOfOrder, StoreError
 from services.protocol.messages import PodStatus
 from services.store import Store
 from services.store.records import TableRules
-from tests.store.calls.test_evaluation import LEASE_S, claim, open_round, pod_name, round_keys, volunteer
+from tests.store.test_evaluation import LEASE_S, claim, open_round, pod_name, round_keys, volunteer
 from tests.support import flow
 from tests.support.flow import start
 from tests.support.harness import ticket

@@ -21,13 +21,11 @@ from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.payloads import Payload
 from services.runtime.redis_process import find_server
-from services.store import Claim, Store
-from services.store.calls import payloads
-from services.store.calls.payloads import SHARDS, shard_keys
-from services.store.calls.run import fullest
-from services.store.connection.base import Connection
+from services.store import Claim, Store, payloads
+from services.store.connection import Connection
+from services.store.payloads import SHARDS, shard_keys
+from services.store.run import fullest
 from services.store.snapshot_format import Snapshot
-from tests.conftest import SERVERS, skip_without
 from tests.store.test_conservation import Walk
 from tests.support import flow
 from tests.support.flow import Team
@@ -37,11 +35,9 @@ from tests.support.servers.redis_cluster import RedisCluster, redis_cluster
 RUN = "spread"
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """Yield a cluster of each kind of server."""
-    skip_without(request.param)
-    with redis_cluster(tmp_path_factory.mktemp(request.param), request.param, RUN) as cluster:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    with redis_cluster(tmp_path_factory.mktemp("cluster"), find_server(), RUN) as cluster:
         yield cluster
 
 

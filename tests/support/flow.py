@@ -13,8 +13,8 @@ from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, Sample, StepPlan
 from services.protocol.payloads import Payload
 from services.store import BufferedGroup, Claim, Settlement, Store
-from services.store.calls.tickets import Tickets, TurnPlace
 from services.store.records import TableRules
+from services.store.tickets import Tickets, TurnPlace
 from tests.support.harness import ticket
 
 GROUP_SIZE = 4

@@ -23,7 +23,7 @@ from services.operations.samples.search import Search
 from services.protocol.logprob_gaps import LogprobGaps
 from services.runtime.loops import Loop
 from services.store import Store
-from services.store.calls.samples import is_sampled
+from services.store.samples import is_sampled
 from services.store.snapshot_format import Snapshot
 from services.tracker import ended, sample_log
 from services.tracker.metrics import TrackerMetrics

@@ -25,7 +25,7 @@ from services.http.credentials import REDIS_PASSWORD_ENV, redis_login
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
 from services.store import RunState, Store
-from services.store.connection.client import Login, split_password
+from services.store.client import Login, split_password
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from services.console.printable import print_json, printable
 from services.console.run import place
 from services.console.run.folder import check_redis
 from services.runtime.process_tools import CONFIG_ENV
-from services.store.connection.client import split_password
+from services.store.client import split_password
 
 
 async def doctor(

@@ -26,7 +26,7 @@ from services.operations.inspection.step import inspect_step
 from services.operations.inspection.sync import inspect_sync
 from services.operations.inspection.text import TextReader
 from services.protocol.errors import NotFound
-from services.store.calls.inspection import Sort
+from services.store.inspection import Sort
 
 
 async def audit(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:

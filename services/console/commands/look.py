@@ -40,7 +40,7 @@ from services.operations.inspection.checkpoints import CheckpointEntry, Checkpoi
 from services.operations.inspection.ledger import audit
 from services.operations.observe import Member, fleet
 from services.store import RunState
-from services.store.calls.evaluation import EvaluationState
+from services.store.evaluation import EvaluationState
 
 LOGS_POLL_S = 0.2
 STEPS_POLL_S = 0.5

@@ -15,8 +15,8 @@ from services.protocol.errors import StoreError
 from services.runtime.redis_process import find_server
 from services.store import Store
 from services.store.acl import GRANTS
-from services.store.calls.payloads import SHARDS
-from services.store.connection.client import ClusterNode, Login, ask_nodes, in_cluster
+from services.store.client import ClusterNode, Login, ask_nodes, in_cluster
+from services.store.payloads import SHARDS
 
 SKEW_S = 1.0  # above this, logs and metrics of different machines cannot be compared; leases use the server's clock only
 SLOW_S = 0.02  # for a round trip: each hand-over takes several

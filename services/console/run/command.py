@@ -50,7 +50,7 @@ from services.protocol.errors import StoreError
 from services.runtime.child_processes import ServicePlan
 from services.runtime.process_tools import free_port
 from services.store import Store
-from services.store.connection.client import Login
+from services.store.client import Login
 
 ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit, longer on a busy machine; then they are killed
 

@@ -14,7 +14,7 @@ from services.console.doctor.preflight import LOSS, Check, CheckAgain, faults_of
 from services.console.printable import printable
 from services.console.run.folder import RunFolder, check_redis
 from services.protocol.errors import StoreError
-from services.store.connection.client import split_password
+from services.store.client import split_password
 
 
 @dataclass(frozen=True)

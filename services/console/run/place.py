@@ -24,7 +24,7 @@ from services.operations.inspection.checkpoints import restorable
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointError, CheckpointFolder
 from services.store import Store
-from services.store.connection.client import Login
+from services.store.client import Login
 
 FOLDER = "run folder"
 

@@ -16,7 +16,7 @@ from services.operations.control import reason
 from services.operations.inspection.deadletters import requeue
 from services.runtime.checkpoints import CheckpointFolder
 from services.store import Store
-from services.store.connection.client import Login, masked
+from services.store.client import Login, masked
 
 
 async def next_step(config: RunConfig, login: Login, folder: RunFolder, restore: int | None) -> int:

@@ -22,7 +22,7 @@ from services.dataprep.prompts.seeds import drawn
 from services.protocol.messages import PodStatus, Ticket
 from services.runtime.tracing import TraceRecorder
 from services.store import RunState, Store
-from services.store.calls.evaluation import EvaluationRound
+from services.store.evaluation import EvaluationRound
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from services.operations.inspection.answer import MAX_PAGE, Answer
 from services.protocol.errors import NotFound
 from services.store import Store
-from services.store.calls.inspection import Sort
+from services.store.inspection import Sort
 from services.store.inspection_records import TableRow, TableState
 
 

@@ -218,7 +218,7 @@ local function delete_consumer(stream, group, name)
   if #redis.call('XPENDING', stream, group, '-', '+', 1, name) == 0 then redis.call('XGROUP', 'DELCONSUMER', stream, group, name) end
 end
 
--- Store why a ticket was dropped, for inspection (store/calls/inspection.py).
+-- Store why a ticket was dropped, for inspection (store/inspection.py).
 -- owns: drops       hash  ticket -> "<ms> <outcome>", of a dead letter `failed <entry of the stream>`
 --       drops:order zset  the same tickets by time
 local function remember_drop(prefix, ticket, outcome)

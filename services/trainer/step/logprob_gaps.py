@@ -24,7 +24,7 @@ from services.protocol.errors import StoreError
 from services.protocol.logprob_gaps import HIGHEST, LEAST_GAP, STEP, UNKNOWN, LogprobGaps
 from services.runtime.portal import Portal
 from services.store import Store
-from services.store.calls.samples import is_sampled
+from services.store.samples import is_sampled
 from services.trainer.step.batches import PackedRow
 from services.trainer.step.priorities import group_of
 

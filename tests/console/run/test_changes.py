@@ -15,7 +15,7 @@ from services.console.run.folder import RunFolder
 from services.console.run.redis_server import RedisServer
 from services.console.run.resumption import next_step
 from services.store import Store
-from services.store.connection.client import Login
+from services.store.client import Login
 from tests.console.commands.test_fork import checkpoint
 from tests.support.console import config_file, grpo
 from tests.support.harness import small_config

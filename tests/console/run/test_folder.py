@@ -17,7 +17,7 @@ from services.console import lock as locks
 from services.console.errors import ConsoleError
 from services.console.lock import FolderLock, InUse
 from services.console.run.folder import RunFolder, check_redis, resolve
-from services.store.connection.client import split_password
+from services.store.client import split_password
 from tests.support.console import ROOT
 from tests.support.harness import small_config
 

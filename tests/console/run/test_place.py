@@ -15,7 +15,7 @@ from services.console.run.folder import RunFolder
 from services.console.run.redis_server import RedisServer
 from services.runtime.process_tools import CONFIG_ENV
 from services.store import Store
-from services.store.connection.client import Login
+from services.store.client import Login
 from tests.newcomer.world import make_model
 from tests.support.checkpoints import write_checkpoint
 from tests.support.harness import small_config

@@ -48,26 +48,26 @@ async def test_a_table_offered_triple_its_capacity_stays_full(store: Store, samp
     assert table.audit["ledger:evicted"] + len(left) == 2 * CAPACITY
 
 
-async def test_a_resubmitted_group_replaces_the_earlier_one(any_store: Store) -> None:
-    team = await begin(any_store, "prioritized", capacity=3)
-    await fill(any_store, team, [Entry(2.0, 0.1), Entry(3.0, 5.0), Entry(4.0, 6.0)])
-    assert await tables.draw(any_store, team, 1, [9.0]) == ["0-0"]
-    before = await tables.read(any_store)
+async def test_a_resubmitted_group_replaces_the_earlier_one(store: Store) -> None:
+    team = await begin(store, "prioritized", capacity=3)
+    await fill(store, team, [Entry(2.0, 0.1), Entry(3.0, 5.0), Entry(4.0, 6.0)])
+    assert await tables.draw(store, team, 1, [9.0]) == ["0-0"]
+    before = await tables.read(store)
     assert before.uses == {0: 2, 1: 1}
     for again in ("0-0", "0-1"):
-        state = await any_store.run.state()
+        state = await store.run.state()
         assert state is not None
-        await any_store.tickets.issue(team.leader, state.cursor, [ticket(state.cursor, id=again, index=int(again[2:]))])
-        (claim,) = await flow.claim(any_store, "g")
-        assert await flow.submit(any_store, "g", claim, oldest=7)
-        assert await tables.settle(any_store, team, [Entry(5.0, 1.0)]) == 1
-        assert await any_store.client.hget(any_store.keys.group(again), "payload") == claim.payload.encode()  # type: ignore[misc]
-    table = await tables.read(any_store)
+        await store.tickets.issue(team.leader, state.cursor, [ticket(state.cursor, id=again, index=int(again[2:]))])
+        (claim,) = await flow.claim(store, "g")
+        assert await flow.submit(store, "g", claim, oldest=7)
+        assert await tables.settle(store, team, [Entry(5.0, 1.0)]) == 1
+        assert await store.client.hget(store.keys.group(again), "payload") == claim.payload.encode()  # type: ignore[misc]
+    table = await tables.read(store)
     tables.check(table, 3, "prioritized", "fifo")
     assert table.order == {"0-0": 3, "0-1": 4, "0-2": 2}
     assert table.weight == {"0-0": 5.0, "0-1": 5.0, "0-2": 4.0}
     assert table.uses == {0: 3}
-    assert len([key async for key in any_store.client.scan_iter(match="*:payload:*")]) == 3
+    assert len([key async for key in store.client.scan_iter(match="*:payload:*")]) == 3
 
 
 async def test_a_sweep_drops_any_number_of_stale_groups(store: Store) -> None:

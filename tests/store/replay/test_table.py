@@ -308,5 +308,5 @@ def test_the_table_matches_the_model(server: RedisServer, sampler: str) -> None:
     run_machine(server, sampler)
 
 
-def test_a_prioritized_table_matches_the_model(any_server: RedisServer) -> None:
-    run_machine(any_server, "prioritized")
+def test_a_prioritized_table_matches_the_model(server: RedisServer) -> None:
+    run_machine(server, "prioritized")

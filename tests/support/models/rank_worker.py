@@ -25,7 +25,7 @@ import torch
 from services.protocol.payloads import Payload
 from services.runtime.process_tools import free_port
 from services.store import Store
-from services.store.connection.base import Connection
+from services.store.connection import Connection
 
 if TYPE_CHECKING:
     from services.trainer.step.prefetch import Fetched

@@ -15,7 +15,7 @@ from services.console.run.redis_server import RedisServer
 from services.console.run.secrets import kept_secret, user_passwords, write_secret
 from services.protocol.keys import Keys, user_name
 from services.runtime.process_tools import free_port
-from services.store.connection.client import Login
+from services.store.client import Login
 from tests.support.servers.certificates import Certificates
 
 MASTERS, SLOTS = 3, 16384

@@ -15,7 +15,7 @@ from services.console.run.redis_server import RedisServer
 from services.runtime.loops import end_tasks
 from services.runtime.process_tools import free_port
 from services.store import Store
-from services.store.connection.client import Login
+from services.store.client import Login
 from tests.conftest import skip_without
 from tests.support.harness import wait_until
 from tests.support.rounds_world import World, open_world

@@ -1,0 +1,193 @@
+"""Reads a run for people: a page of the replay table, a ticket's whereabouts, the plan of a step.
+
+Guarantees: reads only; values that belong together are read at the same instant; no call costs more than its page, the kept plans
+or the tickets in progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from services.protocol import codec
+from services.protocol.messages import Header, RankPlan, StepPlan
+from services.store.facet import Facet, pairs
+from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
+from services.store.records import HeaderEntry, read_claim, read_header
+from services.store.step_records import find_record
+
+if TYPE_CHECKING:
+    from services.protocol.payloads import Payload
+
+T = TypeVar("T")
+Sort = Literal["order", "version", "weight"]
+
+READ_TOGETHER = 256  # entries, groups or plans in one request
+
+
+class Inspection(Facet):
+    """Reads what the other facets write."""
+
+    async def table_state(self) -> TableState:
+        """Return the replay table as a whole."""
+        keys = self._keys
+        raw, size, prepared = await self._redis.at_once(
+            ("HGETALL", keys.replay_state), ("ZCARD", keys.replay_order), ("HGET", keys.run, "prepared_step")
+        )
+        state = {name.decode(): value.decode() for name, value in pairs(raw).items()}
+        sampler, remover = state.get("sampler", ""), state.get("remover", "")
+        weighted = sampler == "prioritized" or remover == "lowest_priority"
+        return TableState(
+            sampler=sampler,
+            remover=remover,
+            capacity=int(state.get("capacity", 0)),
+            max_uses=int(state.get("max_uses", 0)),
+            size=size,
+            weight_sum=float(state.get("weight_sum", 0.0)) if weighted else None,
+            inserted=int(state.get("inserted", 0)),
+            drawn=int(state.get("drawn", 0)),
+            uses={int(name[5:]): int(groups) for name, groups in sorted(state.items()) if name.startswith("uses:")},
+            next_step=int(prepared or -1) + 1,
+        )
+
+    async def table_page(self, sort: Sort, offset: int, limit: int, reverse: bool = False) -> list[TableRow]:
+        """Return groups `offset` to `offset + limit` of the table, sorted by issue order, oldest version or weight.
+
+        Lowest first, or with `reverse` highest first. A group that leaves meanwhile is omitted.
+        """
+        key = {
+            "order": self._keys.replay_order,
+            "version": self._keys.replay_version,
+            "weight": self._keys.replay_weight,
+        }[sort]
+        found = await self._redis.ask(self._redis.commands.zrange(key, offset, offset + limit - 1, desc=reverse))
+        records = await self.group_records([name.decode() for name in found])
+        weights: list[float | None] = []
+        if records:
+            weights = await self._redis.ask(self._redis.commands.zmscore(self._keys.replay_weight, list(records)))
+        return [TableRow(record, weight) for record, weight in zip(records.values(), weights, strict=True)]
+
+    async def group_records(self, groups: Sequence[str]) -> dict[str, GroupRecord]:
+        """Return settled groups by name, omitting those that are gone."""
+        found: dict[str, GroupRecord] = {}
+        for first in range(0, len(groups), READ_TOGETHER):
+            names = groups[first : first + READ_TOGETHER]
+            rows = await self._redis.send(*[("HMGET", self._keys.group(name), "header", "payload", "uses") for name in names])
+            found |= {name: _group(name, *row) for name, row in zip(names, rows, strict=True) if row[0] is not None}
+        return found
+
+    async def whereabouts(self, ticket: str) -> Whereabouts:
+        """Return everything that names a ticket of the form `<epoch>-<row>` (`inspection_records.TICKET_ID`)."""
+        keys, (epoch, row) = self._keys, map(int, ticket.split("-"))
+        run, outstanding, reissue, requeued, group, order, weight, trained, drop = await self._redis.at_once(
+            ("HMGET", keys.run, "retired_step", "prepared_step", "committed_step"),
+            ("ZSCORE", keys.outstanding, ticket),
+            ("ZSCORE", keys.reissue, ticket),
+            ("ZSCORE", keys.requeued, ticket),
+            ("HMGET", keys.group(ticket), "header", "payload", "uses"),
+            ("ZSCORE", keys.replay_order, ticket),
+            ("ZSCORE", keys.replay_weight, ticket),
+            ("GETBIT", keys.trained(epoch), row),
+            ("HGET", keys.drops, ticket),
+        )
+        retired, prepared, committed = (int(value if value is not None else -1) for value in run)
+        return Whereabouts(
+            ticket=ticket,
+            outstanding=None if outstanding is None else int(float(outstanding)),
+            reissue=reissue is not None,
+            requeued=requeued is not None,
+            record=None if group[0] is None else _group(ticket, *group),
+            in_table=order is not None,
+            weight=None if weight is None else float(weight),
+            trained=bool(trained),
+            drop=_drop(drop),
+            kept_steps=range(retired + 1, prepared + 1),
+            committed_step=committed,
+        )
+
+    async def steps_of(self, group: str, kept: range) -> list[int]:
+        """Return those of the steps `kept` that train on a group."""
+        steps: list[int] = []
+        for first in range(0, len(kept), READ_TOGETHER):
+            piece = kept[first : first + READ_TOGETHER]
+            lists = await self._redis.send(*[("HGET", self._keys.step(step), "groups") for step in piece])
+            steps += [step for step, names in zip(piece, lists, strict=True) if group.encode() in (names or b"").split()]
+        return steps
+
+    async def issued_ticket(self, ticket: str) -> IssuedTicket | None:
+        """Return a ticket that waits for a generator or an environment, or is with one."""
+        stream, group = self._keys.tickets, "generators"
+        found = await self._find(stream, ticket)
+        if found is None:
+            stream, group = self._keys.rollout_tickets, "environments"
+            found = await self._find(stream, ticket)
+        if found is None:
+            return None
+        entry, fields = found
+        claim, pending, attempts, expiries = await self._redis.at_once(
+            ("HGET", self._keys.claims, entry), ("XPENDING", stream, group, entry, entry, 1),
+            ("HGET", self._keys.attempts, entry), ("HGET", self._keys.expiries, entry),
+        )  # fmt: skip
+        consumer, _, fence = (claim or b"").decode(errors="replace").rpartition("|")
+        claimed = read_claim(entry, fence.encode() or b"0", ticket.encode(), fields.get(b"body", b""))
+        idle_s = pending[0][2] / 1000 if pending else 0.0
+        return IssuedTicket(claimed.ticket, consumer, claimed.fence, idle_s, int(attempts or 0), int(expiries or 0))
+
+    async def unsettled_header(self, ticket: str) -> HeaderEntry | None:
+        """Return the header of a group that was generated and not settled."""
+        found = await self._find(self._keys.headers, ticket)
+        return found and read_header(found[0], [part for pair in found[1].items() for part in pair])
+
+    async def payload(self, name: str) -> Payload | None:
+        """Return a payload, or None if it is deleted. Raises `CorruptMessage` if it is damaged."""
+        from services.protocol.payloads import Payload  # needs numpy, which takes long to import
+
+        [raw] = await self._payloads.sealed([name])
+        return None if raw is None else codec.decode(codec.unseal(raw), Payload)
+
+    async def kept_step(self, step: int) -> KeptStep | None:
+        """Return a step that was prepared and is not retired, complete."""
+        raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.step(step)))
+        plan = _message(raw.get(b"plan"), StepPlan)
+        if plan is None:
+            return None
+        ranks = [_message(raw.get(f"rank:{rank}".encode()), RankPlan) or RankPlan([]) for rank in range(plan.ranks)]
+        return KeptStep(plan, frozenset(raw.get(b"fresh", b"").decode().split()), ranks)
+
+    async def retired_step(self) -> int:
+        """Return the last step whose plan was deleted because a checkpoint covers it; -1: none."""
+        retired = await self._redis.ask(self._redis.commands.hget(self._keys.run, "retired_step"))
+        return -1 if retired is None else int(retired)
+
+    async def step_record(self, step: int) -> dict[str, float | None] | None:
+        """Return the metrics of a step, of the run's last incarnation that trained it; a value that was not a number is None."""
+        return await find_record(self._redis, self._keys, step)
+
+    async def _find(self, stream: str, ticket: str) -> tuple[bytes, dict[bytes, bytes]] | None:
+        """Return the entry of a ticket in a stream that holds at most as many entries as there are slots."""
+        after = "-"
+        while entries := await self._redis.ask(self._redis.commands.xrange(stream, after, "+", READ_TOGETHER)):
+            for entry, fields in entries:
+                if fields.get(b"ticket") == ticket.encode():
+                    return entry, fields
+            after = f"({entries[-1][0].decode()}"
+        return None
+
+
+def _group(name: str, header: bytes, payload: bytes | None, uses: bytes | None) -> GroupRecord:
+    return GroupRecord(name, (payload or b"").decode(errors="replace"), int(uses or 0), _message(header, Header))
+
+
+def _message(raw: bytes | None, type: type[T]) -> T | None:
+    try:
+        return None if raw is None else codec.decode(raw, type)
+    except codec.CorruptMessage:
+        return None
+
+
+def _drop(raw: bytes | None) -> Drop | None:
+    """Decode what `remember_drop` stored (functions/prelude.lua)."""
+    if raw is None:
+        return None
+    at_ms, outcome, *dead_letter = raw.decode().split(" ")
+    return Drop(outcome, dead_letter[0] if dead_letter else "", int(at_ms) / 1000)

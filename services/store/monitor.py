@@ -1,0 +1,143 @@
+"""What operators monitor: step metrics, sizes, the server, notifications."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.protocol.errors import StoreError
+from services.protocol.keys import Keys
+from services.store.connection import Connection
+from services.store.facet import Facet
+from services.store.run import fullest
+
+METRICS_KEPT = 100_000  # entries of the metrics stream, each of some 4 kB
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes in addition to what `audit` counts."""
+
+    claimed: int  # tickets that a generator holds
+    oldest_ticket_s: float  # age of the oldest ticket that was not submitted; 0: none
+    replay_groups: int
+    dead_letters: int
+
+
+@dataclass(frozen=True)
+class Server:
+    """State of the Redis server; with payload shards, of the fullest of several."""
+
+    used_memory: int  # bytes
+    max_memory: int  # bytes; 0: no limit
+    clients: int  # the highest of all servers
+    persists: bool  # whether its last append-only write succeeded, or it keeps no such file; true only if true of all servers
+
+
+class TopicSubscription:
+    """Topics as they change. A hint, never the state itself.
+
+    Only one task at a time uses the connection: redis-py cannot have two that find it broken and connect again.
+    """
+
+    def __init__(self, redis: Connection, keys: Keys, channels: Any) -> None:
+        self._redis, self._keys, self._channels = redis, keys, channels
+        self._iterated = False
+        self._asked: list[tuple[tuple[str, ...], asyncio.Future[None]]] = []  # topics that other tasks add
+        self._reading: asyncio.Timeout | None = None  # the wait for the next message
+
+    async def add(self, *topics: str) -> None:
+        """Subscribe to topics, at least one. May be called while another task waits for the next notification; that task then
+        subscribes. Raises `StoreError`, also if that task ends.
+        """
+        if not self._iterated:
+            await self._subscribe(topics)
+            return
+        done = asyncio.get_running_loop().create_future()
+        self._asked.append((topics, done))
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.reschedule(asyncio.get_running_loop().time())  # interrupts it
+        await done
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Yield the topics that were added: each whenever it changes, and whenever its subscription begins (also on a new
+        connection), because an earlier change may have been missed.
+        """
+        self._iterated = True
+        try:
+            while True:
+                while self._asked:
+                    topics, done = self._asked[0]
+                    await self._subscribe(topics)
+                    del self._asked[0]
+                    if not done.done():
+                        done.set_result(None)
+                if message := await self._next():
+                    yield message["channel"].decode().rpartition(":")[2]
+        finally:
+            self._iterated = False
+            for _, done in self._asked:
+                if not done.done():
+                    done.set_exception(StoreError("the subscription to notifications has ended"))
+
+    async def _subscribe(self, topics: Iterable[str]) -> None:
+        await self._redis.ask(self._channels.subscribe(*map(self._keys.notifications, topics)))
+
+    async def _next(self) -> dict[str, Any] | None:
+        """Return the next message, or None after a second or if another task adds topics."""
+        try:
+            async with asyncio.timeout(None) as self._reading:
+                return await self._redis.ask(self._channels.get_message(timeout=1.0))
+        except TimeoutError:
+            return None
+        finally:
+            self._reading = None
+
+
+class Monitor(Facet):
+    """Reads for monitoring, and `record`."""
+
+    async def record(self, metrics: dict[str, float]) -> None:
+        """Append the metrics of a step to the capped stream."""
+        await self._redis.call("record", msgspec.json.encode(metrics), METRICS_KEPT)
+
+    async def metrics(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
+        """Return entries of the metrics stream after an entry id, oldest first."""
+        first = after if after == "-" else f"({after}"
+        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.metrics, first, "+", count))
+        return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
+
+    async def last_record(self) -> dict[str, float]:
+        """Return the last entry of the metrics stream; {}: there is none."""
+        entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.metrics, count=1))
+        return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
+
+    async def sizes(self) -> Sizes:
+        """Return sizes of the run, each read by a short command."""
+        claimed, queued, rollouts, groups, letters, (seconds, micros) = await self._redis.send(
+            ("HLEN", self._keys.claims), ("XRANGE", self._keys.tickets, "-", "+", "COUNT", 1),
+            ("XRANGE", self._keys.rollout_tickets, "-", "+", "COUNT", 1), ("ZCARD", self._keys.replay_order),
+            ("XLEN", self._keys.deadletter), ("TIME",),
+        )  # fmt: skip
+        issued_ms = [int(entry.partition(b"-")[0]) for entry, _ in queued]
+        issued_ms += [int(fields[5]) for _, fields in rollouts if len(fields) > 5]  # an older version wrote no time
+        now_ms = 1e3 * int(seconds) + int(micros) / 1e3
+        return Sizes(claimed, max(0.0, now_ms - min(issued_ms, default=now_ms)) / 1e3, groups, letters)
+
+    async def server(self) -> Server:
+        """Return the state of the server, or of several the fullest and the busiest."""
+        said = await self._payloads.info_of_all("memory", "clients", "persistence")
+        clients = max(int(info["connected_clients"]) for info in said)
+        return Server(*fullest(said), clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncGenerator[TopicSubscription]:
+        """Yield a subscription to topics (`TOPICS`), without any yet."""
+        async with self._redis.subscription() as channels:
+            yield TopicSubscription(self._redis, self._keys, channels)
