@@ -19,7 +19,7 @@ from services.config.load import validate
 from services.config.verifiers import FUNCTION
 from services.protocol.messages import Row
 from services.verifiers.base import Job, Scores, combine, solved
-from services.verifiers.builtin.length import LengthVerifier
+from services.verifiers.builtin.simple import LengthVerifier
 from services.verifiers.scoring import Scoring
 
 PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8").split("\n## A service\n", 1)[0]
@@ -134,8 +134,8 @@ def test_the_pages_configurations_are_valid() -> None:
 
 def test_the_length_penalty_matches_the_pages_formula() -> None:
     (formula,) = re.findall(r"^    (-min\(.*\))$", PAGE, re.MULTILINE)
-    (config,) = config_of([{"kind": "length", "soft_tokens": 8, "max_tokens": 20}]).verifiers
-    verifier = LengthVerifier(config, None)  # type: ignore[arg-type]
+    (config,) = config_of([{"kind": "length", "soft_tokens": 8}]).verifiers
+    verifier = LengthVerifier(config, 20)  # type: ignore[arg-type]
     for count in (0, 11, 12, 13, 16, 19, 20, 30):
         values = {"T": count, "max_tokens": 20, "soft_tokens": 8}
         assert verifier.score([7] * count) == eval(formula, values) <= 0

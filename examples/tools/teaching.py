@@ -18,9 +18,9 @@ from examples.arithmetic.teaching import LEARNING_RATE, Lesson, batches, learn
 from examples.arithmetic.tokenizer import END, SPECIAL, save_tokenizer, train_tokenizer
 from examples.tools.calculator import Calculator
 from examples.tools.moves import CHAT_TEMPLATE, TOOL, TOOLS, Move, moves, question
+from services.chat.format import ChatFormat, message_of
+from services.chat.messages import normalised
 from services.config import RunConfig
-from services.environment.chat.format import ChatFormat, message_of
-from services.environment.chat.messages import normalised
 from services.environment.programs.loaded import LoadedProgram
 
 VOCABULARY = 400  # upper limit: 7 special tokens, 256 bytes and the merges, which shorten a call's text around its numbers

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import msgspec
 import structlog
 
+from services.chat.format import ChatFormat
 from services.config.environments import EnvironmentConfig, drives_itself
 from services.environment.agent import Door, run_agent
-from services.environment.chat.format import ChatFormat
 from services.environment.conversation import converse, restorable
 from services.environment.generators import GeneratorFleet
 from services.environment.metrics import EnvironmentMetrics

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from services.chat.format import ChatFormat
 from services.chat.tokenizers import tokenizer_folder
 from services.environment.agent import Door
-from services.environment.chat.format import ChatFormat
 from services.environment.generators import GeneratorFleet
 from services.environment.group import GroupRunner
 from services.environment.loop import EnvironmentLoop

@@ -11,11 +11,11 @@ from typing import Literal
 
 import numpy as np
 
+from services.chat.format import ChatFormat
 from services.chat.tokenizers import tokenizer_folder
 from services.config import RunConfig
 from services.config.environments import EnvironmentConfig
 from services.environment.agent import Door, run_agent
-from services.environment.chat.format import ChatFormat
 from services.environment.programs.process import ProgramProcess
 from services.environment.rollout import FinishedRollout, LiveRollout, Manner, RolloutPlace
 from services.protocol.messages import Span, Ticket

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from services.chat.format import ChatFormat
 from services.config import RunConfig
-from services.environment.chat.format import ChatFormat
 from services.environment.door.resends import AskedTurns
 from services.environment.door.turns import RUN, ContextFull, Overrides, RolloutOver, TurnLost, TurnReply, Usage
 from services.environment.generators import limited

@@ -23,10 +23,10 @@ from services.verifiers.together import together
 
 BUILTIN: dict[str, str] = {
     "math": "services.verifiers.builtin.math:MathVerifier",
-    "exact": "services.verifiers.builtin.exact:ExactVerifier",
-    "regex": "services.verifiers.builtin.regex:RegexVerifier",
-    "reasoning_gym": "services.verifiers.builtin.reasoning_gym:ReasoningGymVerifier",
-    "length": "services.verifiers.builtin.length:LengthVerifier",
+    "exact": "services.verifiers.builtin.simple:ExactVerifier",
+    "regex": "services.verifiers.builtin.simple:RegexVerifier",
+    "reasoning_gym": "services.verifiers.builtin.simple:ReasoningGymVerifier",
+    "length": "services.verifiers.builtin.simple:LengthVerifier",
 }
 """Kind -> `module:Class`. The class takes (config, Source), or for `length` the maximum length, and has the method `score`."""
 ASYNC_GRACE_S = 1.0

@@ -15,9 +15,9 @@ from services.config.data import Source
 from services.config.secrets import variable_of
 from services.config.verifiers import RemoteVerifier, VerifierConfig, named
 from services.verifiers.base import Job, Scores, VerifierFailure
+from services.verifiers.connection import GIVE_UP_S
 from services.verifiers.pool import Freedoms, PoolCounts, VerifierPool
-from services.verifiers.remote import RemotePool
-from services.verifiers.remote.connection import GIVE_UP_S
+from services.verifiers.remote_pool import RemotePool
 from services.verifiers.results import Verdict, gathered
 from services.verifiers.together import together
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.chat.calls import MalformedCall
+from services.chat.format import PARSERS, family_of, message_of
 from services.config import ConfigError
-from services.environment.chat.format import message_of
-from services.environment.chat.parsers.calls import MalformedCall
-from services.environment.chat.parsers.families import PARSERS, family_of
 from tests.environment.support.conversations import TOOL
 from tests.environment.support.templates import FAMILIES, chat_of
 

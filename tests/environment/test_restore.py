@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from services.chat.format import ChatFormat
 from services.config.environments import PythonEnvironment
-from services.environment.chat.format import ChatFormat
 from services.environment.conversation import converse, restorable
 from services.environment.records import Record, unpack_records
 from services.environment.rollout import FinishedRollout, LiveRollout, Manner, RolloutPlace

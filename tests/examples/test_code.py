@@ -11,9 +11,9 @@ import pytest
 
 from examples.code.moves import OFFERED, call, moves, printing, replies
 from examples.tools.warmstart import warm_start
+from services.chat.format import ChatFormat
 from services.config import load
 from services.dataprep.prompts.catalogue import PromptSource
-from services.environment.chat.format import ChatFormat
 from services.environment.programs.code_tool import CodeTool
 
 FOLDER = Path(__file__).parents[2] / "examples" / "code"

@@ -13,9 +13,9 @@ from examples.tools.calculator import Calculator
 from examples.tools.curve import learned, main
 from examples.tools.moves import OFFERED, moves
 from examples.tools.warmstart import main as warm_start
+from services.chat.format import ChatFormat
 from services.config import load
 from services.dataprep.prompts.catalogue import PromptSource
-from services.environment.chat.format import ChatFormat
 from services.environment.programs.loaded import LoadedProgram
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tools"

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -20,14 +20,14 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from services.environment.chat.messages import BadMessages
+from services.chat.format import ChatFormat
+from services.chat.messages import BadMessages
 from services.environment.door import anthropic_messages, chat_completions, responses
 from services.environment.door.fields import overruled
-from services.environment.door.resends import attempt_of, digest_of
-from services.environment.door.rollouts import OpenRollout, Rollouts
-from services.environment.door.turns import Question, RequestRefused, TurnLost, TurnReply
+from services.environment.door.resends import AskedTurns, attempt_of, digest_of
+from services.environment.door.turns import Overrides, Question, RequestRefused, TurnLost, TurnReply
 from services.protocol.errors import StoreError
-from services.rollouts.generated import GenerationFailed
+from services.rollouts.generated import GenerationFailed, SamplingParameters
 
 MOST_BYTES = 64 << 20
 """Largest body that is read: more text than any model's context holds."""
@@ -37,6 +37,42 @@ ERRORS = {401: "authentication_error", 404: "not_found_error", 405: "invalid_req
 
 Event = tuple[str, dict[str, Any]]
 """Name and data of a server-sent event; without a name in OpenAI's older APIs."""
+
+
+class OpenRollout(Protocol):
+    """A rollout that accepts turns."""
+
+    @property
+    def asked(self) -> AskedTurns:
+        """Return the turns that resent requests may ask for."""
+        ...
+
+    @property
+    def chat(self) -> ChatFormat:
+        """Return the chat format of its model."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingParameters:
+        """Return the sampling of the run, which no request changes."""
+        ...
+
+    async def complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], overrides: Overrides) -> TurnReply:
+        """Record and return the policy's reply. Raises `BadMessages`, `RequestRefused`, `GenerationFailed` and `TurnLost`."""
+        ...
+
+
+class Rollouts(Protocol):
+    """The rollouts of a pod."""
+
+    @property
+    def model(self) -> str:
+        """Return the name under which the policy is listed."""
+        ...
+
+    def rollout(self, key: str) -> OpenRollout | None:
+        """Return the rollout that an API key names; None: there is none. Raises `RolloutOver`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from services.environment.chat.messages import normalised_tools
+from services.chat.messages import normalised_tools
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from services.environment.chat.format import ChatFormat, Parsed, message_of
-from services.environment.chat.messages import canonical, normalised
+from services.chat.format import ChatFormat, Parsed, message_of
+from services.chat.messages import canonical, normalised
 
 ENDS_TRIED = 8
 """Places in a rendering that are tried as the end of the reply, which may contain the text that ends replies."""

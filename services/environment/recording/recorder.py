@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from services.environment.chat.format import ChatFormat, message_of
-from services.environment.chat.messages import BadMessages, canonical, normalised, normalised_tools
+from services.chat.format import ChatFormat, message_of
+from services.chat.messages import BadMessages, canonical, normalised, normalised_tools
 from services.environment.recording.extension import Reply, extension
 from services.environment.recording.segments import segment_of
 from services.protocol.payloads import Turn

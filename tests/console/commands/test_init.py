@@ -21,8 +21,8 @@ from services.console.commands.__main__ import main
 from services.console.doctor.preflight import preflight
 from services.console.initial.look import BOXED
 from services.dataprep.prompts.rows import Needs, read_rows
-from services.verifiers.builtin.exact import ExactVerifier
 from services.verifiers.builtin.math import MathVerifier
+from services.verifiers.builtin.simple import ExactVerifier
 from tests.newcomer.world import CONTEXT, make_model
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from services.environment.chat.format import ChatFormat
+from services.chat.format import ChatFormat
 from services.environment.door.app import make_door
 from services.environment.door.resends import AskedTurns
 from services.environment.door.turns import ContextFull, Overrides, RolloutOver, TurnReply, Usage

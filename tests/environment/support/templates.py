@@ -14,8 +14,8 @@ from tempfile import mkdtemp
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from services.chat.format import ChatFormat
 from services.config.data import Data
-from services.environment.chat.format import ChatFormat
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import msgspec
 from services.config.data import FileSource
 from services.protocol.messages import Row
 from services.verifiers.base import Job
-from services.verifiers.remote import RemotePool
-from services.verifiers.remote.connection import GIVE_UP_S, MOST_REQUESTS
+from services.verifiers.connection import GIVE_UP_S, MOST_REQUESTS
+from services.verifiers.remote_pool import RemotePool
 from tests.support.verifiers import verifier
 
 SOURCE = FileSource(kind="jsonl", path="/unused")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.verifiers.remote import connection
+from services.verifiers import connection
 from tests.verifiers.remote.flaky_server import FlakyServer
 
 

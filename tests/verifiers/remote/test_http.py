@@ -12,8 +12,8 @@ import pytest
 
 from services.config import ConfigError
 from services.verifiers.base import VerifierFailure
-from services.verifiers.remote.connection import Silence
-from services.verifiers.remote.http import interface
+from services.verifiers.connection import Silence
+from services.verifiers.http import interface
 from tests.support.harness import small_config, wait_until
 from tests.verifiers.remote.asking import asking, group
 from tests.verifiers.remote.flaky_server import FlakyServer
@@ -259,7 +259,7 @@ async def test_other_sources_are_not_scored(service: FlakyServer) -> None:
 
 def test_waiting_before_the_last_answer_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("services.verifiers.remote.connection.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("services.verifiers.connection.time.monotonic", lambda: now[0])
     silence = Silence()
     now[0] = 50.0
     silence.answered()

@@ -12,12 +12,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from services.chat.calls import MalformedCall, Parser, ToolCall
+from services.chat.json_calls import deepseek, hermes, llama3, mistral
+from services.chat.messages import BadMessages
+from services.chat.pythonic import pythonic
 from services.chat.templates import TemplateRejection, chat_template
 from services.chat.tokenizers import load_tokenizer
+from services.chat.xml_calls import glm4, qwen3_coder
+from services.config import ConfigError
 from services.config.data import Data
-from services.environment.chat.messages import BadMessages
-from services.environment.chat.parsers.calls import MalformedCall, ToolCall
-from services.environment.chat.parsers.families import PARSERS, family_of
 
 SENTINEL = "\u2063reply\u2063"
 """Stands for a reply in a rendering: invisible separators, which no template adds or trims."""
@@ -27,6 +30,27 @@ CACHED_CHARACTERS = 1 << 18
 """Maximum length of such a text: a program may send anything."""
 SHRINKS = 4
 """Maximum number of characters that a tokenizer which normalises text, such as accents, may merge into one."""
+PARSERS: dict[str, Parser] = {
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "llama3_json": llama3,
+    "mistral": mistral,
+    "deepseek": deepseek,
+    "pythonic": pythonic,
+    "glm4": glm4,
+}
+MARKS = (
+    ("<arg_key>", "glm4"),
+    ("<function=", "qwen3_coder"),
+    ("tool▁calls▁begin", "deepseek"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("func_name1(params_name1=", "pythonic"),
+    ("<|python_start|>", "pythonic"),
+    ('"parameters":', "llama3_json"),
+    ("<|python_tag|>", "llama3_json"),
+)
+"""A text that templates of each family contain, the most specific first."""
 
 
 class Parsed(NamedTuple):
@@ -157,3 +181,15 @@ def message_of(parsed: Parsed, identifiers: Sequence[str]) -> dict[str, Any]:
         **({"tool_calls": calls} if calls else {}),
         **({"error": parsed.error} if parsed.error else {}),
     }
+
+
+def family_of(template: str, named: str = "") -> str:
+    """Return the notation named `named`, or the one that the template uses; hermes if it shows none.
+
+    Raises `ConfigError` for an unknown name.
+    """
+    if named:
+        if named not in PARSERS:
+            raise ConfigError(f"tool_format = {named!r} is unknown: choose from {', '.join(PARSERS)}")
+        return named
+    return next((family for mark, family in MARKS if mark in template), "hermes")

@@ -16,8 +16,8 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
-from services.verifiers.remote.token import ServiceToken
 from services.verifiers.results import SHOWN_CHARACTERS
+from services.verifiers.token import ServiceToken
 
 REPLY_BYTES = 16 << 20
 """Maximum number of bytes of a reply: that of a thousand completions with notes of the maximum size."""

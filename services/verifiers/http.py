@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from services.config.verifiers import HttpConfig
-from services.verifiers.remote.connection import ServiceConnection, Silence
+from services.verifiers.connection import ServiceConnection, Silence
 from services.verifiers.results import BadResult, Verdict, read_results
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from services.environment.chat.parsers.calls import Found, MalformedCall, ToolCall, arguments_of, call_of, first_value, loads
+from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, call_of, first_value, loads
 
 BEGIN_CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN_CALL, SEPARATOR, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.environment.chat.messages import schema_of
-from services.environment.chat.parsers.calls import Found, MalformedCall, ToolCall, arguments_of, as_typed, loads
-from services.environment.chat.parsers.json_calls import tagged
+from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, as_typed, loads
+from services.chat.json_calls import tagged
+from services.chat.messages import schema_of
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)

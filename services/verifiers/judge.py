@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from services.config.verifiers import JudgeConfig
+from services.verifiers.connection import ServiceConnection, Silence
 from services.verifiers.numeric import MOST_SCORE
-from services.verifiers.remote.connection import ServiceConnection, Silence
-from services.verifiers.remote.template import PromptTemplate, question_of
 from services.verifiers.results import NOTE_BYTES, BadResult, Verdict, read_results, shown
+from services.verifiers.template import PromptTemplate, question_of
 from services.verifiers.together import together
 
 READ_CHARACTERS = 32 * 1024

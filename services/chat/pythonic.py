@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.environment.chat.parsers.calls import Found, MalformedCall, ToolCall
+from services.chat.calls import Found, MalformedCall, ToolCall
 
 BEGINNING = re.compile(r"(<\|python_start\|>\s*)?\[\s*[A-Za-z_][\w.]*\s*\(")
 LONGEST = 64_000

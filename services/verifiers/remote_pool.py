@@ -1,6 +1,8 @@
-"""All verifiers of a run that are services, over one pool of connections.
+"""All verifiers of a run that are services, `http` and `judge`, over one pool of connections.
 
-Guarantees: a group gets the verdicts of all services of its prompt source, each checked (results.py), or one `VerifierFailure`.
+Guarantees: while a service is unavailable, groups are held and requests repeated, with growing, jittered pauses, until
+`GIVE_UP_S` have passed; then the groups fail for good, with the reason. A group gets the verdicts of all services of its prompt
+source, each checked (results.py), or one `VerifierFailure`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import msgspec
 from services.config.data import Source
 from services.config.verifiers import HttpConfig, JudgeConfig, VerifierConfig
 from services.verifiers.base import Job, VerifierFailure
-from services.verifiers.remote.connection import GIVE_UP_S, MOST_REQUESTS, ServiceConnection, Silence
-from services.verifiers.remote.http import HttpVerifier
+from services.verifiers.connection import GIVE_UP_S, MOST_REQUESTS, ServiceConnection, Silence
+from services.verifiers.http import HttpVerifier
 from services.verifiers.results import Verdict, fault_of
 from services.verifiers.together import together
 
@@ -102,6 +104,6 @@ class RemotePool:
 def _scorer(name: str, verifier: HttpConfig | JudgeConfig, connection: ServiceConnection) -> RemoteScorer:
     if isinstance(verifier, HttpConfig):
         return HttpVerifier(name, verifier, connection)
-    from services.verifiers.remote.judge import JudgeVerifier  # needs jinja2, which only generators install
+    from services.verifiers.judge import JudgeVerifier  # needs jinja2, which only generators install
 
     return JudgeVerifier(name, verifier, connection)
