@@ -39,7 +39,7 @@ memory allows it, since an error could hide in the rounding. Results are cached 
 configuration, the parameters' shapes and first numbers, and the versions of the software.
 
 On the first step that trains no older groups, the trainer also compares its logprobs with the engine's. A mean difference above
-`loss.correction_max_gap` stops the run, since the engine then computes a different model.
+0.1 nats stops the run, since the engine then computes a different model.
 
 ## What is changed on loading
 

@@ -87,10 +87,10 @@ def _training(config: RunConfig) -> Iterator[str]:
             f"trainer.ranks = {trainer.ranks} cannot be divided into teams of trainer.sequence_parallel = "
             f"{trainer.sequence_parallel} ranks: set a multiple of it"
         )
-    if config.lora.rank and reference.kind == "polyak":
+    if config.lora.rank and reference.alpha:
         yield (
-            f'lora.rank = {config.lora.rank} and reference.kind = "polyak" are incompatible: averaging adapters does not '
-            'average the weights they produce; set reference.kind = "frozen", or lora.rank = 0'
+            f"lora.rank = {config.lora.rank} and reference.alpha = {reference.alpha} are incompatible: averaging adapters does "
+            "not average the weights they produce; set reference.alpha = 0, or lora.rank = 0"
         )
     if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.run.steps:
         yield (

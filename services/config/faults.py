@@ -44,6 +44,24 @@ REPLACED = {
     "filters.active_sampling_bound": "was removed, and up to 10 x admission.prompts_per_step groups that a filter drops are "
     "replaced in a step: remove the key",
     "admission.overtake_deadline_s": "was removed, and a step waits 600 s for an older ticket: remove the key",
+    "loss.correction_lower": "was removed, and the correction has no lower bound: remove the key",
+    "loss.correction_max_gap": "was removed, and a run stops above 0.1 nats: remove the key",
+    "loss.kl_estimator": "was removed, and the KL of the loss is k3: remove the key",
+    "loss.old": "was removed, and the ratio starts from the policy that sampled in an asynchronous run with one mini-batch and "
+    "no correction keys, otherwise from the weights at the start of the step: remove the key",
+    "loss.denominator_tokens": 'was removed, and loss.denominator = "constant" divides by sampling.group_size x '
+    "sampling.max_tokens for each group: remove the key",
+    "loss.correction_token_mask": "is part of loss.correction_mask now: set loss.correction_mask = { token = [LOWER, UPPER] }",
+    "loss.correction_sequence_mask": "is part of loss.correction_mask now: set loss.correction_mask = "
+    "{ sequence = [LOWER, UPPER] }",
+    "loss.correction_variation_mask": "is part of loss.correction_mask now: set loss.correction_mask = { variation = [UPPER] }",
+    "loss.divergence": 'was removed: set loss.policy = "dppo_tv" or "dppo_kl"',
+    "loss.divergence_bound": 'was removed: set loss.clip_high, with loss.policy = "dppo_tv" or "dppo_kl"',
+    "reference.kind": "was removed: remove the key, and for an average of the policy set reference.alpha > 0",
+    "reference.every_steps": "was removed, and the reference is updated after every step: remove the key",
+    "optimizer.final_fraction": "was removed, and linear and cosine schedules end at a tenth of the peak: remove the key",
+    "trainer.peak_tflops": "was removed, and MFU is computed for GPUs whose peak is known: remove the key",
+    "trainer.step_timeout_s": "was removed, and a collective operation may take half an hour: remove the key",
     "trainer.attention": "was removed, and the fastest kernel that computes the model's attention is used: remove the key",
     "filters.active_sampling": "was removed, and groups that a filter drops are replaced: remove the key",
     "optimizer.beta1": "was replaced: set optimizer.betas = [BETA1, BETA2]",

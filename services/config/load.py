@@ -25,7 +25,6 @@ from services.config.derived import derived
 from services.config.environments import code_key, code_of, environment_file
 from services.config.faults import explained, keys_of, models_of, without
 from services.config.generation import Generator, owned_options
-from services.config.loss import settle
 from services.config.places import COMMAND_LINE, KeyPlaces
 from services.config.root import RunConfig
 from services.config.secrets import shown
@@ -124,7 +123,7 @@ def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, fault
             for fault in errors:
                 without(left, keys_of(fault))
     if config is not None:
-        config = _settled(config)
+        config = derived(config)
         rules = (
             *_refused(config, before),
             *broken(config),
@@ -133,13 +132,6 @@ def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, fault
     if faults or config is None:
         raise ConfigError(*faults, rest=config, places=places)
     return config
-
-
-def _settled(config: RunConfig) -> RunConfig:
-    """Return the configuration with defaults that depend on several sections, or on the model, replaced by their values."""
-    config = derived(config)
-    loss = settle(config.loss, config.admission.max_staleness, config.trainer.mini_batches)
-    return config.model_copy(update={"loss": loss})
 
 
 def to_toml(config: RunConfig) -> str:
@@ -158,7 +150,6 @@ CARRIED_OUT: dict[str, Any] = {
     "fleet": True,
     "redis": True,
     "run": {"dir"},
-    "loss": {"correction_max_gap"},
     "generator": {
         **dict.fromkeys(Generator.model_fields.keys() - {"engine", "engine_options"}, True),
         "engine_options": {"gpu_memory_utilization", "kv_cache_memory_bytes"},

@@ -11,7 +11,7 @@ from services.config.root import RunConfig
 
 def clips(config: RunConfig, mini_batches: int) -> bool:
     """Return whether the clip bounds can act in a step of that number of mini-batches. Assume it of a custom loss."""
-    return config.loss.from_behaviour or mini_batches > 1 or config.loss.policy not in POLICIES
+    return config.from_behaviour or mini_batches > 1 or config.loss.policy not in POLICIES
 
 
 def loss_in_words(config: RunConfig) -> Iterator[str]:
@@ -20,16 +20,16 @@ def loss_in_words(config: RunConfig) -> Iterator[str]:
     if not clips(config, mini_batches):
         keys = ", ".join(f"loss.{key}" for key in CLIPS if key in POLICIES[loss.policy])
         yield (
-            f'The ratio is exactly 1 (loss.old = "{loss.old}", trainer.mini_batches = 1): {keys} never act, and the gradient of '
-            f'loss.policy = "{loss.policy}" is that of -A log p, as for any other policy loss with the same advantages and '
-            "denominator."
+            f"The ratio is exactly 1 (it starts from the weights at the start of the step, of one mini-batch): {keys} never act, "
+            f'and the gradient of loss.policy = "{loss.policy}" is that of -A log p, as for any other policy loss with the same '
+            "advantages and denominator."
         )
         if config.admission.max_staleness:
             yield (
-                "Groups may be stale, and only the correction (loss.correction_upper) accounts for that: set "
-                'loss.old = "behaviour" for a ratio to the policy that sampled.'
+                "Groups may be stale, and only the correction (loss.correction_upper) accounts for that: leave the keys of the "
+                "correction at their defaults for a ratio to the policy that sampled."
             )
-    elif loss.from_behaviour:
+    elif config.from_behaviour:
         yield (
             f'loss.policy = "{loss.policy}" takes its ratio to the policy that sampled the token; it contains the difference '
             "between engine and trainer, so there is no separate correction."
@@ -46,4 +46,5 @@ def loss_in_words(config: RunConfig) -> Iterator[str]:
         )
     for key, published in PUBLISHED.get(loss.policy, {}).items():
         if (given := getattr(loss, key)) != published:
-            yield f"loss.{key} = {json.dumps(given)}, whereas the {loss.policy.upper()} paper has {json.dumps(published)}."
+            paper = loss.policy.partition("_")[0].upper()
+            yield f"loss.{key} = {json.dumps(given)}, whereas the {paper} paper has {json.dumps(published)}."

@@ -174,6 +174,11 @@ class RunConfig(Section):
         return self.trainer.ranks // self.trainer.sequence_parallel
 
     @property
+    def from_behaviour(self) -> bool:
+        """Whether the policy loss takes its ratio to the generators' logprobs (docs/semantics.md)."""
+        return self.loss.from_behaviour(self.admission.max_staleness, self.trainer.mini_batches)
+
+    @property
     def trained_dtype(self) -> str:
         """Data type of the trained weights. Adapters are float32, since bfloat16 would round small steps away."""
         return "float32" if self.lora.rank else self.model.dtype

@@ -66,12 +66,8 @@ class Advantage(Section):
 class Reference(Section):
     """The reference policy of the KL. With `loss.kl_beta = 0` none is loaded."""
 
-    kind: Literal["frozen", "polyak"] = "frozen"
-    """`frozen`: model.path unchanged; `polyak`: a running average of the policy that starts from it."""
-    alpha: float = Field(default=0.01, gt=0, le=1)
-    """`polyak`: reference <- (1 - alpha) x reference + alpha x policy."""
-    every_steps: int = Field(default=1, ge=1)
-    """`polyak`: training steps between updates."""
+    alpha: float = Field(default=0.0, ge=0, le=1)
+    """After each step, reference <- (1 - alpha) x reference + alpha x policy. 0: it stays model.path, unchanged."""
 
 
 class Lora(Section):
@@ -108,9 +104,7 @@ class Optimizer(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate decay after the warm-up, down to `final_fraction` at the last step of the run."""
-    final_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Share of the peak learning rate at which `linear` and `cosine` end. With 0 the last step changes nothing."""
+    """Learning-rate decay after the warm-up, down to a tenth of the peak at the last step of the run."""
 
 
 class Trainer(Section):
@@ -140,10 +134,6 @@ class Trainer(Section):
     """Use deterministic kernels, and rows that depend neither on the number of ranks nor on when groups ended. With zero_stage 0
     and float32 (or adapters), gradients are also summed in fixed point, so that loss, gradient and weights are bit-identical for
     any number of data-parallel ranks."""
-    peak_tflops: float = Field(default=0.0, ge=0)
-    """Peak of one device in 10^12 FLOP/s, from which `mfu/train` is computed. 0: built-in values, for common GPUs in bfloat16."""
-    step_timeout_s: float = Field(default=1800.0, gt=0)
-    """Timeout of a collective operation among the ranks, in seconds."""
 
     @property
     def against_compile(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from services.config.base import Section
 from services.config.environments import code_of
 from services.config.evaluation import Evaluation
-from services.config.loss import CLIPS, CORRECTION, POLICIES
+from services.config.loss import CLIPS, CORRECTION, DPPO, POLICIES
 from services.config.root import RunConfig
 from services.config.secrets import shown
 from services.config.verifiers import RemoteVerifier
@@ -110,31 +110,20 @@ def _loss(config: RunConfig) -> Rules:
     for key in CLIPS:
         if key not in POLICIES.get(loss.policy, CLIPS):
             yield f"loss.{key}", f'with loss.policy = "{loss.policy}"', ""
-    if loss.from_behaviour:
-        start = 'loss.policy = "dppo"' if loss.policy == "dppo" else 'loss.old = "behaviour"'
+    if loss.policy in DPPO:
         for key in CORRECTION:
-            why = f"with {start}, whose ratio already starts from the generators' policy, so that the correction is 1"
+            why = f'with loss.policy = "{loss.policy}", whose ratio starts from the policy that sampled: the correction is 1'
             yield f"loss.{key}", why, ""
-    if loss.kl_beta == 0:
-        yield "loss.kl_estimator", "with loss.kl_beta = 0", "raise loss.kl_beta"
-    if loss.denominator != "constant":
-        yield "loss.denominator_tokens", f'with loss.denominator = "{loss.denominator}"', 'set loss.denominator = "constant"'
 
 
 def _training(config: RunConfig) -> Rules:
     if config.model.dtype == "float32":
         yield "model.fp32_head", 'with model.dtype = "float32"', 'set model.dtype = "bfloat16"'
-    if config.reference.kind != "polyak":
-        for key in ("alpha", "every_steps"):
-            yield f"reference.{key}", f'with reference.kind = "{config.reference.kind}"', 'set reference.kind = "polyak"'
-    elif config.loss.kl_beta == 0:
-        yield "reference.kind", "with loss.kl_beta = 0, which loads no reference", "set loss.kl_beta > 0"
+    if config.loss.kl_beta == 0:
+        yield "reference.alpha", "with loss.kl_beta = 0, which loads no reference", "set loss.kl_beta > 0"
     if not config.lora.rank:
         for key in ("alpha", "targets"):
             yield f"lora.{key}", "with lora.rank = 0", "set lora.rank"
-    if config.optimizer.schedule == "constant":
-        cure = 'set optimizer.schedule = "linear" or "cosine"'
-        yield "optimizer.final_fraction", 'with optimizer.schedule = "constant"', cure
 
 
 def _sync(config: RunConfig) -> Rules:

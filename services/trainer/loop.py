@@ -63,7 +63,7 @@ class TrainLoop:
         self.service, self.worker, self.commands, self.metrics, self._fault = service, worker, commands, metrics, fault
         self.config, self.store, self.notifications, self.call = service.config, service.store, service.notifications, portal.call
         self._portal, self._tracing = portal, service.tracing
-        self.loop = service.add_loop("train", _nothing, limit_s=service.config.trainer.step_timeout_s)
+        self.loop = service.add_loop("train", _nothing, limit_s=ranks.TIMEOUT_S)
         self.fence = self.call(self.store.run.attach_trainer())
         self.step = -1  # the last step in the weights of this process
         self._ranks_told = time.monotonic()
@@ -79,7 +79,7 @@ class TrainLoop:
         self.updates = WeightUpdates(
             service, portal, self.fence, worker, commands, self.recovery, metrics, self._tick, self._ending, self._say
         )
-        self._comparison = EngineComparison(self.config.loss.correction_max_gap)
+        self._comparison = EngineComparison(self.config.generator.engine)
         metrics.step.set_function(lambda: self.step)
         metrics.checkpointed.set_function(lambda: self.saving.last)
         metrics.failed_checkpoints.set_function(lambda: self.saving.failed)

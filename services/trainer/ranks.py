@@ -19,6 +19,10 @@ STOP = "grpo/stop"
 """Key in the store through which the ranks connect. It exists once a rank has asked for the end of all."""
 
 
+TIMEOUT_S = 1800.0
+"""Limit of a collective among the ranks: longer than any step's slowest part, such as the first compilation."""
+
+
 @dataclass(frozen=True)
 class World:
     """One rank's place among all. `local_rank` counts on its machine and selects its GPU."""
@@ -46,7 +50,7 @@ class World:
         """Return the device this rank trains on."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float = TIMEOUT_S) -> None:
         """Join the other ranks. Every later collective fails after `timeout_s`."""
         if torch.cuda.is_available():
             torch.cuda.set_device(self.device)

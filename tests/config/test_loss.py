@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from services.config import ConfigError, RunConfig, load, load_resolved, to_toml
-from services.config.load import digest
-from services.config.loss import CLIPS, POLICIES, Loss
+from services.config.loss import CLIPS, POLICIES
 
-CHANGED = {"clip_low": "0.1", "clip_high": "0.3", "divergence": "kl", "divergence_bound": "0.2"}
-CENTERED = ["loss.policy=dr_grpo", "advantage.kind=centered", "loss.denominator=constant", "loss.denominator_tokens=4096"]
-MU = 'with loss.old = "behaviour"'
-OFF = "whose ratio already starts from the generators' policy, so that the correction is 1: remove it"
+CHANGED = {"clip_low": "0.1", "clip_high": "0.3"}
+CENTERED = ["loss.policy=dr_grpo", "advantage.kind=centered", "loss.denominator=constant"]
+OFF = "whose ratio starts from the policy that sampled: the correction is 1: remove it"
 
 
 def configured(folder: Path, *overrides: str) -> RunConfig:
@@ -36,18 +34,17 @@ def test_keys_unused_by_the_policy_loss_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["loss.policy=ppo"], "loss.policy = 'ppo': must be one of grpo, dapo, dr_grpo, cispo, gspo, reinforce, dppo, or"),
+        (["loss.policy=ppo"], "loss.policy = 'ppo': must be one of grpo, dapo, dr_grpo, cispo, gspo, reinforce, dppo_tv,"),
         (["loss.policy=mine.losses"], "or package.module:function for a custom loss"),
-        (["loss.policy=dr_grpo"], 'set both, and set loss.denominator_tokens to the divisor of a mini-batch'),
+        (["loss.policy=dr_grpo"], 'not "standard" and "token": set both'),
         ([*CENTERED, "advantage.kind=standard"], 'not "standard" and "constant": set both'),
-        ([*CENTERED, "loss.denominator_tokens=0"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
-        (["loss.denominator_tokens=9"], 'loss.denominator_tokens = 9 has no effect with loss.denominator = "token"'),
-        (["loss.kl_beta=0", "loss.kl_estimator=k1"], "loss.kl_estimator = 'k1' has no effect with loss.kl_beta = 0"),
-        (["loss.old=behaviour", "loss.correction_upper=3"], f'loss.correction_upper = 3.0 has no effect {MU}, {OFF}'),
-        (["loss.old=behaviour", "loss.correction_token_mask=[0.5,2]"], f"correction_token_mask = [0.5, 2.0] has no effect {MU}"),
-        (["loss.policy=dppo", "loss.correction_variation_mask=0.1"], f'has no effect with loss.policy = "dppo", {OFF}'),
-        (["loss.correction_token_mask=[2.0]"], "loss.correction_token_mask = [2.0]: must be empty or two bounds"),
-        (["loss.correction_sequence_mask=[1.5,2.0]"], "the lower at most 1 and the upper at least 1, e.g. [0.5, 2.0]"),
+        (["loss.denominator_tokens=9"], "loss.denominator_tokens = 9 was removed, and loss.denominator"),
+        (["loss.old=behaviour"], "loss.old = 'behaviour' was removed, and the ratio starts from the policy that sampled"),
+        (["loss.policy=dppo_tv", "loss.correction_upper=3"], f'has no effect with loss.policy = "dppo_tv", {OFF}'),
+        (["loss.policy=dppo_kl", "loss.correction_mask={variation=[0.1]}"], f'has no effect with loss.policy = "dppo_kl", {OFF}'),
+        (["loss.correction_mask={token=[2.0]}"], "`token` must be two bounds, the lower at most 1"),
+        (["loss.correction_mask={sequence=[1.5,2.0]}"], "and the upper at least 1, e.g. { sequence = [0.5, 2.0] }"),
+        (["loss.correction_mask={variation=[0.5,2.0]}"], "`variation` must be one bound above 0"),
         (["loss.entropy_coefficient=-1"], "loss.entropy_coefficient = -1: input should be greater than or equal to 0"),
     ],
 )  # fmt: skip
@@ -61,9 +58,9 @@ def test_invalid_settings_are_rejected(tmp_path: Path, overrides: list[str], mes
 @pytest.mark.parametrize(
     "overrides",
     [
-        CENTERED, ["loss.policy=dppo", "loss.divergence=kl"], ["loss.old=behaviour"], ["loss.denominator=group"],
-        ["loss.policy=dppo", "loss.old=behaviour"], ["loss.correction_token_mask=[1,1]"], ["loss.policy=a.b:c"],
-        ["loss.correction_sequence_mask=[0.5,2]", "loss.correction_variation_mask=0.2", "loss.entropy_coefficient=0.01"],
+        CENTERED, ["loss.policy=dppo_kl", "loss.clip_high=0.2"], ["loss.denominator=group"],
+        ["loss.correction_mask={token=[1,1]}"], ["loss.policy=a.b:c"],
+        ["loss.correction_mask={sequence=[0.5,2], variation=[0.2]}", "loss.entropy_coefficient=0.01"],
     ],
 )  # fmt: skip
 def test_valid_settings_round_trip(tmp_path: Path, overrides: list[str]) -> None:
@@ -72,21 +69,13 @@ def test_valid_settings_round_trip(tmp_path: Path, overrides: list[str]) -> None
     assert load_resolved(tmp_path / "resolved.toml") == config
 
 
-@pytest.mark.parametrize(
-    ("overrides", "old"),
-    [
-        ([], "behaviour"),
-        (["admission.max_staleness=0"], "recompute"),
-        (["trainer.mini_batches=2"], "recompute"),
-        (["loss.correction_upper=3"], "recompute"),
-        (["loss.old=recompute"], "recompute"),
-        (["loss.old=behaviour", "trainer.mini_batches=2"], "behaviour"),
-    ],
-)
-def test_asynchronous_runs_default_to_old_behaviour(tmp_path: Path, overrides: list[str], old: str) -> None:
-    config = configured(tmp_path, *overrides)
-    assert config.loss.old == old
-    assert config.loss.from_behaviour == (old == "behaviour")
+def test_asynchronous_runs_of_one_mini_batch_take_their_ratio_from_behaviour(tmp_path: Path) -> None:
+    expected = {
+        "run.steps=100": True, "admission.max_staleness=0": False, "trainer.mini_batches=2": False,
+        "loss.correction_upper=3": False, "loss.correction_mask={token=[0.5,2]}": False,
+    }  # fmt: skip
+    assert {override: configured(tmp_path, override).from_behaviour for override in expected} == expected
+    assert configured(tmp_path, "loss.policy=dppo_tv", "admission.max_staleness=0").from_behaviour
 
 
 def test_gspo_defaults_to_the_papers_bounds_and_mean(tmp_path: Path) -> None:
@@ -95,17 +84,4 @@ def test_gspo_defaults_to_the_papers_bounds_and_mean(tmp_path: Path) -> None:
     loss = configured(tmp_path, "loss.policy=gspo", "loss.clip_low=0.1", "loss.denominator=token").loss
     assert (loss.clip_low, loss.clip_high, loss.denominator) == (0.1, 4e-4, "token")
     assert configured(tmp_path, "loss.policy=dapo").loss.clip_low == 0.2
-
-
-def test_correction_max_gap_may_change_on_resume(tmp_path: Path) -> None:
-    one, other = (configured(tmp_path, f"loss.correction_max_gap={limit}") for limit in (0.1, 0.2))
-    assert digest(one) == digest(other)
-    assert digest(one) != digest(configured(tmp_path, "loss.clip_low=0.1"))
-
-
-def test_dppo_and_old_behaviour_use_the_generators_logprobs() -> None:
-    assert [Loss(old="behaviour").from_behaviour, Loss(policy="dppo").from_behaviour, Loss().from_behaviour] == [
-        True,
-        True,
-        False,
-    ]
+    assert configured(tmp_path, "loss.policy=dppo_tv").loss.clip_high == 0.1

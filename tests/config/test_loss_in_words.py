@@ -22,13 +22,13 @@ def _words(**sections: Any) -> str:
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_a_ratio_of_one_is_stated_and_makes_all_losses_equal(policy: str) -> None:
-    words = _words(loss={"policy": policy, "old": "recompute", "denominator": "sequence"})
+    words = _words(loss={"policy": policy, "correction_upper": 3.0, "denominator": "sequence"})
     assert "The ratio is exactly 1" in words
     assert f'loss.policy = "{policy}" is that of -A log p' in words
-    assert 'set loss.old = "behaviour"' in words
+    assert "leave the keys of the correction at their defaults" in words
     gradients = []
     for name in ("reinforce", policy):
-        config = make_config(Path("m"), loss={"policy": name, "old": "recompute", "kl_beta": 0.0}).loss
+        config = make_config(Path("m"), loss={"policy": name, "kl_beta": 0.0}).loss
         tokens = make_tokens([-1.0, -2.0, -0.5], [1.0, 1.0, -2.0], behaviour=[-1.0, -2.0, -0.5], samples=[0, 0, 1])
         loss = losses.compute(tokens, config, 1.0).loss
         gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0])
@@ -37,7 +37,7 @@ def test_a_ratio_of_one_is_stated_and_makes_all_losses_equal(policy: str) -> Non
 
 def test_the_reference_of_the_ratio_is_stated() -> None:
     assert "to the policy that sampled the token" in _words(loss={"policy": "dapo"})
-    assert "to the policy that sampled the token" in _words(loss={"policy": "dppo"}, admission={"max_staleness": 0})
+    assert "to the policy that sampled the token" in _words(loss={"policy": "dppo_tv"}, admission={"max_staleness": 0})
     words = _words(loss={"policy": "dapo"}, trainer={"mini_batches": 4})
     assert "to the policy at the start of the step, over 4 mini-batches" in words
     words = _words(loss={"policy": "dapo"}, admission={"max_staleness": 0})
@@ -62,11 +62,11 @@ def test_clip_bounds_that_differ_from_the_paper_are_stated() -> None:
 @pytest.mark.parametrize(
     ("loss", "mini_batches", "active"),
     [
-        ({"policy": "dapo", "old": "recompute"}, 1, False),
-        ({"policy": "dapo", "old": "recompute"}, 2, True),
+        ({"policy": "dapo", "correction_upper": 3.0}, 1, False),
+        ({"policy": "dapo", "correction_upper": 3.0}, 2, True),
         ({"policy": "dapo"}, 1, True),
-        ({"policy": "dppo", "old": "recompute"}, 1, True),
-        ({"policy": "mine.losses:own", "old": "recompute"}, 1, True),
+        ({"policy": "dppo_kl"}, 1, True),
+        ({"policy": "mine.losses:own", "correction_upper": 3.0}, 1, True),
     ],
 )
 def test_clip_bounds_act_only_on_changing_ratios(loss: dict[str, Any], mini_batches: int, active: bool) -> None:

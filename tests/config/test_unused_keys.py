@@ -111,25 +111,27 @@ def test_a_default_without_effect_is_not_an_error(tmp_path: Path) -> None:
 
 
 def test_the_remedy_works_on_the_command_line(tmp_path: Path) -> None:
-    given = ("loss.kl_estimator=k1_weighted", "loss.kl_beta=0")
+    given = ("reference.alpha=0.5", "loss.kl_beta=0")
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *given)
-    assert str(caught.value).endswith("with loss.kl_beta = 0: raise loss.kl_beta, or remove it, or set it to its default, 'k3'")
-    assert configured(tmp_path, *given, "loss.kl_estimator=k3") == configured(tmp_path, "loss.kl_beta=0")
+    assert str(caught.value).endswith(
+        "with loss.kl_beta = 0, which loads no reference: set loss.kl_beta > 0, or remove it, or set it to its default, 0.0"
+    )
+    assert configured(tmp_path, *given, "reference.alpha=0") == configured(tmp_path, "loss.kl_beta=0")
 
 
 def test_an_old_run_with_unused_keys_can_be_resumed(tmp_path: Path) -> None:
     """An older version accepted them."""
     config = configured(tmp_path, "loss.kl_beta=0")
-    begun = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k1_weighted"})})
+    begun = config.model_copy(update={"reference": config.reference.model_copy(update={"alpha": 0.5})})
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(to_toml(begun))
     assert load_resolved(resolved) == begun
-    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k1_weighted' has no effect"):
+    with pytest.raises(ConfigError, match=r"reference\.alpha = 0\.5 has no effect"):
         load(resolved, environ={})
     assert load(resolved, environ={}, before=lambda given: begun) == begun
-    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k2' has no effect"):
-        load(resolved, ["loss.kl_estimator=k2"], environ={}, before=lambda given: begun)
+    with pytest.raises(ConfigError, match=r"reference\.alpha = 0\.7 has no effect"):
+        load(resolved, ["reference.alpha=0.7"], environ={}, before=lambda given: begun)
 
 
 def test_client_tls_keys_are_allowed_without_certificates(tmp_path: Path) -> None:

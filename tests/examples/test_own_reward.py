@@ -89,7 +89,7 @@ def test_a_run_trains_with_the_reward_function(model: Path, tmp_path: Path) -> N
     overrides = (
         f"run.dir={tmp_path}", "run.steps=2", f"model.path={model}", "model.max_tokens=64", "sampling.max_tokens=2",
         "generator.engine=tests.support.scripted:ScriptedEngine", f"generator.engine_options={{vocabulary={vocabulary}}}",
-        "generator.count=1", "filters.zero_std=false", "loss.correction_max_gap=0",
+        "generator.count=1", "filters.zero_std=false",
     )  # fmt: skip
     output = grpo(*command.split(), "--no-screen", *overrides)
     assert "0 tickets lost, 0 duplicated" in output

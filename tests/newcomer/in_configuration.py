@@ -58,7 +58,7 @@ MISTAKES = [
         [add("max_tokens = 1000\n"), sub('dtype = "float32"', 'dtype = "float32"\nmax_tokens = 64')],
     ),
     Mistake(
-        "no_effect", "loss.kl_estimator", "'k1'", "raise loss.kl_beta", [add('[loss]\nkl_beta = 0.0\nkl_estimator = "k1"\n')]
+        "no_effect", "reference.alpha", "0.5", "set loss.kl_beta > 0", [add("[loss]\nkl_beta = 0.0\n[reference]\nalpha = 0.5\n")]
     ),
     Mistake(
         "warm_up_without_end",

@@ -15,12 +15,12 @@ from services.config import load_resolved, to_toml
 from services.protocol import codec
 from services.store import Store
 from tests.support.harness import save_model_folder, small_config, wait_until
-from tests.support.models.held_loss import HELD
+from tests.support.models.held_loss import HELD, STUCK_S
 from tests.support.whole_runs import Hold, check_whole, finish, kill, start, steps_done, summary, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EVERY, STEPS, PROMPTS = 4, 8, 12
-STUCK_S, TTL_S = 5.0, 60.0
+TTL_S = 60.0
 
 
 def write_run(folder: Path, name: str, *overrides: str) -> Path:
@@ -105,7 +105,6 @@ def test_evaluation_survives_damaged_payloads_and_a_hanging_step(tmp_path: Path,
     monkeypatch.setenv(HELD, str(held))
     options = (
         'loss.policy="tests.support.models.held_loss:dapo"',
-        f"trainer.step_timeout_s={STUCK_S}",
         "generator.engine_options.token_s=0.1",
     )
     process = start(write_run(tmp_path, "evaluated", *options))

@@ -59,8 +59,6 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         max_num_seqs = 32  # at most 16 tickets of 4 completions at a time
         [admission]
         prompts_per_step = 8
-        [loss]
-        correction_max_gap = 0.0  # scripted logprobs match no model
         [trainer]
         row_tokens = 256
         [api]

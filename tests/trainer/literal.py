@@ -26,18 +26,18 @@ class Response:
     group: object = None
 
 
-def objective(responses: Sequence[Response], config: Loss) -> Tensor:
-    """Return the loss of a mini-batch of whole responses."""
+def objective(responses: Sequence[Response], config: Loss, from_behaviour: bool = False, constant: float = 1.0) -> Tensor:
+    """Return the loss of a mini-batch of whole responses. `constant`: the divisor with that denominator."""
     zero = sum((response.theta.sum() * 0 for response in responses), torch.zeros((), dtype=torch.float64))
     sums, counts, groups = [], [], []
     for response in responses:
         places = [t for t in range(len(response.theta)) if math.isfinite(response.behaviour[t])]
         if places:
-            sums.append(response.weight * sum(_tokens(response, places, config), zero))
+            sums.append(response.weight * sum(_tokens(response, places, config, from_behaviour), zero))
             counts.append(len(places))
             groups.append(response.group)
     if config.denominator == "constant":
-        return sum(sums, zero) / config.denominator_tokens
+        return sum(sums, zero) / constant
     if not counts:
         return zero
     if config.denominator == "token":
@@ -51,16 +51,16 @@ def objective(responses: Sequence[Response], config: Loss) -> Tensor:
     return sum(means, zero) / len(means)
 
 
-def _tokens(response: Response, places: list[int], config: Loss) -> list[Tensor]:
+def _tokens(response: Response, places: list[int], config: Loss, from_behaviour: bool) -> list[Tensor]:
     """Return the loss of every counted token."""
     mu = [float(response.behaviour[t]) for t in places]
     theta = [response.theta[t] for t in places]
-    old = mu if config.from_behaviour else [float(response.old[t]) for t in places]
+    old = mu if from_behaviour else [float(response.old[t]) for t in places]
     losses = _policy(theta, old, mu, response.advantage, config)
     corrected = [weight * loss for weight, loss in zip(_weights(old, mu, response.advantage, config), losses, strict=True)]
     for i, t in enumerate(places):
         if config.kl_beta > 0:
-            corrected[i] = corrected[i] + config.kl_beta * _kl(theta[i], old[i], float(response.reference[t]), config)
+            corrected[i] = corrected[i] + config.kl_beta * _kl(theta[i], float(response.reference[t]))
         corrected[i] = corrected[i] - config.entropy_coefficient * response.entropy[t]
     return corrected
 
@@ -80,7 +80,7 @@ def _policy(theta: list[Tensor], old: list[float], mu: list[float], a: float, co
             return [-a * min(r.item(), high) * now for r, now in zip(ratios, theta, strict=True)]
         case "reinforce":
             return [-a * min(max(r.item(), low), high) * now for r, now in zip(ratios, theta, strict=True)]
-        case "dppo":
+        case "dppo_tv" | "dppo_kl":
             return [_dppo(now, before, a, config) for now, before in zip(theta, mu, strict=True)]
     assert config.policy == "tests.trainer.losses.test_custom:half"
     return [-a * now / 2 for now in theta]
@@ -94,7 +94,7 @@ def _dppo(theta: Tensor, mu: float, a: float, config: Loss) -> Tensor:
     p, q = math.exp(mu), math.exp(theta.item())
     tv, kl = abs(p - q), p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     away = (a > 0 and theta.item() > mu) or (a < 0 and theta.item() < mu)
-    masked = away and {"tv": tv, "kl": kl}[config.divergence] > config.divergence_bound
+    masked = away and (tv if config.policy == "dppo_tv" else kl) > config.clip_high
     return 0 * theta if masked else -a * torch.exp(theta - mu)
 
 
@@ -105,25 +105,18 @@ def _weights(old: list[float], mu: list[float], a: float, config: Loss) -> list[
     weights = []
     for d in ds:
         rho = math.exp(d)
-        weight = min(max(rho, config.correction_lower), config.correction_upper)
-        if config.correction_token_mask and not config.correction_token_mask[0] <= rho <= config.correction_token_mask[1]:
-            weight = 0.0
-        bounds = config.correction_sequence_mask
-        if bounds and not bounds[0] <= geometric_mean <= bounds[1]:
-            weight = 0.0
-        if config.correction_variation_mask and variation > config.correction_variation_mask and d * a > 0:
-            weight = 0.0
+        weight = min(rho, config.correction_upper)
+        for kind, bounds in config.correction_mask.items():
+            value = {"token": rho, "sequence": geometric_mean, "variation": variation}[kind]
+            if kind == "variation":
+                if value > bounds[0] and d * a > 0:
+                    weight = 0.0
+            elif not bounds[0] <= value <= bounds[1]:
+                weight = 0.0
         weights.append(weight)
     return weights
 
 
-def _kl(theta: Tensor, old: float, reference: float, config: Loss) -> Tensor:
+def _kl(theta: Tensor, reference: float) -> Tensor:
     d = torch.clamp(theta - reference, -40, 40)
-    match config.kl_estimator:
-        case "k1":
-            return d
-        case "k2":
-            return d**2 / 2
-        case "k3":
-            return torch.exp(-d) - 1 + d
-    return torch.exp(theta - old) * d
+    return torch.exp(-d) - 1 + d

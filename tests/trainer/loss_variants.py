@@ -12,20 +12,30 @@ import torch
 from services.config.loss import Loss
 from services.protocol.messages import Sample
 from services.protocol.payloads import Payload
+from tests.support.models.tiny_model import CONSTANT
 from tests.trainer import literal
 
 VARIANTS: dict[str, Loss] = {
-    name: Loss.model_validate({"kl_beta": 0.1, "kl_estimator": "k1_weighted"} | options)
+    name: Loss.model_validate({"kl_beta": 0.1} | options)
     for name, options in {
-        "gspo": {"policy": "gspo", "old": "behaviour", "denominator": "sequence", "clip_low": 0.5, "clip_high": 0.5},
-        "cispo": {"policy": "cispo", "old": "behaviour", "denominator": "group"},
-        "reinforce": {"policy": "reinforce", "denominator": "group", "correction_sequence_mask": [0.1, 3.0]},
-        "dppo": {"policy": "dppo", "denominator": "constant", "denominator_tokens": 64, "divergence_bound": 0.003},
-        "grpo": {"policy": "grpo", "denominator": "sequence", "correction_token_mask": [0.1, 5.0], "entropy_coefficient": 0.05},
-        "own": {"policy": "tests.trainer.losses.test_custom:half", "correction_variation_mask": 0.4, "denominator": "sequence"},
+        "gspo": {"policy": "gspo", "denominator": "sequence", "clip_low": 0.5, "clip_high": 0.5},
+        "cispo": {"policy": "cispo", "denominator": "group"},
+        "reinforce": {"policy": "reinforce", "denominator": "group", "correction_mask": {"sequence": [0.1, 3.0]}},
+        "dppo": {"policy": "dppo_tv", "denominator": "constant", "clip_high": 0.003},
+        "grpo": {
+            "policy": "grpo",
+            "denominator": "sequence",
+            "correction_mask": {"token": [0.1, 5.0]},
+            "entropy_coefficient": 0.05,
+        },
+        "own": {
+            "policy": "tests.trainer.losses.test_custom:half",
+            "correction_mask": {"variation": [0.4]},
+            "denominator": "sequence",
+        },
     }.items()
 }
-"""One mini-batch: with `old = "behaviour"` ratios of all sizes occur, otherwise corrections of all sizes."""
+"""One mini-batch: without keys of the correction, ratios of all sizes occur, otherwise corrections of all sizes."""
 
 
 def responses(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[Sample]) -> tuple[Any, list[literal.Response]]:
@@ -59,7 +69,8 @@ def responses(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[S
 def gradient(folder: Path, payloads: Mapping[str, Payload], samples: Sequence[Sample], config: Loss) -> dict[str, torch.Tensor]:
     """Return the gradient of the first optimizer step on one mini-batch; the reference is the model itself."""
     model, found = responses(folder, payloads, samples)
-    literal.objective(found, config).backward()
+    constant = float(CONSTANT * len({sample.payload for sample in samples}))
+    literal.objective(found, config, config.from_behaviour(1, 1), constant).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

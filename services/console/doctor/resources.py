@@ -44,7 +44,7 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         yield fault("disk", f"{given}: {there} cannot be written to: {why}", "make it writable, or set another run.dir")
         return
     weights, kept = _weights(config), config.checkpoint.keep + 1
-    averaged = AVERAGED_BYTES if config.loss.kl_beta and config.reference.kind == "polyak" else 0
+    averaged = AVERAGED_BYTES if config.loss.kl_beta and config.reference.alpha else 0
     checkpoint = (STATE_BYTES + averaged) * _trained(config, weights)
     written = _written_bytes(folder / config.run.name / "checkpoints")
     needed = max(LEAST_FREE_BYTES, kept * checkpoint + weights.parameters * _width(config) - written)
@@ -158,7 +158,7 @@ def _rank_bytes(config: RunConfig, parameters: int) -> float:
     trainer, weights = config.trainer, parameters * _width(config)
     reference = weights if config.loss.kl_beta else 0
     if config.lora.rank:
-        return weights + reference * (config.reference.kind != "frozen")
+        return weights + reference * bool(config.reference.alpha)
     sharded = trainer.ranks // trainer.sequence_parallel * trainer.sequence_parallel
     state = parameters * (STATE_BYTES - 4 * (config.model.dtype == "float32")) / (sharded if trainer.zero_stage else 1)
     gradients = parameters * ACCUMULATED_BYTES / (sharded if trainer.zero_stage >= 2 else 1)

@@ -94,11 +94,10 @@ class Layout:
     ranks: int
     row_tokens: int
     mini_batches: int = 1
-    denominator_tokens: int = 0
-    """The constant denominator; 0: use the count that `denominator` selects."""
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
     """Unit of the denominator, among everything in the loss: response tokens, rollouts or groups, each counted once whatever
-    its group's weight."""
+    its group's weight; or `group_tokens` for each group, in the loss or not."""
+    group_tokens: int = 0
     same_rows: bool = False
     """Pack rows first and deal whole rows to the ranks, so that rows do not depend on the number of ranks."""
     scored_apart: bool = False
@@ -138,7 +137,7 @@ def plan_step(
             response_tokens += int(samples.trained_tokens.sum())
             total_tokens += int(samples.tokens.sum())
         mini_batch_rows.append(len(rows[0]) - before)
-        denominators.append(float(layout.denominator_tokens or max(1, in_loss)))
+        denominators.append(float(max(1, in_loss)))
     plan = StepPlan(
         step=step,
         groups=[group.group for group in groups],
@@ -231,6 +230,8 @@ def _in_loss(samples: _Samples, layout: Layout) -> int:
             return len(np.unique(responses[in_loss]))
         case "group":
             return len(np.unique(samples.group[in_loss]))
+        case "constant":
+            return len(np.unique(samples.group)) * layout.group_tokens
         case _:
             return int(samples.trained_tokens.sum())
 

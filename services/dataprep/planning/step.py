@@ -19,11 +19,16 @@ from services.store.records import SweptTable
 
 def layout_of(config: RunConfig) -> Layout:
     """Return the layout of the steps of a run."""
-    trainer, loss = config.trainer, config.loss
+    trainer, loss, sampling = config.trainer, config.loss, config.sampling
     return Layout(
-        config.data_parallel, trainer.row_tokens, trainer.mini_batches, loss.denominator_tokens, loss.denominator,
-        trainer.deterministic, loss.learns_from_advantages_alone,
-    )  # fmt: skip
+        ranks=config.data_parallel,
+        row_tokens=trainer.row_tokens,
+        mini_batches=trainer.mini_batches,
+        denominator=loss.denominator,
+        group_tokens=sampling.group_size * sampling.max_tokens,
+        same_rows=trainer.deterministic,
+        scored_apart=loss.learns_from_advantages_alone,
+    )
 
 
 def segments_of(header: Header) -> Segments:

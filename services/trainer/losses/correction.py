@@ -1,6 +1,6 @@
 """The train/inference correction: importance weights of tokens between the policy that generated and the one that trains.
 
-d = clamp(old - mu, +-10), rho = exp(d). The weight is rho bounded on both sides, truncated importance sampling (Yao et al. 2025);
+d = clamp(old - mu, +-10), rho = exp(d). The weight is rho bounded from above, truncated importance sampling (Yao et al. 2025);
 masks set it to 0 where rho is no longer reliable. A token of weight 0 still counts in the denominator.
 """
 
@@ -28,7 +28,7 @@ class Correction:
 
     ratio: Tensor  # [R] rho
     weights: Tensor  # [R] factor of the policy loss
-    clipped: Tensor  # [R] bool, the weight was clipped to a bound
+    clipped: Tensor  # [R] bool, the weight was clipped to its bound
     dropped: Tensor  # [R] bool, a mask set the weight to 0
 
 
@@ -58,14 +58,16 @@ def correct(tokens: Tokens, config: Loss) -> Correction:
     d = log_ratio(tokens.old, tokens.behaviour)
     rho = d.exp()
     dropped = torch.zeros_like(rho, dtype=torch.bool)
-    if config.correction_token_mask:
-        dropped |= _outside(rho, config.correction_token_mask)
-    if config.correction_sequence_mask:
-        dropped |= _outside(response_mean(d, tokens).exp(), config.correction_sequence_mask)
-    if config.correction_variation_mask:
-        variation = response_mean((rho - 1).abs() / 2, tokens)
-        dropped |= (variation > config.correction_variation_mask) & (d.sign() * tokens.advantages > 0)
-    truncated = rho.clamp(config.correction_lower, config.correction_upper)
+    for kind, bounds in config.correction_mask.items():
+        match kind:
+            case "token":
+                dropped |= _outside(rho, bounds)
+            case "sequence":
+                dropped |= _outside(response_mean(d, tokens).exp(), bounds)
+            case "variation":
+                variation = response_mean((rho - 1).abs() / 2, tokens)
+                dropped |= (variation > bounds[0]) & (d.sign() * tokens.advantages > 0)
+    truncated = rho.clamp(max=config.correction_upper)
     return Correction(rho, truncated.masked_fill(dropped, 0.0), (truncated != rho) & ~dropped, dropped)
 
 

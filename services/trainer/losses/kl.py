@@ -13,10 +13,10 @@ MAX_LOG_KL = 40.0
 ESTIMATORS = ("k1", "k2", "k3", "k1_weighted")
 
 
-def reference_kl(tokens: Tokens, estimator: str) -> Tensor:
+def reference_kl(tokens: Tokens, estimator: str = "k3") -> Tensor:
     """Return the KL estimate per token, [R]: k1 D, k2 D^2/2, k3 expm1(-D) + D, k1_weighted r D.
 
-    The names are those of Schulman 2020, "Approximating KL divergence"; k3 is what TRL adds to its loss.
+    The names are those of Schulman 2020, "Approximating KL divergence"; k3 is what the loss has, as TRL's.
     """
     if tokens.reference is None:
         raise ValueError("loss.kl_beta > 0 needs reference logprobs")
@@ -30,4 +30,4 @@ def reference_kl(tokens: Tokens, estimator: str) -> Tensor:
             return torch.expm1(-difference) + difference
         case "k1_weighted":
             return tokens.ratio() * difference
-    raise ValueError(f"loss.kl_estimator = {estimator!r} is not one of {', '.join(ESTIMATORS)}")
+    raise ValueError(f"{estimator!r} is not one of {', '.join(ESTIMATORS)}")

@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from services.algorithm.histograms import BOUNDS
-from services.config.loss import Loss
 from services.trainer.losses.correction import Correction
 from services.trainer.losses.kl import ESTIMATORS, reference_kl
 from services.trainer.losses.tokens import PolicyTerm, Tokens
@@ -28,7 +27,7 @@ COUNTS = "counts"
 
 @torch.no_grad()
 def measure(
-    tokens: Tokens, config: Loss, term: PolicyTerm, correction: Correction, loss: Tensor
+    tokens: Tokens, term: PolicyTerm, correction: Correction, loss: Tensor, from_behaviour: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return `SUMS` and `MAXIMA` by name, float64 scalars, over the tokens, with the row's `loss`; and `COUNTS`, float64 [bins].
     Without a reference, KLs are 0.
@@ -37,7 +36,7 @@ def measure(
     """
     ratio = tokens.ratio()
     # The policy at the start of the step. Where mu stands in for it, theta is the closest approximation.
-    start = tokens.logprobs if config.from_behaviour else tokens.old
+    start = tokens.logprobs if from_behaviour else tokens.old
     per_token = {
         "ratio": ratio,
         "advantage": tokens.advantages,
@@ -61,7 +60,7 @@ def measure(
     values = torch.stack(list(per_token.values()))
     for names, rows in ((per_token, values), (flags, torch.stack(list(flags.values())))):
         sums |= zip(names, rows.sum(1, dtype=torch.float64), strict=True)
-    sums["kl"] = sums[config.kl_estimator]
+    sums["kl"] = sums["k3"]
     sums[COUNTS] = _counts(values[: len(HISTOGRAMS)])
     extremes = torch.stack((per_token["logprob_gap"], tokens.advantages, -tokens.advantages))
     return sums, dict(zip(MAXIMA, pad(extremes, (0, 1), value=-torch.inf).amax(1).double(), strict=True))

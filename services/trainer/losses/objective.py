@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.config.loss import Loss
+from services.config.loss import DPPO, Loss
 from services.trainer.losses.correction import correct, counted_places
 from services.trainer.losses.custom import find
 from services.trainer.losses.kl import reference_kl
@@ -25,7 +25,9 @@ class LossOutput:
     learning: Tensor  # [R] bool: counted, and the policy has not moved past the clip bounds since the token was sampled
 
 
-def compute(tokens: Tokens, config: Loss, denominator: float, places: Tensor | None = None) -> LossOutput:
+def compute(
+    tokens: Tokens, config: Loss, denominator: float, places: Tensor | None = None, from_behaviour: bool = False
+) -> LossOutput:
     """Compute the loss of a row:
 
     (sum over counted tokens of weight * share * (c * policy loss + kl_beta * KL - entropy_coefficient * H)) / denominator.
@@ -35,23 +37,25 @@ def compute(tokens: Tokens, config: Loss, denominator: float, places: Tensor | N
     a gradient (of zeros), so that an empty row takes part in backward.
 
     `places`: those of the counted tokens (`counted_places`). Without them, it waits for the device to find them.
+    `from_behaviour`: whether mu takes the place of `old` (`Loss.from_behaviour`).
     """
     size = len(tokens.behaviour)
     places = counted_places(tokens.behaviour) if places is None else places
     if len(places) < size:
         tokens = tokens.only(places)
-    if config.from_behaviour:
+    from_behaviour = from_behaviour or config.policy in DPPO
+    if from_behaviour:
         tokens = replace(tokens, old=tokens.behaviour)
     term = find(config.policy)(tokens, config)
     correction = correct(tokens, config)
     loss = correction.weights * term.loss
     if config.kl_beta > 0:
-        loss = loss + config.kl_beta * reference_kl(tokens, config.kl_estimator)
+        loss = loss + config.kl_beta * reference_kl(tokens)
     if config.entropy_coefficient > 0:
         loss = loss - config.entropy_coefficient * tokens.entropy
     total = (tokens.weights * tokens.shares * loss).sum() / denominator
-    sums, maxima = measure(tokens, config, term, correction, total)
-    since = term if config.from_behaviour else _from_behaviour(tokens, config)
+    sums, maxima = measure(tokens, term, correction, total, from_behaviour)
+    since = term if from_behaviour else _from_behaviour(tokens, config)
     learning = ~(since.clipped_low | since.clipped_high)
     if len(places) < size:
         learning = learning.new_zeros(size).index_copy(0, places, learning)

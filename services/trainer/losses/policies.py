@@ -86,21 +86,31 @@ def reinforce(tokens: Tokens, config: Loss) -> PolicyTerm:
 
 
 @policy_loss
-def dppo(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """Compute -A r with r = exp(theta - mu); 0 where A (r - 1) > 0 and the divergence exceeds its bound (DPPO, arXiv 2602.04879).
+def dppo_tv(tokens: Tokens, config: Loss) -> PolicyTerm:
+    """Compute -A r with r = exp(theta - mu); 0 where A (r - 1) > 0 and the divergence exceeds clip_high (DPPO, arXiv 2602.04879).
 
     The divergence is between two distributions over "this token" and "any other", with probabilities p = exp(mu) and q =
-    exp(theta): |p - q| (tv), or p log(p / q) + (1 - p) log((1 - p) / (1 - q)) (kl).
+    exp(theta): |p - q|, the total variation.
     """
+    return _dppo(tokens, config, "tv")
+
+
+@policy_loss
+def dppo_kl(tokens: Tokens, config: Loss) -> PolicyTerm:
+    """Compute `dppo_tv` with the Kullback-Leibler divergence, p log(p / q) + (1 - p) log((1 - p) / (1 - q))."""
+    return _dppo(tokens, config, "kl")
+
+
+def _dppo(tokens: Tokens, config: Loss, kind: str) -> PolicyTerm:
     moved = tokens.logprobs - tokens.behaviour
     with torch.no_grad():
-        distance = binary_divergence(tokens.behaviour, tokens.logprobs, config.divergence)
-        low, high = ((distance > config.divergence_bound) & side for side in _past(tokens.advantages, moved, 0.0, 0.0))
+        distance = binary_divergence(tokens.behaviour, tokens.logprobs, kind)
+        low, high = ((distance > config.clip_high) & side for side in _past(tokens.advantages, moved, 0.0, 0.0))
     return PolicyTerm((-tokens.advantages * bounded(moved).exp()).masked_fill(low | high, 0.0), low, high)
 
 
 def binary_divergence(behaviour: Tensor, logprobs: Tensor, kind: str) -> Tensor:
-    """Return the divergence [R] of "the token or another" under two policies, from their logprobs [R]; formulas in `dppo`."""
+    """Return the divergence [R] of "the token or another" under two policies, from their logprobs [R]; see `dppo_…`."""
     p, q = behaviour.exp(), logprobs.exp()
     if kind == "tv":
         return (p - q).abs()

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from services.config import RunConfig
-from services.config.training import Reference
 from services.trainer.model import lora
 from services.trainer.model.policy_network import Scorer
 from services.trainer.ranks import World
@@ -45,13 +44,13 @@ class ReferencePolicy:
             return
         scorer = load()
         self.module = engine.start_reference(config, scorer, world.device)
-        if config.reference.kind == "polyak":
-            self._average = PolyakAverage(scorer, policy.module, config.reference, world)
+        if config.reference.alpha:
+            self._average = PolyakAverage(scorer, policy.module, config.reference.alpha, world)
 
-    def after(self, step: int) -> None:
-        """Update the average with the policy after training step `step`."""
+    def update(self) -> None:
+        """Update the average with the policy, after a training step."""
         if self._average is not None:
-            self._average.after(step)
+            self._average.update()
 
     def save(self, folder: Path) -> list[str]:
         """Write the average, and return the names of the files; a frozen reference is `model.path` itself and needs none.
@@ -71,25 +70,25 @@ class ReferencePolicy:
         if any(folder.glob(f"{AVERAGE}-*.pt")):
             self._average.load(Archive(folder, AVERAGE))
         elif self._rank == 0:
-            logger.warning('%s has no average of reference.kind = "polyak": starting it from model.path = %r', folder, self._path)
+            logger.warning(
+                "%s has no average of the policy (reference.alpha): starting it from model.path = %r", folder, self._path
+            )
 
 
 class PolyakAverage:
     """Keeps `module`, the reference, at the average of the weights of `policy`. Both have the same parameters, sharded alike."""
 
-    def __init__(self, module: nn.Module, policy: nn.Module, options: Reference, world: World) -> None:
-        self._options, self._world = options, world
+    def __init__(self, module: nn.Module, policy: nn.Module, alpha: float, world: World) -> None:
+        self._alpha, self._world = alpha, world
         self._reference = dict(module.named_parameters())
         self._policy = dict(policy.named_parameters())
         self._average = {name: _held(parameter).detach().float() for name, parameter in self._reference.items()}
 
     @torch.no_grad()
-    def after(self, step: int) -> None:
-        """Update the average after training step `step` (from 0), once every `reference.every_steps`."""
-        if (step + 1) % self._options.every_steps:
-            return
+    def update(self) -> None:
+        """Update the average after a training step."""
         for name, average in self._average.items():
-            average.lerp_(_held(self._policy[name]).float(), self._options.alpha)
+            average.lerp_(_held(self._policy[name]).float(), self._alpha)
         self._show()
 
     def save(self, folder: Path) -> str:

@@ -27,6 +27,10 @@ MAX_BUCKET = 500_000_000
 """DeepSpeed's default bucket, in elements; smaller models get a smaller one."""
 
 
+FINAL_FRACTION = 0.1
+"""Share of the peak learning rate at which `linear` and `cosine` end. With 0 the last step would change nothing."""
+
+
 def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
     """Return DeepSpeed's configuration for training `module`.
 
@@ -127,10 +131,10 @@ def adamw(config: RunConfig, module: Scorer) -> torch.optim.Optimizer:
 def learning_rate(options: Optimizer, step: int, steps: int) -> float:
     """Return the rate of training step `step` (from 0) of `steps`. It depends on nothing else, so no scheduler state is saved.
 
-    A linear warm-up to the peak, then constant, or down to `final_fraction` of it at the last step: linearly or as half a cosine
+    A linear warm-up to the peak, then constant, or down to `FINAL_FRACTION` of it at the last step: linearly or as half a cosine
     (Loshchilov and Hutter 2017, eq. 5, without restarts).
     """
-    done, warmup, final = step + 1, options.warmup_steps, options.final_fraction
+    done, warmup, final = step + 1, options.warmup_steps, FINAL_FRACTION
     if done <= warmup:
         return options.learning_rate * done / warmup
     progress = min(1.0, (done - warmup) / max(1, steps - warmup))

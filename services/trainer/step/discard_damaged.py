@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from services.algorithm import group_statistics, row_statistics
 from services.algorithm.group_statistics import DAMAGED
 from services.config import RunConfig
-from services.config.loss import Loss
 from services.protocol.errors import Damaged, OutOfOrder, StoreError
 from services.protocol.messages import RankPlan, Sample, StepPlan
 from services.store import BufferedGroup, Store
@@ -46,7 +45,7 @@ async def discard_damaged(store: Store, fence: int, first: int, damaged: Damaged
         later.update(plan.groups)
         if not reasons.keys().isdisjoint(plan.groups):
             ranks = [await store.steps.rank_plan(step, rank) for rank in range(plan.ranks)]
-            plan, ranks = without(plan, ranks, reasons.keys(), config.loss)
+            plan, ranks = without(plan, ranks, reasons.keys(), config)
             steps.append((recounted(plan, ranks, await _as_drawn(store, plan, later), config), ranks))
     if not steps:
         raise StoreError(f"groups of step {first} with damaged payloads are in no step: {damaged}")
@@ -60,7 +59,9 @@ async def discard_damaged(store: Store, fence: int, first: int, damaged: Damaged
     return buried
 
 
-def without(plan: StepPlan, ranks: Sequence[RankPlan], groups: AbstractSet[str], loss: Loss) -> tuple[StepPlan, list[RankPlan]]:
+def without(
+    plan: StepPlan, ranks: Sequence[RankPlan], groups: AbstractSet[str], config: RunConfig
+) -> tuple[StepPlan, list[RankPlan]]:
     """Return the plan of a step without some groups. Of its statistics, only those that are plain counts are updated."""
     rows = [[[sample for sample in row if group_of(sample.payload) not in groups] for row in rank.rows] for rank in ranks]
     ends = list(accumulate(plan.mini_batch_rows))
@@ -73,7 +74,7 @@ def without(plan: StepPlan, ranks: Sequence[RankPlan], groups: AbstractSet[str],
         plan,
         groups=[group for group in plan.groups if group not in groups],
         fresh_groups=[group for group in plan.fresh_groups if group not in groups],
-        denominators=[_denominator(batch, loss) for batch in batches],
+        denominators=[_denominator(batch, config) for batch in batches],
         response_tokens=sum(sample.trained_tokens for sample in left),
         total_tokens=sum(sample.tokens for sample in left),
         stats=plan.stats | {DAMAGED: plan.stats.get(DAMAGED, 0.0) + sum(group in groups for group in plan.groups)},
@@ -98,14 +99,16 @@ async def _as_drawn(store: Store, plan: StepPlan, later: Mapping[str, int]) -> l
     return [replace(group, uses=group.uses - later[group.group]) for group in await store.replay.groups(plan.groups)]
 
 
-def _denominator(samples: Sequence[Sample], loss: Loss) -> float:
+def _denominator(samples: Sequence[Sample], config: RunConfig) -> float:
     """Compute the denominator as in services/dataprep/planning/plan.py."""
     in_loss = [sample for sample in samples if sample.trained_tokens]
-    match loss.denominator:
+    match config.loss.denominator:
         case "sequence":
             count = len({sample.response for sample in in_loss})
         case "group":
             count = len({sample.payload for sample in in_loss})
+        case "constant":
+            count = len({sample.payload for sample in samples}) * config.sampling.group_size * config.sampling.max_tokens
         case _:
             count = sum(sample.trained_tokens for sample in in_loss)
-    return float(loss.denominator_tokens or max(1, count))
+    return float(max(1, count))

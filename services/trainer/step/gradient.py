@@ -80,13 +80,13 @@ class GradientSum:
                 samples=row.sample_of_token,
                 responses=len(row.samples),
             )
-            output = losses.compute(tokens, self._config.loss, divisor, row.counted)
+            output = losses.compute(tokens, self._config.loss, divisor, row.counted, self._config.from_behaviour)
         if self._leads:
             metrics.add(output.sums, output.maxima)
         if learns:
             with clock.phase("backward"):
                 self._backward(output.loss)
-        start = tokens.logprobs.detach() if self._config.loss.from_behaviour else tokens.old
+        start = tokens.logprobs.detach() if self._config.from_behaviour else tokens.old
         return TrainedRow(output.learning, start - row.behaviour)
 
     def update(self, step: int, rows: int) -> float:

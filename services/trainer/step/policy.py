@@ -5,7 +5,7 @@ and any split into micro-batches, up to rounding; with `trainer.deterministic`, 
 rows give the same bits on any number of data-parallel ranks; `load` of what `save` wrote continues bit for bit.
 
 Waits for: the other ranks, in every method except the constructor's checks. Each runs the same methods in the same order; a rank
-that dies fails the others' collectives at once (gloo) or after `trainer.step_timeout_s`.
+that dies fails the others' collectives at once (gloo) or after `ranks.TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, 
 from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.gradient import GradientSum, TrainedRow, refuse, score_old
 from services.trainer.step.metrics import Clock, StepMetrics
-from services.trainer.step.utilization import peak_tflops
 
 LOGPROB_CHUNK_TOKENS = 1024
 """Tokens whose logits are computed at a time. With a vocabulary of 150,000 that is 0.6 GB of float32; fewer tokens make the
@@ -86,7 +85,7 @@ class Policy:
         deepspeed_engine.seed(config.run.seed, config.trainer.deterministic)
         self.config, self.world, self.device = config, world, world.device
         self.zero_stage: int = config.trainer.zero_stage
-        world.join(config.trainer.step_timeout_s)
+        world.join()
         width = config.trainer.sequence_parallel
         self.data_rank = world.rank // width
         self._team = Team(width, world.rank, world.size) if width > 1 else None
@@ -94,7 +93,7 @@ class Policy:
         scorer = self._proven()
         self.module = scorer.model
         self._flops = flops.of_model(self.module)
-        self.peak_tflops = peak_tflops(config.trainer.peak_tflops, config.model.dtype, self.device)
+        self.peak_tflops = flops.peak_tflops(config.model.dtype, self.device)
         self.engine = deepspeed_engine.start(config, scorer)
         self.reference = ReferencePolicy(config, self._scorer, self.engine, world) if config.loss.kl_beta > 0 else None
         self.gradient = GradientSum(config, self.engine, self.reference, world, self._leads)
@@ -112,12 +111,12 @@ class Policy:
         """
         ranks.agree(_misfit(plan, len(rows), self.config), PlanMismatch)
         started, clock, kind = time.perf_counter(), Clock(self.device), self.config.loss.denominator
-        acts = clips(self.config, len(plan.mini_batch_rows)), not self.config.loss.from_behaviour
+        acts = clips(self.config, len(plan.mini_batch_rows)), not self.config.from_behaviour
         metrics = StepMetrics(self.device, self.reference is not None, *acts)
         batches = _split(len(rows), plan.mini_batch_rows)
         token_counts, learns = self._survey(rows, batches)
         old: list[Tensor | None] = [None] * len(rows)
-        if len(batches) > 1 and not self.config.loss.from_behaviour:
+        if len(batches) > 1 and not self.config.from_behaviour:
             with clock.phase("old"):
                 old = score_old(self.engine, rows, self.device)
         rate, norms, done = self._set_learning_rate(plan.step), list[float](), list[TrainedRow]()
@@ -133,7 +132,7 @@ class Policy:
         record = metrics.report(self._flops_of(rows, learns))
         refuse("the loss", record["loss/train/sum"], plan.step)
         if self.reference is not None:
-            self.reference.after(plan.step)
+            self.reference.update()
         greatest = self.config.optimizer.max_grad_norm
         record |= {
             "excluded/train/tokens": float(sum(map(denominators.excluded, token_counts))),

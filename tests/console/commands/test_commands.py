@@ -81,13 +81,13 @@ def test_an_unreachable_redis_is_exit_code_3(capsys: pytest.CaptureFixture[str],
 def test_an_old_run_with_an_obsolete_key_can_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
-    folder.write(config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k1_weighted"})}))
+    folder.write(config.model_copy(update={"reference": config.reference.model_copy(update={"alpha": 0.5})}))
     folder.metrics.write_text('{"step": 0}\n')
     assert grpo(capsys, "checkpoints", folder.path)[0] == 0
-    again = ("run", tmp_path / "run.toml", "--resume", "99", "loss.kl_estimator=k1_weighted")
+    again = ("run", tmp_path / "run.toml", "--resume", "99", "reference.alpha=0.5")
     assert "error: --resume 99: " in grpo(capsys, *again)[2]
-    assert "loss.kl_estimator = 'k1_weighted' has no effect" in grpo(capsys, *again, "--fresh")[2]
-    assert "loss.kl_estimator = 'k2' has no effect" in grpo(capsys, *again, "loss.kl_estimator=k2")[2]
+    assert "reference.alpha = 0.5 has no effect" in grpo(capsys, *again, "--fresh")[2]
+    assert "reference.alpha = 0.7 has no effect" in grpo(capsys, *again, "reference.alpha=0.7")[2]
 
 
 def test_the_whole_configuration_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -218,10 +218,10 @@ def test_the_latest_checkpoint_is_the_default(old: RunFolder, capsys: pytest.Cap
 
 
 def test_a_fork_may_leave_out_the_reference_policy(tmp_path: Path, old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    config = small_config(tmp_path, None, "loss.kl_beta=0.1", "reference.kind=polyak")
+    config = small_config(tmp_path, None, "loss.kl_beta=0.1", "reference.alpha=0.1")
     old.write(config)
-    new = load(forked(capsys, "loss.kl_beta=0", "reference.kind=frozen", "run.steps=9")["file"], environ={})
-    assert (new.loss.kl_beta, new.reference.kind) == (0.0, "frozen")
+    new = load(forked(capsys, "loss.kl_beta=0", "reference.alpha=0", "run.steps=9")["file"], environ={})
+    assert (new.loss.kl_beta, new.reference.alpha) == (0.0, 0.0)
 
 
 def test_a_run_without_a_checkpoint_is_named(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_a_run_without_a_checkpoint_is_named(old: RunFolder, capsys: pytest.Capt
         (["replay.capacity=50"], "replay.capacity = 50 cannot differ from 100000 in a fork"),
         (['verifiers=[{kind="python", function="m:f"}]'], "need other fields of the rows of source 'main'"),
         (["run.steps=3"], "command line: run.steps = 3, but up to step 3 the run has trained 4: raise it"),
-        (["reference.kind=polyak", "loss.kl_beta=0.1"], "reference.kind = 'polyak' cannot differ from 'frozen' in a fork"),
+        (["reference.alpha=0.1", "loss.kl_beta=0.1"], "reference.alpha = 0.1 cannot differ from 0.0 in a fork"),
         (["--at", "2"], "--at 2: the checkpoint of step 2 in"),
         (["loss.policy=ppo"], "loss.policy = 'ppo': must be one of grpo, dapo"),
         (["run.stepz=2"], "run.stepz = 2 is not a known key; did you mean 'steps'?"),

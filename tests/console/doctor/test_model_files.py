@@ -52,7 +52,7 @@ def test_checkpoints_take_what_is_trained(tmp_path: Path, monkeypatch: pytest.Mo
     parameters = 6 * BILLION // HIDDEN * HIDDEN + HIDDEN + 2 * LAYERS * HIDDEN**2
     final = 2 * parameters
     assert needed() == pytest.approx((2 * 12 * parameters + final) / GIBIBYTE, abs=0.1)
-    averaged = needed("loss.kl_beta=0.1", "reference.kind=polyak")
+    averaged = needed("loss.kl_beta=0.1", "reference.alpha=0.1")
     assert averaged == pytest.approx((2 * 16 * parameters + final) / GIBIBYTE, abs=0.1)
     adapters = LAYERS * 8 * 2 * HIDDEN  # of one layer in each block
     assert needed("lora.rank=8") == pytest.approx((2 * 12 * 2 * adapters + final) / GIBIBYTE, abs=0.1)

@@ -79,7 +79,7 @@ def _check(groups: list[PlanGroup], layout: Layout, plan: StepPlan, ranks: list[
         assert payloads
         assert not payloads & seen, "a group is in two mini-batches"
         seen |= payloads
-        expected = layout.denominator_tokens or max(1, sum(sample.trained_tokens for sample in part))
+        expected = max(1, sum(sample.trained_tokens for sample in part))
         assert denominator == expected
         start += rows
     assert plan.response_tokens == sum(sample.trained_tokens for sample in samples)

@@ -1,4 +1,7 @@
-"""A policy loss that blocks the trainer's main thread within a step while a file exists."""
+"""A policy loss that blocks the trainer's main thread within a step while a file exists.
+
+A trainer that imports it counts as stuck after `STUCK_S`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,15 @@ import time
 from pathlib import Path
 
 from services.config.loss import Loss
+from services.trainer import ranks
 from services.trainer.losses.policies import POLICY_LOSSES
 from services.trainer.losses.tokens import PolicyTerm, Tokens
 
 HELD = "HELD_LOSS_WHILE"  # names the file
+STUCK_S = 5.0
+
+if HELD in os.environ:
+    ranks.TIMEOUT_S = STUCK_S
 
 
 def dapo(tokens: Tokens, loss: Loss) -> PolicyTerm:

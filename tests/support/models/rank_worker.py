@@ -165,7 +165,7 @@ def late_average(model: Path, payloads: Any, samples: Any, layout: Any, root: Pa
         root.mkdir()
     torch.distributed.barrier()
     frozen.save(root)
-    late = _policy(model, {"reference": {"kind": "polyak"}})
+    late = _policy(model, {"reference": {"alpha": 0.1}})
     late.load(root)
     return {"before": reference_weights(frozen), "after": reference_weights(late), "warned": warned}
 

@@ -16,6 +16,8 @@ from services.protocol.messages import RankPlan, Sample, StepPlan
 from services.protocol.payloads import Payload
 
 VOCABULARY = 96
+CONSTANT = 64
+"""Divisor of a group with the denominator `constant`."""
 
 
 def make_model(folder: Path, tied: bool = False) -> Path:
@@ -48,7 +50,7 @@ def make_config(model: Path, /, **sections: Mapping[str, Any] | list[Any]) -> Ru
         "model": {"path": str(model), "dtype": "float32", "max_tokens": 256},
         "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 32},
         "sampling": {"temperature": 0.7, "max_tokens": 32},
-        "trainer": {"row_tokens": 128, "step_timeout_s": 60.0},
+        "trainer": {"row_tokens": 128},
         "loss": {"kl_beta": 0.1},
         "optimizer": {"learning_rate": 1e-3},
     }
@@ -98,7 +100,7 @@ def plan_of(
         trained = [samples[i] for rows in mini_batch for row in rows for i in row if samples[i].trained_tokens]
         tokens.append(sum(sample.trained_tokens for sample in trained))
         groups = {sample.payload for sample in trained}
-        counts = {"token": tokens[-1], "sequence": len(trained), "group": len(groups), "constant": loss.denominator_tokens}
+        counts = {"token": tokens[-1], "sequence": len(trained), "group": len(groups), "constant": len(groups) * CONSTANT}
         denominators.append(float(counts[loss.denominator]))
         for rank, rows in enumerate(mini_batch):
             rows_of[rank] += [[samples[i] for i in row] for row in rows] + [[]] * (sizes[-1] - len(rows))

@@ -45,7 +45,7 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
     def resume(size: int, stage: int) -> Job:
         sections = {
             "trainer": {"row_tokens": 128, "zero_stage": stage, "deterministic": True},
-            "reference": {"kind": "polyak", "alpha": 0.3, "every_steps": 2},
+            "reference": {"alpha": 0.3},
             "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1},
             "run": {"steps": 4},
         }

@@ -48,7 +48,7 @@ def _sections(dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
     return {
         "model": {"dtype": dtype},
         "trainer": {"row_tokens": 128, "zero_stage": stage, "offload": offload, "deterministic": True},
-        "reference": {"kind": "polyak", "alpha": 0.3},
+        "reference": {"alpha": 0.3},
         "run": {"steps": 4, "seed": SEED},
     }
 

@@ -110,9 +110,9 @@ def test_binary_divergences_of_certain_tokens_are_finite(kind: str) -> None:
 def test_dppo_kl_masks_by_its_own_divergence() -> None:
     # At p = 0.5 and q = 0.65 the tv is 0.15 and the kl 0.047.
     tokens = make_tokens([math.log(0.65)], [1.0], old=[math.log(0.5)])
-    assert losses.compute(tokens, plain(policy="dppo"), 1.0).loss.item() == 0
+    assert losses.compute(tokens, plain(policy="dppo_tv"), 1.0).loss.item() == 0
     for bound, expected in ((0.04, 0.0), (0.05, -1.3)):
-        config = plain(policy="dppo", divergence="kl", divergence_bound=bound)
+        config = plain(policy="dppo_kl", clip_high=bound)
         assert losses.compute(tokens, config, 1.0).loss.item() == pytest.approx(expected)
 
 
@@ -128,11 +128,10 @@ def test_ratios_that_overflow_exp_are_bounded() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_extreme_behaviour_logprobs_keep_gradients_finite(policy: str) -> None:
-    for options in ({}, {"kl_beta": 0.1, "kl_estimator": "k1_weighted"}):
-        old = {} if policy == "dppo" else {"old": "behaviour"}
+    for options in ({}, {"kl_beta": 0.1}):
         for behaviour in (-1000.0, -60.0, -39.0, -21.0, 0.1):
             tokens = make_tokens([-0.5, -0.5], [8.0, -8.0], behaviour=[behaviour] * 2, reference=[-2.0] * 2, dtype=torch.float32)
-            losses.compute(tokens, plain(policy=policy, **options, **old), 1.0).loss.backward()
+            losses.compute(tokens, plain(policy=policy, **options), 1.0, from_behaviour=True).loss.backward()
             assert tokens.logprobs.grad is not None
             assert tokens.logprobs.grad.abs().max() < 1e11, (options, behaviour)
 
@@ -158,14 +157,13 @@ RATIOS = [0.25, 0.5, 1.0, 2.0, 4.0]
     ("options", "weights"),
     [
         ({}, [0.25, 0.5, 1, 2, 2]),
-        ({"correction_lower": 0.4, "correction_upper": 2.5}, [0.4, 0.5, 1, 2, 2.5]),
         ({"correction_upper": 100.0}, [0.25, 0.5, 1, 2, 4]),
-        ({"correction_token_mask": [0.5, 2.0]}, [0, 0.5, 1, 2, 0]),
-        ({"correction_token_mask": [0.5, 4.0], "correction_upper": 3.0}, [0, 0.5, 1, 2, 3]),
-        ({"correction_sequence_mask": [0.9, 1.1]}, [0.25, 0.5, 1, 2, 2]),  # the geometric mean of all five is 1
+        ({"correction_mask": {"token": [0.5, 2.0]}}, [0, 0.5, 1, 2, 0]),
+        ({"correction_mask": {"token": [0.5, 4.0]}, "correction_upper": 3.0}, [0, 0.5, 1, 2, 3]),
+        ({"correction_mask": {"sequence": [0.9, 1.1]}}, [0.25, 0.5, 1, 2, 2]),  # the geometric mean of all five is 1
         # mean |rho - 1| / 2 = (0.75 + 0.5 + 0 + 1 + 3) / 10 = 0.525, and A > 0
-        ({"correction_variation_mask": 0.53}, [0.25, 0.5, 1, 2, 2]),
-        ({"correction_variation_mask": 0.52}, [0.25, 0.5, 1, 0, 0]),
+        ({"correction_mask": {"variation": [0.53]}}, [0.25, 0.5, 1, 2, 2]),
+        ({"correction_mask": {"variation": [0.52]}}, [0.25, 0.5, 1, 0, 0]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -186,12 +184,13 @@ def test_correction_weights_of_one_response(options: dict[str, Any], weights: li
 
 def test_zero_weights_cancel_only_the_policy_term() -> None:
     tokens = make_tokens([-0.3, -3.0], [7.0, 7.0], behaviour=[-5.0, -3.0], reference=[-0.8, -3.0])
-    config = plain(kl_beta=1.0, kl_estimator="k1", correction_token_mask=[0.5, 2.0])
+    config = plain(kl_beta=1.0, correction_mask={"token": [0.5, 2.0]})
     output = losses.compute(tokens, config, 1.0)
     output.loss.backward()
-    assert output.loss.item() == pytest.approx(-7 + 0.5)
+    kl = math.expm1(-0.5) + 0.5  # D = 0.5 of the first token, whose policy term is masked
+    assert output.loss.item() == pytest.approx(-7 + kl)
     assert tokens.logprobs.grad is not None
-    assert tokens.logprobs.grad.tolist() == [1.0, -7.0 + 1.0]
+    assert tokens.logprobs.grad.tolist() == pytest.approx([-math.expm1(-0.5), -7.0])
     assert output.sums["tokens"].item() == 2
 
 
@@ -199,17 +198,17 @@ def test_sequence_masks_act_on_responses_not_rows() -> None:
     # Geometric means: sqrt(4 x 1) = 2 of response 4, sqrt(0.25 x 4) = 1 of response 1.
     ratios, samples = [4.0, 0.25, 1.0, 4.0], [4, 1, 4, 1]
     tokens = make_tokens([-3.0] * 4, [1.0] * 4, behaviour=[-3 - math.log(r) for r in ratios], samples=samples)
-    weights = losses.correct(tokens, plain(correction_sequence_mask=[0.5, 1.5], correction_upper=5.0)).weights
+    weights = losses.correct(tokens, plain(correction_mask={"sequence": [0.5, 1.5]}, correction_upper=5.0)).weights
     assert weights.tolist() == pytest.approx([0, 0.25, 0, 4])
     # mean |rho - 1| / 2: (3 + 0) / 4 = 0.75 and (0.75 + 3) / 4 = 0.94
-    weights = losses.correct(tokens, plain(correction_variation_mask=0.8, correction_upper=5.0)).weights
+    weights = losses.correct(tokens, plain(correction_mask={"variation": [0.8]}, correction_upper=5.0)).weights
     assert weights.tolist() == pytest.approx([4, 0.25, 1, 0])
 
 
 def test_the_variation_mask_drops_updates_that_widen_the_gap() -> None:
     ratios, advantages = [3.0, 3.0, 0.1, 0.1, 3.0], [1.0, -1.0, 1.0, -1.0, 0.0]
     tokens = make_tokens([-3.0] * 5, advantages, behaviour=[-3 - math.log(r) for r in ratios])
-    dropped = losses.correct(tokens, plain(correction_variation_mask=0.1)).dropped
+    dropped = losses.correct(tokens, plain(correction_mask={"variation": [0.1]})).dropped
     assert dropped.tolist() == [True, False, False, True, False]
 
 

@@ -29,7 +29,7 @@ OPTIONS = {"rank": 4, "alpha": 6.0}
 SCALE = 1.5
 STEP: dict[int, Any] = {1: [[[[3, 1, 0, 2], [5, 4, 6, 7]]]], 2: [[[[3, 1, 0, 2]], [[5, 4, 6, 7]]]]}
 """Two rows, on one rank or on two."""
-LOSS = {"policy": "reinforce", "kl_beta": 0.1, "kl_estimator": "k1_weighted", "old": "recompute"}
+LOSS = {"policy": "reinforce", "kl_beta": 0.1, "correction_upper": 1.99}
 JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "alone": (1, {"deterministic": True}, {}),
     "bfloat16 alone": (1, {"deterministic": True}, {"dtype": "bfloat16"}),
@@ -64,7 +64,7 @@ def results(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         path = models[of_model.get("path", "")]
         wide = trainer.get("sequence_parallel", 1)
         sections = {
-            "trainer": {"row_tokens": 128, "step_timeout_s": 60.0} | trainer,
+            "trainer": {"row_tokens": 128} | trainer,
             "model": {"dtype": "float32", "max_tokens": 256} | of_model | {"path": str(path)},
             "lora": OPTIONS | ({"targets": ATTENTION} if name == "attention only" else {}),
             "loss": LOSS,
@@ -288,7 +288,7 @@ def test_a_frozen_output_matrix_gets_no_gradient() -> None:
     ("sections", "message"),
     [
         ({"lora": {"alpha": 8.0}}, r"lora\.alpha = 8\.0 has no effect with lora\.rank = 0: set lora\.rank, or remove it"),
-        ({"lora": OPTIONS, "reference": {"kind": "polyak"}}, r'lora\.rank = 4 and reference\.kind = "polyak" are incompatible'),
+        ({"lora": OPTIONS, "reference": {"alpha": 0.1}}, r"lora\.rank = 4 and reference\.alpha = 0\.1 are incompatible"),
     ],
 )
 def test_incompatible_settings_are_rejected(sections: dict[str, Any], message: str, tiny_model: Path) -> None:

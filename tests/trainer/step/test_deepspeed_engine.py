@@ -46,14 +46,14 @@ def test_warm_up_is_linear_and_never_zero(step: int, expected: float, tiny_model
 @pytest.mark.parametrize(
     ("schedule", "warmup", "expected"),
     [
-        ("linear", 0, [0.8, 0.6, 0.4, 0.2]),
-        ("linear", 2, [0.5, 1.0, 0.6, 0.2]),
-        ("cosine", 0, [0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2]),
-        ("cosine", 2, [0.5, 1.0, 0.6, 0.2]),
+        ("linear", 0, [0.775, 0.55, 0.325, 0.1]),
+        ("linear", 2, [0.5, 1.0, 0.55, 0.1]),
+        ("cosine", 0, [0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1 + 0.45 * (1 - 0.5**0.5), 0.1]),
+        ("cosine", 2, [0.5, 1.0, 0.55, 0.1]),
     ],
 )
 def test_the_learning_rate_decays_to_the_final_fraction(schedule: str, warmup: int, expected: list[float]) -> None:
-    options = Optimizer(learning_rate=2.0, schedule=schedule, warmup_steps=warmup, final_fraction=0.2)  # pyright: ignore
+    options = Optimizer(learning_rate=2.0, schedule=schedule, warmup_steps=warmup)  # pyright: ignore
     rates = [engine.learning_rate(options, step, 4) for step in range(4)]
     assert rates == pytest.approx([2.0 * value for value in expected])
     assert engine.learning_rate(options, 9, 4) == rates[-1]  # steps past the last keep the final rate

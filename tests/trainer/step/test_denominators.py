@@ -16,6 +16,7 @@ from services.protocol.payloads import Payload
 from services.trainer import losses
 from services.trainer.step import batches, denominators
 from services.trainer.step.batches import PackedRow
+from tests.support.models.tiny_model import CONSTANT
 from tests.trainer import literal
 
 KINDS = ["token", "constant", "sequence", "group"]
@@ -44,12 +45,10 @@ def _plan_group(name: str, group: list[Any], payload: Payload) -> PlanGroup:
 @given(step, st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 2))
 @settings(max_examples=150, deadline=None)
 def test_every_layout_gives_the_exact_mean(groups: list[list[Any]], kind: str, ranks: int, mini_batches: int) -> None:
-    config = Loss.model_validate(
-        {"policy": "reinforce", "kl_beta": 0.0, "denominator": kind, "denominator_tokens": 5 if kind == "constant" else 0}
-    )
+    config = Loss.model_validate({"policy": "reinforce", "kl_beta": 0.0, "denominator": kind})
     payloads = {f"0-{i}.1": _payload(group) for i, group in enumerate(groups)}
     planned = [_plan_group(f"0-{i}", group, payloads[f"0-{i}.1"]) for i, group in enumerate(groups)]
-    plan, rank_plans = plan_step(0, planned, Layout(ranks, 12, mini_batches, config.denominator_tokens, config.denominator))
+    plan, rank_plans = plan_step(0, planned, Layout(ranks, 12, mini_batches, config.denominator, CONSTANT))
     rows = [batches.build(one, payloads, vocabulary=2, row_tokens=12) for one in rank_plans]
     start = 0
     for size, planned_divisor in zip(plan.mini_batch_rows, plan.denominators, strict=True):
@@ -59,7 +58,8 @@ def test_every_layout_gives_the_exact_mean(groups: list[list[Any]], kind: str, r
         total = sum(_loss(row, token_counts, config, divisor) for mine in of_ranks for row in mine)
         members = {payload for mine in of_ranks for row in mine for payload, _ in row.samples}
         responses = [one for i, group in enumerate(groups) if f"0-{i}.1" in members for one in _literal(i, group)]
-        assert total == pytest.approx(literal.objective(responses, config).item(), rel=1e-5, abs=1e-6)
+        expected = literal.objective(responses, config, constant=CONSTANT * len(members)).item()
+        assert total == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert denominators.excluded(token_counts) == sum(int((~one.behaviour.isfinite()).sum()) for one in responses)
         start += size
 

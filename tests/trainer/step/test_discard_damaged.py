@@ -41,10 +41,10 @@ def samples(ranks: list[RankPlan]) -> list[Sample]:
 @pytest.mark.parametrize("denominator", ["token", "constant", "sequence", "group"])
 def test_the_rest_equals_a_plan_of_the_remaining_groups(denominator: str) -> None:
     groups = [group(f"0-{i}", i) for i in range(6)]
-    loss = Loss(denominator=denominator, denominator_tokens=77 if denominator == "constant" else 0)  # type: ignore[arg-type]
-    layout = Layout(2, 64, denominator_tokens=loss.denominator_tokens, denominator=loss.denominator)
+    config = make_config(Path("m"), loss={"denominator": denominator}, sampling={"group_size": 7, "max_tokens": 11})
+    layout = Layout(2, 64, denominator=config.loss.denominator, group_tokens=77)
     plan, ranks = plan_step(4, groups, layout, {"reward/train/mean": 0.5})
-    changed, left = without(plan, ranks, {"0-1", "0-4"}, loss)
+    changed, left = without(plan, ranks, {"0-1", "0-4"}, config)
     other, others = plan_step(4, [groups[i] for i in (0, 2, 3, 5)], layout)
     assert (changed.groups, changed.fresh_groups, changed.denominators) == (other.groups, other.fresh_groups, other.denominators)
     assert (changed.response_tokens, changed.total_tokens) == (other.response_tokens, other.total_tokens)
@@ -56,7 +56,7 @@ def test_the_rest_equals_a_plan_of_the_remaining_groups(denominator: str) -> Non
 def test_each_mini_batch_has_its_own_denominator_and_none_is_zero() -> None:
     groups = [group(f"0-{i}", i) for i in range(2)]
     plan, ranks = plan_step(0, groups, Layout(1, 200, mini_batches=2))
-    changed, _ = without(plan, ranks, {"0-0"}, Loss())
+    changed, _ = without(plan, ranks, {"0-0"}, make_config(Path("m")))
     assert sorted(changed.denominators) == sorted([1.0, float(groups[1].lengths[:3].sum())])
     assert changed.mini_batch_rows == plan.mini_batch_rows
     nothing, left = without(changed, ranks, {"0-0", "0-1"}, Loss())

@@ -23,15 +23,18 @@ from tests.support.models.tiny_model import VOCABULARY, make_config, make_payloa
 from tests.trainer.no_waiting import Waited, no_waiting
 
 CPU = torch.device("cpu")
-MASKS = {"correction_token_mask": [0.5, 2.0], "correction_sequence_mask": [0.9, 1.1], "correction_variation_mask": 0.1}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "recompute": {"old": "recompute"},
-    "behaviour": {"old": "behaviour"},
-    "masks": {"old": "recompute", **MASKS},
+    "from the start": {},
+    "from behaviour": {},
+    "masks": {"correction_mask": {"token": [0.5, 2.0], "sequence": [0.9, 1.1], "variation": [0.1]}},
     "kl": {"kl_beta": 0.1},
-    "weighted kl": {"kl_beta": 0.1, "kl_estimator": "k1_weighted", **MASKS, "old": "recompute"},
     "entropy": {"entropy_coefficient": 0.01},
 }
+PAIRS = [
+    (policy, list(OPTIONS)[(place + shift) % len(OPTIONS)], unknown)
+    for place, policy in enumerate(POLICIES) for shift, unknown in ((0, ()), (2, (1, 4)))
+]  # fmt: skip
+"""Each policy loss without and with unknown behaviour logprobs, and with two of the options, each of which occurs."""
 
 X, MASK, COUNTS = torch.arange(4.0), torch.tensor([True, False, True, True]), torch.tensor([1, 2, 1, 0])
 WAITING: list[Callable[[], Any]] = [
@@ -42,10 +45,10 @@ WAITING: list[Callable[[], Any]] = [
 """What the tests below would miss if it were not noticed."""
 
 
-@pytest.mark.parametrize("call", WAITING)
-def test_operations_that_wait_are_noticed(call: Callable[[], Any]) -> None:
-    with pytest.raises(Waited), no_waiting():
-        call()
+def test_operations_that_wait_are_noticed() -> None:
+    for call in WAITING:
+        with pytest.raises(Waited), no_waiting():
+            call()
 
 
 def test_the_backward_pass_of_a_mask_is_noticed() -> None:
@@ -55,17 +58,15 @@ def test_the_backward_pass_of_a_mask_is_noticed() -> None:
         total.backward()
 
 
-@pytest.mark.parametrize("unknown", [(), (1, 4)])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "options", "unknown"), PAIRS)
 def test_the_loss_waits_for_nothing(policy: str, options: str, unknown: tuple[int, ...]) -> None:
-    config = Loss(policy=policy, divergence="kl" if options == "kl" else "tv", **OPTIONS[options])
+    config, mu = Loss(policy=policy, **OPTIONS[options]), options == "from behaviour"
     tokens = _tokens(unknown)
     places, metrics = losses.counted_places(tokens.behaviour), StepMetrics(CPU, True, True, True)
-    expected = losses.compute(replace(tokens, responses=None), config, 3.0)  # as if only the device knew
+    expected = losses.compute(replace(tokens, responses=None), config, 3.0, from_behaviour=mu)  # as if only the device knew
     (slope,) = torch.autograd.grad(expected.loss, tokens.logprobs)
     with no_waiting():
-        output = losses.compute(tokens, config, 3.0, places)
+        output = losses.compute(tokens, config, 3.0, places, mu)
         metrics.add(output.sums, output.maxima)
         output.loss.backward()
     assert tokens.logprobs.grad is not None
@@ -79,7 +80,9 @@ def test_the_loss_waits_for_nothing(policy: str, options: str, unknown: tuple[in
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("unknown", [0, 3])
 def test_a_row_is_scored_and_differentiated_without_waiting(tiny_model: Path, options: str, unknown: int) -> None:
-    config = make_config(tiny_model, loss={"policy": "gspo", "kl_beta": 0.0, **OPTIONS[options]})
+    staleness = int(options == "from behaviour")
+    loss = {"policy": "gspo", "kl_beta": 0.0, **OPTIONS[options]}
+    config = make_config(tiny_model, loss=loss, admission={"max_staleness": staleness})
     payloads = make_payloads(groups=2, size=4)
     for payload in payloads.values():
         payload.logprobs[:unknown] = float("nan")

@@ -41,9 +41,9 @@ def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     def job(name: str, entropy: float) -> Job:
         _, layout, _, trainer = LAYOUTS[name]
         sections = {
-            "trainer": {"row_tokens": 128, "step_timeout_s": 60.0} | trainer,
+            "trainer": {"row_tokens": 128} | trainer,
             "model": {"path": str(tiny_model), "dtype": "float32", "max_tokens": 256},
-            "loss": {"kl_beta": 0.0, "old": "recompute", "entropy_coefficient": entropy},
+            "loss": {"kl_beta": 0.0, "correction_upper": 1.99, "entropy_coefficient": entropy},
             "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
             "replay": {"sampler": "prioritized", "priority": "trainer", "max_uses": 2},
         }

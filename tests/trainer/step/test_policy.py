@@ -24,7 +24,7 @@ from tests.trainer import loss_variants
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SECTIONS: dict[str, Any] = {
-    "loss": {"kl_beta": 0.1, "kl_estimator": "k1_weighted", "old": "recompute"},
+    "loss": {"kl_beta": 0.1, "correction_upper": 1.99},
     "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
     "replay": {"sampler": "prioritized", "priority": "trainer", "max_uses": 2},
 }
@@ -100,7 +100,7 @@ def results(
     """Return the results of every job by name, one per rank."""
 
     def job(layout: Any, model: Path = tiny_model, dtype: str = "float32", clip: float | None = None, **trainer: Any) -> Job:
-        sections = SECTIONS | {"trainer": {"row_tokens": 128, "step_timeout_s": 60.0} | trainer}
+        sections = SECTIONS | {"trainer": {"row_tokens": 128} | trainer}
         sections |= {"model": {"path": str(model), "dtype": dtype, "max_tokens": 256}}
         if clip is not None:
             sections |= {"loss": SECTIONS["loss"] | {"clip_low": clip, "clip_high": clip}}
