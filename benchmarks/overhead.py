@@ -22,7 +22,7 @@ from benchmarks.common import arguments, configured, report, run
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
-from services.dataprep.prompts.seeds import ticket_seed
+from services.dataprep.prompts.issuing import ticket_seed
 from services.generator.engines.tokenizer import load_tokenizer
 from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_requests import sampling_params

@@ -1,4 +1,5 @@
-"""Metrics of groups from their headers, and of the groups that a step trains on (`…/train/…`). No clock, no Redis.
+"""Metrics of groups from their headers, of the groups that a step trains on (`…/train/…`), and of its packed
+rows. No clock, no Redis.
 
 Rewards, scores, pass rates and truncation are of rollouts; lengths and staleness are of segments, mostly one in a rollout.
 
@@ -10,12 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from services.algorithm import histograms
-from services.protocol.messages import Header
+from services.protocol.messages import Header, RankPlan, Sample
 
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
 """Bins of a group's solve rate in percent: none, above 0 up to 25, …, above 75 and below 100, all."""
@@ -190,3 +191,28 @@ class _Groups:
             f"malformed_calls/{scope}/mean": self.malformed_calls / self.turned,
             f"segments/{scope}/mean": self.segments / self.rollouts,
         }
+
+
+def of_rows(ranks: Sequence[RankPlan], row_tokens: int, wanted: int) -> dict[str, float]:
+    """Return metrics of the rows of all ranks, none without a segment.
+
+    `row_tokens`: budget of a row. `wanted`: groups of a full step.
+    """
+    rows = [row for rank in ranks for row in rank.rows]
+    if not any(rows):
+        return {}
+    moving = {sample.payload for row in rows for sample in row if sample.trained_tokens and sample.advantage and sample.weight}
+    return {
+        "rows/train/packed_ratio": sum(map(tokens, rows)) / (len(rows) * row_tokens),
+        "groups/train/real_batch_size_ratio": len(moving) / wanted,
+    }
+
+
+def tokens(row: Iterable[Sample]) -> int:
+    """Return the tokens of a row, which holds a context once for all segments that share it."""
+    contexts: dict[tuple[str, int], int] = {}
+    own = 0
+    for sample in row:
+        contexts[sample.payload, sample.context] = sample.context_tokens
+        own += sample.tokens - sample.context_tokens
+    return own + sum(contexts.values())

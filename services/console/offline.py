@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import msgspec
 
+from services.chat.errors import DataError
 from services.chat.tokenizers import tokenizer_folder
 from services.config import RunConfig
 from services.config.data import FileSource, Source
 from services.dataprep.prompts.catalogue import row_text
-from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.rows import Needs, PromptRow, read_record, read_rows
 from services.dataprep.prompts.tokenizer import PromptTokenizer
 from services.protocol.entries import decode_entry

@@ -12,9 +12,9 @@ import msgspec
 
 from services.config import RunConfig, defining, digest
 from services.config.differences import differing
-from services.dataprep.replay.weights import table_rules
 from services.protocol.errors import DifferentRun
 from services.store import Store
+from services.store.records import TableRules
 
 SHOWN_CHARACTERS = 190  # of the differences, since the line that reports an error is cut, and has to keep the remedies
 VALUE_CHARACTERS = 40
@@ -30,6 +30,12 @@ async def create_or_attach(store: Store, config: RunConfig, dataset: str) -> Non
         raise await _explained(store, config, described, error) from None
     if not created:
         await store.run.set_steps(config.run.steps)  # those of the resumed run
+
+
+def table_rules(config: RunConfig) -> TableRules:
+    """Return the rules of a run's replay table."""
+    replay = config.replay
+    return TableRules(replay.sampler, replay.remover, replay.capacity, replay.max_uses)
 
 
 async def _explained(store: Store, config: RunConfig, described: bytes, error: DifferentRun) -> DifferentRun:

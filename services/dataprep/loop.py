@@ -19,16 +19,15 @@ from typing import Any
 
 import structlog
 
+from services.algorithm import replay_weights as replay
+from services.chat.errors import DataError
+from services.dataprep.brakes import Failures, MemoryGuard
 from services.dataprep.evaluation.rounds import EvaluationRounds
-from services.dataprep.failures import Failures
 from services.dataprep.metrics import DataprepMetrics
 from services.dataprep.planning import step
 from services.dataprep.prompts.catalogue import PromptSource
-from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.issuing import Issuer
 from services.dataprep.replay import admission, generated_statistics
-from services.dataprep.replay import weights as replay
-from services.dataprep.replay.memory import MemoryGuard
 from services.dataprep.replay.settling import settle
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
 from services.runtime.loops import Broken, Fatal, Loop, end_tasks

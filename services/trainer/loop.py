@@ -17,7 +17,7 @@ from typing import cast
 
 import structlog
 
-from services.algorithm.sampling_weights import sampling_weight
+from services.algorithm.replay_weights import sampling_weight
 from services.config.evaluation import FINAL_S
 from services.config.loss_in_words import loss_in_words
 from services.protocol.errors import Damaged
@@ -27,12 +27,12 @@ from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import RunState
 from services.trainer import ranks
-from services.trainer.checkpoints.recovery import Recovery
-from services.trainer.checkpoints.saving import Saving
 from services.trainer.metrics import ACTIVITY, TrainerMetrics
-from services.trainer.rank_commands import RankCommands
+from services.trainer.ranks.commands import RankCommands
+from services.trainer.recovery import Recovery
+from services.trainer.saving import Saving
 from services.trainer.step.discard_damaged import discard_damaged
-from services.trainer.step.engine_gap import EngineComparison
+from services.trainer.step.logprob_gaps import EngineComparison
 from services.trainer.step.policy import Trained
 from services.trainer.throughput import Throughput
 from services.trainer.weight_updates import WeightUpdates

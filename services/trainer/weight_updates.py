@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 
 from services.runtime.portal import Portal
 from services.runtime.service import Service
-from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.rank_commands import RankCommands
+from services.trainer.ranks.commands import RankCommands
+from services.trainer.recovery import Recovery
 from services.trainer.worker import Worker
 from services.weights.rounds.delivery import Delivery
 from services.weights.rounds.leader import Alone, SyncReport, SyncRounds

@@ -14,7 +14,7 @@ import pytest
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
 from services.console.run.resumption import requeue_failed
-from services.dataprep.failures import Failures
+from services.dataprep.brakes import Failures
 from services.operations.inspection.deadletters import requeue
 from services.store import Store
 from tests.dataprep.test_loop import configured, dataprep, generate, train

@@ -232,7 +232,7 @@ async def test_headers_with_a_false_place_or_reward_do_no_harm(
         await store.steps.publish(fence, 0)
         await wait_until(lambda: _has(store, "tickets", 16))
         _, claims = await store.tickets.claim("liar", 0, await flow.trainer_fence(store), 60, 3)
-        lies = [{"seq": 2**63 - 1}, {"rewards": [1e308] * 4}, {"scores": {"mean": [0.5] * 4}}]
+        lies = [{"seq": 2**63 - 1}, {"rewards": [1e308] * 4}, {"scores": {"mean": [0.5] * 3}}]
         for claim, lie in zip(claims, lies, strict=True):
             assert claim.ticket is not None
             header, payload = answer(claim.ticket, claim, 0)

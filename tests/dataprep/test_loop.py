@@ -18,13 +18,13 @@ from structlog.testing import capture_logs
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
 from services.dataprep.evaluation.rounds import EvaluationRounds
+from services.dataprep.identity import table_rules
 from services.dataprep.loop import IDLE_S, OUT_OF_STEP, DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics
 from services.dataprep.prompts.catalogue import PromptSource
+from services.dataprep.prompts.issuing import ticket_seed
 from services.dataprep.prompts.order import permutation
-from services.dataprep.prompts.seeds import ticket_seed
 from services.dataprep.replay.settling import settle
-from services.dataprep.replay.weights import table_rules
 from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.errors import Fenced

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from services.console.run.redis_server import RedisServer
-from services.trainer.checkpoints.recovery import Recovery
-from services.trainer.checkpoints.saving import Saving
 from services.trainer.loop import TrainLoop
+from services.trainer.recovery import Recovery
+from services.trainer.saving import Saving
 from services.trainer.step.policy import Trained
 from services.trainer.throughput import Throughput
 from services.weights.rounds.leader import Stopped

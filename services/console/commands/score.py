@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from services.chat.errors import DataError
 from services.config import RunConfig, load
 from services.console.code import copied
 from services.console.display.text import cell, show, table
@@ -19,7 +20,6 @@ from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleEr
 from services.console.offline import Offline
 from services.console.options import File, Json, Overrides
 from services.console.printable import print_json, printable
-from services.dataprep.prompts.errors import DataError
 from services.verifiers.base import Job, Scores, VerifierFailure, combine, solved
 from services.verifiers.scoring import Scoring
 

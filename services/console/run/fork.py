@@ -129,7 +129,7 @@ def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[
 
 def _of_tools(held: RunConfig, config: RunConfig) -> Iterator[str]:
     """Find sources whose environment offers other tools than before: prompts show them."""
-    from services.dataprep.prompts.errors import DataError
+    from services.chat.errors import DataError
     from services.dataprep.prompts.tools import tools_of
 
     for source in config.data.sources:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.algorithm.segments import segment_fault
 from services.config.evaluation import ALL
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
+from services.rollouts.records import segment_fault
 
 
 class Unfit(Exception):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from services.algorithm import advantages, group_statistics, row_statistics
+from services.algorithm import advantages, group_statistics
+from services.algorithm import replay_weights as replay
 from services.config import RunConfig
 from services.dataprep.planning.plan import Layout, PlanGroup, Segments, plan_step
 from services.dataprep.replay import generated_statistics
-from services.dataprep.replay import weights as replay
 from services.protocol.messages import Header, RankPlan, StepPlan
 from services.store import BufferedGroup
 from services.store.records import SweptTable
@@ -66,5 +66,5 @@ def make_step(
     )  # fmt: skip
     record |= made.record(headers) | {"replay/buffer/groups": float(swept.size)}
     plan, ranks = plan_step(step, planned, layout_of(config), record)
-    rows = row_statistics.of_rows(ranks, plan.row_tokens, config.admission.prompts_per_step)
+    rows = group_statistics.of_rows(ranks, plan.row_tokens, config.admission.prompts_per_step)
     return msgspec.structs.replace(plan, stats=plan.stats | rows), ranks

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from services.chat.errors import DataError
 from services.chat.tokenizers import tokenizer_folder
 from services.config import RunConfig
 from services.config.data import Data, Source
-from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import SourceSpan
 from services.dataprep.prompts.rows import Needs, PromptRow, read_rows
 from services.dataprep.prompts.tokenizer import PromptTokenizer, messages_of

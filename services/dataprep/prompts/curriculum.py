@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.dataprep.prompts.errors import DataError
+from services.chat.errors import DataError
 
 Curriculum = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 """(rows [n] int32 in the epoch's seeded order, rates [n] float64 of the largest reward, NaN: unknown; epoch) -> rows to ask."""

@@ -14,8 +14,8 @@ from glob import glob
 from pathlib import Path
 from urllib.parse import unquote
 
+from services.chat.errors import DataError
 from services.config.data import HUB
-from services.dataprep.prompts.errors import DataError
 
 DATASET = re.compile(r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<file>.+)")
 WILDCARD = re.compile(r"[*?\[]")

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
+from services.algorithm.replay_weights import drawn
 from services.config import RunConfig
 from services.dataprep.prompts.catalogue import Prompt, PromptSource
 from services.dataprep.prompts.curriculum import load_curriculum
 from services.dataprep.prompts.order import Draft, Exhausted, Pick, PromptOrder
-from services.dataprep.prompts.seeds import ticket_seed
 from services.protocol.messages import Ticket
 from services.runtime.portal import in_daemon_thread
 from services.runtime.tracing import TraceRecorder
@@ -27,6 +27,11 @@ from services.store.records import PassRate, SweptTable
 log = structlog.get_logger()
 
 ISSUE_BATCH = 128  # tickets per call
+
+
+def ticket_seed(run_seed: int, epoch: int, row: int) -> int:
+    """Return the seed of a ticket, 48 bits. The same prompt gets different samples in every epoch and run, repeatably."""
+    return drawn(48, run_seed, epoch, row)
 
 
 class Issuer:

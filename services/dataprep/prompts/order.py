@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import structlog
 
+from services.chat.errors import DataError
 from services.dataprep.prompts.curriculum import Curriculum, arrange
-from services.dataprep.prompts.errors import DataError
 from services.protocol import codec
 from services.store.records import PassRate
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from services.chat.errors import DataError
 from services.config.data import FileSource, ReasoningGymSource, Source
 from services.config.verifiers import VerifierConfig, needs_answer, needs_row
-from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.files import SourceFile, find_files
 from services.protocol.entries import encode_entry
 from services.runtime.reasoning_tasks import import_factory

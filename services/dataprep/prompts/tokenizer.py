@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.chat.errors import DataError
 from services.chat.templates import TemplateRejection, chat_template
 from services.chat.tokenizers import load_tokenizer
 from services.config.data import Data
-from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.rows import PromptRow
 
 PLACEHOLDER = "{prompt}"

@@ -9,10 +9,10 @@ import sys
 from functools import cache
 from typing import Any
 
+from services.chat.errors import DataError
 from services.config.environments import EnvironmentConfig, drives_itself
 from services.confined.scratch import Scratch
 from services.confined.worker import START_LIMIT_S, in_interpreter, worker_environment
-from services.dataprep.prompts.errors import DataError
 
 ASKED = "services.environment.programs.shared_tools"  # the environment's code runs there, without secrets
 GUARD = "services.confined.guard"  # ends whatever that code has started

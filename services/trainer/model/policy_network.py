@@ -17,8 +17,7 @@ from services.config.root import Model
 from services.config.training import Lora
 from services.trainer.model import configuration, lora, support
 from services.trainer.model.attention import NAME, UnsupportedModel, is_out_of_memory
-from services.trainer.model.attention.current_row import row
-from services.trainer.model.attention.packing import Packing
+from services.trainer.model.attention.packing import Packing, row
 from services.trainer.model.computing import PLAIN, Computing, compile_blocks, recompute
 from services.trainer.model.configuration import logit_rule
 from services.trainer.model.logprobs import LogprobHead

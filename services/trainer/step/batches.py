@@ -20,8 +20,7 @@ from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
 from services.rollouts.records import number_contexts
 from services.trainer import losses
-from services.trainer.model.attention.packing import Packing
-from services.trainer.model.to_device import fields_to_device
+from services.trainer.model.attention.packing import Packing, fields_to_device
 
 LOWEST_LOGPROB, HIGHEST_LOGPROB = -1000.0, 0.1
 """Range of valid sampled logprobs: below -745 a probability is 0 even in float64, and never sampled; above 0 a logprob can only
@@ -146,26 +145,16 @@ def _check_segments(payload: Payload) -> None:
 
 
 def _fit(sample: Sample, group: _Group) -> None:
-    """Check that a payload's segment matches the plan. Raises `_Fault`."""
-    name, payload = f"completion {sample.index}", group.payload
-    if not 0 <= sample.index < len(payload.lengths):
-        raise _Fault(f"{name} does not exist: the group has {len(payload.lengths)} completions")
-    tokens, context, number = group.response(sample.index), len(group.contexts[sample.index]), group.numbers[sample.index]
-    size, own = context + tokens.stop - tokens.start, int(group.sampled[tokens].sum())
-    if sample.response[1] != payload.owners[sample.index]:
-        raise _Fault(f"{name} is of rollout {payload.owners[sample.index]}, but its header says {sample.response[1]}")
-    if sample.context != number:
-        raise _Fault(f"{name} follows context {number}, but its header says {sample.context}")
-    if sample.tokens and sample.tokens != size:
-        raise _Fault(f"{name} has {size} tokens with its context, but its header says {sample.tokens}")
-    if sample.context_tokens and sample.context_tokens != context:
-        what = f"the context of {name}" if number else "the prompt"
-        raise _Fault(f"{what} has {context} tokens, but its header says {sample.context_tokens}")
+    """Check that a payload has the segment that the plan trains. Raises `_Fault`."""
+    name, lengths = f"completion {sample.index}", group.payload.lengths
+    if not 0 <= sample.index < len(lengths):
+        raise _Fault(f"{name} does not exist: the group has {len(lengths)} completions")
+    tokens = group.response(sample.index)
+    size, own = len(group.contexts[sample.index]) + tokens.stop - tokens.start, int(group.sampled[tokens].sum())
+    if sample.tokens not in (0, size) or sample.context != group.numbers[sample.index]:
+        raise _Fault(f"{name} has {size} tokens with context {group.numbers[sample.index]}, which is not what its header says")
     if sample.trained_tokens not in (0, own):
-        raise _Fault(
-            f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}; it must train all "
-            "of them or none"
-        )
+        raise _Fault(f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}")
 
 
 def _sampled(payload: Payload) -> np.ndarray:
@@ -192,7 +181,6 @@ def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -
     placed: dict[tuple[str, int], tuple[int, int]] = {}  # contexts by payload and number: start in the row, and length
     end = 0
     for number, sample in enumerate(samples):
-        _check_factors(sample)
         group = groups[sample.payload]
         payload, tokens, context = group.payload, group.response(sample.index), group.contexts[sample.index]
         trained = _trained(sample, group.sampled[tokens])
@@ -232,15 +220,6 @@ def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -
         sample_of_token=_join(owners, np.int64),
         counted=losses.counted_places(mu),
     )
-
-
-def _check_factors(sample: Sample) -> None:
-    """Check the factors of a sample's loss. Raises `PlanMismatch`."""
-    name = f"sample {sample.index} of payload {sample.payload}"
-    if not np.isfinite(sample.advantage):
-        raise PlanMismatch(f"{name} has the advantage {sample.advantage}, which is not finite")
-    if not 0 <= sample.weight <= 1:
-        raise PlanMismatch(f"{name} has the importance weight {sample.weight}, which is not in 0..1")
 
 
 def _trained(sample: Sample, sampled: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from services.algorithm import group_statistics, row_statistics
+from services.algorithm import group_statistics
 from services.algorithm.group_statistics import DAMAGED
 from services.config import RunConfig
 from services.protocol.errors import Damaged, OutOfOrder, StoreError
@@ -89,7 +89,7 @@ def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[Buffere
         [group.header for group in drawn], plan.step, [group.uses for group in drawn], config.source_names,
         [weights[group.group] for group in drawn] if config.replay.importance_beta else None,
     )  # fmt: skip
-    of_groups |= row_statistics.of_rows(ranks, plan.row_tokens or config.trainer.row_tokens, config.admission.prompts_per_step)
+    of_groups |= group_statistics.of_rows(ranks, plan.row_tokens or config.trainer.row_tokens, config.admission.prompts_per_step)
     others = {name: value for name, value in plan.stats.items() if name == DAMAGED or not group_statistics.is_trained(name)}
     return msgspec.structs.replace(plan, stats=others | of_groups)
 

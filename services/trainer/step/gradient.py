@@ -16,13 +16,13 @@ from torch import Tensor
 
 from services.config import RunConfig
 from services.trainer import losses
-from services.trainer.model.reference import ReferencePolicy
-from services.trainer.model.to_device import to_device
+from services.trainer.model.attention.packing import to_device
 from services.trainer.ranks import World
 from services.trainer.step import deepspeed_engine
 from services.trainer.step.batches import PackedRow
 from services.trainer.step.fixed_point import FixedPointSum
 from services.trainer.step.metrics import Clock, StepMetrics
+from services.trainer.step.reference import ReferencePolicy
 
 
 class NonFinite(RuntimeError):

@@ -1,8 +1,9 @@
-"""Sends the gaps between the trainer's and the sampler's logprobs to the sample log, token by token.
+"""The gaps between the trainer's and the sampler's logprobs: compared once, and sent to the sample log token by token.
 
-Guarantees: a step never waits for it, neither for Redis nor for the encoding; one step's gaps are under way at a time, and those
-of a step that ends meanwhile are left out; what it writes is bounded and expires. Nothing is recomputed: the gaps are those of
-the step's own loss.
+Guarantees: a run whose engine computes another model than its trainer stops before the first step that shows it is committed,
+even if it was forked or resumed with other engine options. A step never waits for the sample log, neither for Redis nor for the
+encoding; one step's gaps are under way at a time, and those of a step that ends meanwhile are left out; what it writes is bounded
+and expires. Nothing is recomputed: the gaps are those of the step's own loss.
 
 Waits for: Redis, for `WRITE_S` at most, on the portal's loop.
 """
@@ -13,7 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from services.protocol.errors import StoreError
 from services.protocol.logprob_gaps import HIGHEST, LEAST_GAP, STEP, UNKNOWN, LogprobGaps
+from services.runtime.loops import Fatal
 from services.runtime.portal import Portal
 from services.store import Store
 from services.store.samples import is_sampled
@@ -33,6 +35,11 @@ log = structlog.get_logger()
 WRITE_S = 10.0
 END_S = 1.0  # for the last step's gaps, at the end of the process
 STEP_BYTES = 8 << 20  # of the gaps of a step, over all ranks
+
+OFF_POLICY = "staleness/trained/off_policy_share"
+
+MAX_GAP = 0.1
+"""Largest mean difference, in nats, of logprobs that precision explains: bfloat16 kernels differ by 0.001 to 0.03."""
 
 
 @torch.no_grad()
@@ -90,3 +97,39 @@ class GapSender:
             log.info("the sample log does not get the logprob gaps of a step", step=step, error=str(error))
         except Exception:  # no step waits for this, and none may fail because of it
             log.warning("the logprob gaps of a step could not be computed", step=step, exc_info=True)
+
+
+class EngineComparison:
+    """Checks the first suitable step of each trainer process."""
+
+    def __init__(self, engine: str) -> None:
+        """`engine`: `generator.engine`. A custom one may sample from whatever it likes, and is not compared."""
+        self._done = engine != "vllm"
+
+    def check(self, step: int, stats: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+        """Raise `Fatal` if the gap exceeds `MAX_GAP`. `stats`: the plan's, which say how much of the step is off-policy."""
+        if self._done or (step and stats.get(OFF_POLICY, 1.0) > 0):
+            return
+        if not metrics["tokens/train/sum"]:
+            _check_excluded(step, metrics)
+            return
+        self._done = True
+        _check(step, metrics)
+
+
+def _check_excluded(step: int, metrics: Mapping[str, float]) -> None:
+    if metrics["excluded/train/tokens"]:
+        raise Fatal(
+            f"step {step} trains no token, since the engine returned no finite logprob for any of them: compare "
+            "generator.engine and generator.engine_options with the model's config.json (docs/models.md)"
+        )
+
+
+def _check(step: int, metrics: Mapping[str, float]) -> None:
+    if (gap := metrics["logprob_gap/train/mean"]) <= MAX_GAP:
+        return
+    raise Fatal(
+        f"the engine's logprobs differ from the trainer's by {gap:.2g} nats on average (at most "
+        f"{metrics['logprob_gap/train/max']:.2g}) on step {step}, more than {MAX_GAP}, although both have the same weights, so "
+        "they compute different models: compare generator.engine_options with the model's config.json (docs/models.md)"
+    )

@@ -29,7 +29,6 @@ from services.trainer.model import policy_network as model
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.model.computing import Computing
 from services.trainer.model.proofs import Proofs
-from services.trainer.model.reference import ReferencePolicy
 from services.trainer.model.sequence import Team
 from services.trainer.ranks import World
 from services.trainer.state import archive, partitions
@@ -39,6 +38,7 @@ from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, 
 from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.gradient import GradientSum, TrainedRow, refuse, score_old
 from services.trainer.step.metrics import Clock, StepMetrics
+from services.trainer.step.reference import ReferencePolicy
 
 LOGPROB_CHUNK_TOKENS = 1024
 """Tokens whose logits are computed at a time. With a vocabulary of 150,000 that is 0.6 GB of float32; fewer tokens make the

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 
+from services.chat.errors import DataError
 from services.config import RunConfig, load, to_toml
 from services.config.model_files import unusable
 from services.console.commands.__main__ import main
@@ -22,7 +23,6 @@ from services.console.doctor.server import Asked, judge
 from services.console.doctor.work import Work
 from services.console.lock import FolderLock
 from services.console.run.redis_server import RedisServer
-from services.dataprep.prompts.errors import DataError
 from services.protocol.messages import PodStatus
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.redis_process import find_server

@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from services.chat.errors import DataError
 from services.config import ConfigError, RunConfig, load, to_toml
 from services.config.data import FileSource
 from services.config.load import validate
 from services.dataprep.prompts.catalogue import PromptSource
-from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import PromptOrder, SourceSpan
 from services.dataprep.prompts.rows import Needs, read_rows
 from services.protocol.entries import decode_entry

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.chat.errors import DataError
 from services.config.load import validate
 from services.dataprep.prompts.curriculum import Curriculum, arrange, easy_first, load_curriculum, middle_first
-from services.dataprep.prompts.errors import DataError
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
 ROWS = np.array([7, 4, 9, 5, 6], np.int32)

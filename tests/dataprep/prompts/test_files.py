@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from services.chat.errors import DataError
 from services.config.data import FileSource
-from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.files import find_files
 from services.dataprep.prompts.rows import Needs, read_rows
 from tests.support.preloading.starter import PLAIN
@@ -26,7 +26,7 @@ NAME = "owner/sums"
 READ = """
 import json, sys
 from services.config.data import FileSource
-from services.dataprep.prompts.errors import DataError
+from services.chat.errors import DataError
 from services.dataprep.prompts.rows import read_rows
 for path in sys.argv[1:]:
     try:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from services.chat.errors import DataError
 from services.dataprep.prompts.curriculum import Curriculum, middle_first
-from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import Exhausted, Pick, PromptOrder, SourceSpan, _State, permutation
 from services.protocol import codec
 from services.store.records import PassRate

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,9 +61,8 @@ def test_rollouts_of_several_segments_are_trained_on() -> None:
     assert _action(_header(lengths=[95, 70, 3, 4, 5, 6]), _config()) == "insert"  # 5 + 95 and 30 + 70
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_segments_are_dead_lettered() -> None:
+    invalid: list[tuple[dict[str, Any], str]] = [
         ({"rollout": [0, 0, 1, 2, 2, 2]}, "must ascend from 0 to 3"),
         ({"rollout": [0, 0, 1, 3, 2, 3]}, "must ascend from 0 to 3"),
         ({"rollout": [0, 0, 1, 2, 3, 4]}, "must ascend from 0 to 3"),
@@ -76,24 +75,14 @@ def test_rollouts_of_several_segments_are_trained_on() -> None:
         ({"context_tokens": [0, 30, 0, 0, 7, 8]}, "contexts .* are impossible"),
         ({"context_tokens": [0, -1, 0, 0, 7, 7]}, "contexts .* are impossible"),
         ({"turns": [1, 1, 1]}, "3 turns, but 4 rewards"),
-        ({"turns": [1, 0, 1, 1]}, "turns .* are impossible"),
-        ({"tool_s": [1.0, float("nan"), 1.0, 1.0]}, "seconds of tools .* are impossible"),
         ({"tool_calls": [2, 0, 0]}, "3 tool_calls, but 4 rewards"),
-        ({"tool_calls": [2, -1, 0, 1]}, "numbers of tool calls .* are impossible"),
-        ({"malformed_calls": [0, 0, 0, -1]}, "malformed ones .* are impossible"),
         ({"truncated": [False] * 6}, "6 truncated, but 4 rewards"),
         ({"tool_tokens": [0, 3, 0, 0, 0, 0]}, "tool tokens .* do not fit into lengths"),
-        ({"lengths": [96, 2, 3, 4, 5, 6]}, r"segments of \[101, 32, 8, 9, 12, 13\] tokens .* model.max_tokens = 100"),
-        ({"lengths": [0, 2, 3, 4, 5, 6], "tool_tokens": [0] * S}, "or empty"),
-        ({"source": "plain", "scores": {}}, "'plain' has no environment"),
-        ({"source": "plain"}, "scores of tools, but the verifiers are"),
-    ],
-)
-def test_invalid_segments_are_dead_lettered(fields: dict[str, Any], message: str) -> None:
-    action = _action(_header(**fields), _config())
-    assert action.startswith("failed:")
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(action)
+        ({"lengths": [124, 2, 3, 4, 5, 6]}, r"segments of \[129, 32, 8, 9, 12, 13\] tokens .* trainer.row_tokens = 128"),
+        ({"lengths": [0, 2, 3, 4, 5, 6], "tool_tokens": [0] * S}, "with contexts are empty"),
+    ]
+    actions = {message: _action(_header(**fields), _config()) for fields, message in invalid}
+    assert [message for message, action in actions.items() if not re.match(f"failed:.*{message}", action)] == []
 
 
 def _without_the_last() -> Header:

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.chat.errors import DataError
 from services.chat.format import ChatFormat
 from services.config import RunConfig
 from services.config.load import validate
 from services.console.doctor.rows import data
 from services.console.run.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
-from services.dataprep.prompts.errors import DataError
 from services.environment.programs.loaded import LoadedProgram
 from services.environment.recording.recorder import Recorder
 from services.protocol.messages import Row, Ticket

@@ -158,7 +158,7 @@ def late_average(model: Path, payloads: Any, samples: Any, layout: Any, root: Pa
         def emit(self, record: logging.LogRecord) -> None:
             warned.append(record.getMessage())
 
-    logging.getLogger("services.trainer.model.reference").addHandler(Keep())
+    logging.getLogger("services.trainer.step.reference").addHandler(Keep())
     frozen = _policy(model, {})
     _train(frozen, payloads, samples, layout, 0)
     if frozen.world.rank == 0:

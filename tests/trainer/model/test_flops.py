@@ -96,3 +96,12 @@ def test_mixed_head_sizes_have_no_flops_formula() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert flops.of_model(model) is None
+
+
+def test_peak_flops_are_known_by_device_name() -> None:
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA L40S": 362.0,
+        "NVIDIA L4": 121.0, "NVIDIA GH200 480GB": 989.4, "NVIDIA A10G": 0.0, "NVIDIA GeForce GTX 1080": 0.0,
+    }  # fmt: skip
+    assert {name: flops.known_tflops(name) for name in peaks} == peaks
+    assert flops.peak_tflops("bfloat16", torch.device("cpu")) == 0

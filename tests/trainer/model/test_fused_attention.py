@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from services.trainer.model import computing, policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, _padded, flash2, flash4, fused, packed_attention
-from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import ScoreRule
-from services.trainer.model.attention.packing import Packing
+from services.trainer.model.attention.packing import Packing, row
 from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import compiled_chunks
 from tests.support.models.tiny_model import make_config

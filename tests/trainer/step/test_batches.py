@@ -156,26 +156,11 @@ def test_every_planned_token_is_a_target_once_after_its_context(layout: list[lis
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (Sample("a", 0, 1.0, 2, float("nan")), r"has the importance weight nan, which is not in 0\.\.1"),
-        (Sample("a", 0, 1.0, 2, -0.5), "has the importance weight -0.5"),
-        (Sample("a", 0, 1.0, 2, 1.5), "has the importance weight 1.5"),
-        (Sample("a", 0, float("nan"), 2), "has the advantage nan"),
-    ],
-)
-def test_invalid_weights_and_advantages_are_rejected(sample: Sample, message: str) -> None:
-    with pytest.raises(PlanMismatch, match=message):
-        _build([[sample]])
-
-
-@pytest.mark.parametrize(
-    ("sample", "message"),
-    [
         (Sample("a", 3, 1.0, 2), "completion 3 does not exist: the group has 3"),
         (Sample("a", -1, 1.0, 2), "does not exist"),
         (Sample("a", 0, 1.0, 1), "completion 0 has 2 tokens sampled by the policy, but the plan trains 1"),
         (Sample("a", 0, 1.0, -1), "but the plan trains -1"),
-        (Sample("a", 2, 1.0, 0, tokens=4), "completion 2 has 5 tokens with its context, but its header says 4"),
-        (Sample("a", 2, 1.0, 0, tokens=5, context_tokens=3), "the prompt has 2 tokens, but its header says 3"),
+        (Sample("a", 2, 1.0, 0, tokens=4), "completion 2 has 5 tokens with context 0, which is not what its header says"),
     ],
 )
 def test_a_payload_that_contradicts_the_plan_is_rejected(sample: Sample, message: str) -> None:
@@ -223,7 +208,7 @@ def test_invalid_logprobs_of_tool_tokens_are_ignored() -> None:
 
 
 def test_a_plan_without_the_tool_tokens_is_rejected() -> None:
-    with pytest.raises(Damaged, match=r"payload a: completion 2 has 1 tokens sampled by the policy, .* trains 3"):
+    with pytest.raises(Damaged, match=r"payload a: completion 2 has 1 tokens sampled by the policy, but the plan trains 3"):
         _build([[Sample("a", 2, 1.0, 3)]], _with_tools((2, 0, 2)))
 
 

@@ -23,7 +23,7 @@ from services.protocol.messages import RankPlan, Sample, StepPlan
 from services.runtime.portal import Portal
 from services.store import Store
 from services.trainer.step import batches
-from services.trainer.step.batches import PackedRow, PlanMismatch
+from services.trainer.step.batches import PackedRow
 from services.trainer.step.prefetch import Fetched, Prefetch
 from tests.support import flow
 from tests.support.models.rank_worker import SlowStore, launch
@@ -195,16 +195,6 @@ def test_a_changed_plan_is_fetched_again(rig: Rig) -> None:
     assert ahead_s == 0
     assert fetched.plan == changed
     assert same(fetched.rows, rig.at_once(2))
-
-
-def test_a_plan_of_another_step_or_groups_is_rejected(rig: Rig) -> None:
-    rig.redis("HSET", rig.step_key(1), "plan", rig.redis("HGET", rig.step_key(2), "plan"))
-    with pytest.raises(PlanMismatch, match="plan of step 1 says that it is for step 2"):
-        rig.prefetch.take(1)
-    rig.redis("HSET", rig.step_key(3), "rank:1", rig.redis("HGET", rig.step_key(2), "rank:1"))
-    rig.prefetch.begin(3)
-    with pytest.raises(PlanMismatch, match=r"rank 1 is assigned payload 0-7\.\d+, which belongs to no group of step 3"):
-        rig.prefetch.take(3)
 
 
 def test_an_early_failure_counts_only_if_it_persists(rig: Rig) -> None:

@@ -20,9 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.config import ConfigError
 from services.trainer.model.attention import flash2, fused
-from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import SMALLEST_BLOCK, ScoreRule, explicit
-from services.trainer.model.attention.packing import Packing, Shared, flat, gathered
+from services.trainer.model.attention.packing import Packing, Shared, flat, gathered, row
 
 NAME = "packed"
 """Name under which transformers knows the function, for `attn_implementation`."""

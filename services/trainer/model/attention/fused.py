@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.model.attention import flash2, flash4
-from services.trainer.model.attention.current_row import row
 from services.trainer.model.attention.explicit import ScoreRule
-from services.trainer.model.attention.packing import Packing, gathered
+from services.trainer.model.attention.packing import Packing, gathered, row
 
 AMPERE = (8, 0)
 

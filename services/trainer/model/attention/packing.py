@@ -1,15 +1,17 @@
-"""Where the sequences of a packed row are, and their places in padded batches. Lays tokens out there and takes them back."""
+"""Where the sequences of a packed row are, and their places in padded batches. Lays tokens out there and takes them back.
+
+Guarantees: copying a row to a device waits for none of its kernels, so the next row is sent while the previous one computes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from services.trainer.model.to_device import fields_to_device
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,39 @@ class Packing:
     def to(self, device: torch.device) -> Packing:
         """Copy to `device`."""
         return Packing(**fields_to_device(self, device))
+
+
+@dataclass
+class CurrentRow:
+    """The row of the last forward pass, for layers that pass no extra arguments to attention (those of Nemotron and StableLM, and
+    compiled ones). It is kept until the next forward pass, because the backward pass of a row needs it, too.
+    """
+
+    packing: Packing | None = None
+
+
+row = CurrentRow()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to `device`, for a GPU by way of pinned memory: only from there do copies not wait for it.
+
+    Torch reuses the pinned memory only once the device has read it.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fields_to_device(record: Any, device: torch.device) -> dict[str, Any]:
+    """Return the fields of a dataclass by name: tensors, and what else can be copied to a device, on `device`."""
+    found: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            found[name] = to_device(value, device)
+        elif hasattr(value, "to"):
+            found[name] = value.to(device)
+    return found
 
 
 def flat(batches: Sequence[Tensor]) -> Tensor:

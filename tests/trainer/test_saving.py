@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.runtime.loops import Broken
-from services.trainer.checkpoints.saving import Saving
+from services.trainer.saving import Saving
 from tests.support.harness import small_config
 
 MIB = 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.runtime.loops import Fatal
-from services.trainer.step.engine_gap import OFF_POLICY, EngineComparison
+from services.trainer.step.logprob_gaps import OFF_POLICY, EngineComparison
 
 
 def _metrics(mean: float, tokens: float = 8.0, excluded: float = 0.0) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from services.dataprep.brakes import MemoryGuard
 from services.dataprep.replay import memory
-from services.dataprep.replay.memory import MemoryGuard
 from services.store import Store
 
 

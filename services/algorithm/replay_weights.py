@@ -1,32 +1,37 @@
-"""Weights of groups in the replay table, and the random variates of their clocks. Pure.
+"""Weights of groups in the replay table, and the random variates of their clocks. Shared by dataprep, which inserts groups, and
+the trainer, which updates their weights. Pure.
 
-Guarantees: variates depend only on (seed, group, number of the draw), so that a draw can be repeated and no random state must
-be saved; weights are finite; importance weights are between 0 and 1.
+Guarantees: random numbers depend only on names such as (seed, group, number of the draw), so that a draw can be repeated and no
+random state must be saved; weights are finite and not negative, whatever the priority; importance weights are between 0 and 1.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from services.algorithm import advantages
-from services.algorithm.sampling_weights import sampling_weight
+from services.algorithm.advantages import trained
 from services.config import RunConfig
-from services.dataprep.prompts.seeds import drawn
 from services.protocol.messages import Header
-from services.store.records import TableRules
+
+HEAVIEST = 1e9
+"""Bound of a weight: ring times are doubles, and their steps must not vanish relative to the clock."""
+
+LIGHTEST = 1e-9
+"""Weights below this count as 0."""
 
 HALVINGS = 16
 """Versions, each of which halves a weight by recency, after which these weights are rescaled. 2^16 keeps the clocks' steps far
 above the precision of a double."""
 
 
-def table_rules(config: RunConfig) -> TableRules:
-    """Return the rules of a run's replay table."""
-    replay = config.replay
-    return TableRules(replay.sampler, replay.remover, replay.capacity, replay.max_uses)
+def drawn(bits: int, *names: object) -> int:
+    """Return a number of `bits` bits, a multiple of 8, that depends only on the names."""
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=bits // 8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def uniform(seed: int, group: str, use: str) -> float:
@@ -37,6 +42,13 @@ def uniform(seed: int, group: str, use: str) -> float:
 def exponential(seed: int, group: str, draw: int) -> float:
     """Return an Exp(1) variate: how long the group's clock runs before draw number `draw`, at weight 1."""
     return -math.log(uniform(seed, group, str(draw)))
+
+
+def sampling_weight(priority: float) -> float:
+    """Return the weight of a priority (Schaul et al. 2016, eq. 1, with an exponent of 1): the priority itself within
+    LIGHTEST..HEAVIEST, or 0 for one below, or NaN.
+    """
+    return min(priority, HEAVIEST) if priority >= LIGHTEST else 0.0
 
 
 def recency_base(step: int) -> int:
@@ -57,7 +69,7 @@ def weight(header: Header, given: np.ndarray, config: RunConfig, base: int) -> f
         case "reward":
             priority = float(sum(header.rewards))
         case _:  # also `trainer`, until the trainer has trained on the group
-            mask = advantages.trained(header.truncated, config.advantage.mask_truncated)
+            mask = trained(header.truncated, config.advantage.mask_truncated)
             priority = float(np.abs(given[mask]).sum())
     return sampling_weight(priority)
 

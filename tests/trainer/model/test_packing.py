@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.model.attention.packing import Packing
-from services.trainer.model.to_device import to_device
+from services.trainer.model.attention.packing import Packing, to_device
 from services.trainer.step.batches import PackedRow
 
 GPU = torch.device("cuda", 0)

@@ -18,14 +18,14 @@ import structlog
 from services.config import RunConfig
 from services.runtime.loops import Broken
 from services.store import RunState, Store
-from services.trainer.checkpoints.recovery import Recovery
-from services.trainer.rank_commands import RankCommands
+from services.trainer.ranks.commands import RankCommands
+from services.trainer.recovery import Recovery
 
 log = structlog.get_logger()
 
 EARLY = 0.7
 """Share of Redis' memory in use above which a checkpoint is written early, so that Redis can drop the steps it covers. Dataprep
-keeps issuing prompts up to a larger share (services/dataprep/replay/memory.py).
+keeps issuing prompts up to a larger share (services/dataprep/brakes.py).
 """
 
 

@@ -1,11 +1,15 @@
-"""Pauses dataprep when one prompt after another fails, so that a broken reward or environment does not use up the prompts.
+"""What keeps the leader from issuing prompts: a Redis that is nearly full, and prompts that fail one after another.
 
-Guarantees: a prompt that is generated and scored resets the count, whatever becomes of its group; so does the pause. A new
-leader continues the count: it reads it from the dead letters, of which about 10,000 are kept. The pause is requested once, and
-names the last failure. The prompts stay in the dead letters, from which they can be requeued.
+Guarantees: the last tenth of the server's `maxmemory` is reserved for work in progress. A broken
+reward or environment does not use up the prompts: after as many failures in a row as the run has slots, dataprep pauses itself. A prompt
+that is generated and scored resets the count, whatever becomes of its group; so does the pause. A new leader continues the count:
+it reads it from the dead letters, of which about 10,000 are kept. The pause is requested once, and names the last failure. The
+prompts stay in the dead letters, from which they can be requeued.
 """
 
 from __future__ import annotations
+
+import time
 
 import structlog
 
@@ -15,7 +19,39 @@ from services.store import Store
 
 log = structlog.get_logger()
 
+FULL, ROOM = 0.9, 0.85
+"""Shares of the limit in use. At the first, issuing stops; it resumes below the second."""
+
+POLL_S = 1.0
+
+REMEDY = "lower replay.capacity or checkpoint.every_steps, or raise the server's maxmemory"
+
 LEAST = 16  # in a run with few slots: if one prompt in four fails by chance, so many in a row take four billion prompts
+
+
+class MemoryGuard:
+    """Watches the server's memory for the leader."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._looked = float("-inf")
+        self.why = ""
+        """Why no prompt is issued, or empty."""
+
+    async def full(self) -> bool:
+        """Return whether to stop issuing. Asks the server at most once a second."""
+        if time.monotonic() - self._looked < POLL_S:
+            return bool(self.why)
+        self._looked = time.monotonic()
+        used, limit = await self._store.run.memory()
+        if limit and used >= (ROOM if self.why else FULL) * limit:
+            if not self.why:
+                log.warning("Redis is nearly full: no prompts are issued until a checkpoint frees memory", remedy=REMEDY)
+            self.why = f"Redis uses {used >> 20} of {limit >> 20} MiB: {REMEDY}"
+        elif self.why:
+            log.info("Redis has free memory again")
+            self.why = ""
+        return bool(self.why)
 
 
 class Failures:

@@ -17,7 +17,7 @@ from services.runtime.checkpoints import SNAPSHOT
 from services.runtime.loops import Broken, Fatal
 from services.store import Store
 from services.trainer.checkpoints.folder import Checkpoints
-from services.trainer.checkpoints.recovery import Recovery
+from services.trainer.recovery import Recovery
 from tests.support import flow
 from tests.support.harness import small_config
 from tests.support.models.lone_rank import LoneRank
