@@ -1,10 +1,10 @@
 """What keeps the leader from issuing prompts: a Redis that is nearly full, and prompts that fail one after another.
 
 Guarantees: the last tenth of the server's `maxmemory` is reserved for work in progress. A broken
-reward or environment does not use up the prompts: after as many failures in a row as the run has slots, dataprep pauses itself. A prompt
-that is generated and scored resets the count, whatever becomes of its group; so does the pause. A new leader continues the count:
-it reads it from the dead letters, of which about 10,000 are kept. The pause is requested once, and names the last failure. The
-prompts stay in the dead letters, from which they can be requeued.
+reward or environment does not use up the prompts: after as many failures in a row as the run has slots, dataprep pauses itself. A
+prompt that is generated and scored resets the count, whatever becomes of its group; so does the pause. A new leader continues the
+count: it reads it from the dead letters, of which about 10,000 are kept. The pause is requested once, and names the last failure.
+The prompts stay in the dead letters, from which they can be requeued.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,8 @@ def _check(groups: list[PlanGroup], layout: Layout, plan: StepPlan, ranks: list[
         assert payloads
         assert not payloads & seen, "a group is in two mini-batches"
         seen |= payloads
-        expected = max(1, sum(sample.trained_tokens for sample in part))
+        trained = sum(sample.trained_tokens for sample in part)
+        expected = 1000 * len(payloads) if layout.denominator == "constant" else max(1, trained)
         assert denominator == expected
         start += rows
     assert plan.response_tokens == sum(sample.trained_tokens for sample in samples)
@@ -99,14 +101,14 @@ group_lists = st.lists(
 
 
 @given(
-    group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from([0, 1000]), st.booleans(),
+    group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from(["token", "constant"]), st.booleans(),
     st.booleans(),
 )  # fmt: skip
 @settings(max_examples=300)
 def test_every_plan_satisfies_its_guarantees(
-    groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, constant: int, same_rows: bool, apart: bool
+    groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, kind: Any, same_rows: bool, apart: bool
 ):
-    layout = Layout(ranks, row_tokens, mini, constant, same_rows=same_rows, scored_apart=apart)
+    layout = Layout(ranks, row_tokens, mini, kind, 1000, same_rows=same_rows, scored_apart=apart)
     plan, rank_plans = plan_step(3, groups, layout)
     _check(groups, layout, plan, rank_plans)
     assert (plan, rank_plans) == plan_step(3, groups, layout)
@@ -194,7 +196,7 @@ def test_more_ranks_than_responses_get_empty_rows():
 def test_denominators_are_never_zero():
     groups = [_group("0-0", 5, [10, 10], trained=[False, False])]
     assert plan_step(0, groups, Layout(1, 64))[0].denominators == [1.0]
-    assert plan_step(0, groups, Layout(1, 64, 1, 500))[0].denominators == [500.0]
+    assert plan_step(0, groups, Layout(1, 64, 1, "constant", 500))[0].denominators == [500.0]
 
 
 def test_tool_tokens_are_packed_but_neither_trained_nor_counted():

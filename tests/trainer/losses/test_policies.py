@@ -41,11 +41,11 @@ LN2 = math.log(2)
         ("reinforce", 1.5, 1.0, -1.272 * (math.log(1.5) - 1), -1.272, 0, 1),
         ("reinforce", 0.5, -1.0, 0.8 * (-LN2 - 1), 0.8, 1, 0),
         # p = 1/e, q = ratio / e: |p - q| = 0.368 |ratio - 1|
-        ("dppo", 1.25, 1.0, -1.25, -1.25, 0, 0),  # 0.092
-        ("dppo", 1.3, 1.0, 0.0, 0.0, 0, 1),  # 0.110
-        ("dppo", 1.3, -1.0, 1.3, 1.3, 0, 0),  # the update moves the ratio back towards 1
-        ("dppo", 0.7, -1.0, 0.0, 0.0, 1, 0),
-        ("dppo", 0.7, 1.0, -0.7, -0.7, 0, 0),
+        ("dppo_tv", 1.25, 1.0, -1.25, -1.25, 0, 0),  # 0.092
+        ("dppo_tv", 1.3, 1.0, 0.0, 0.0, 0, 1),  # 0.110
+        ("dppo_tv", 1.3, -1.0, 1.3, 1.3, 0, 0),  # the update moves the ratio back towards 1
+        ("dppo_tv", 0.7, -1.0, 0.0, 0.0, 1, 0),
+        ("dppo_tv", 0.7, 1.0, -0.7, -0.7, 0, 0),
     ],
 )
 def test_policy_losses_of_one_token(

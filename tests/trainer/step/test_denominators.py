@@ -107,6 +107,6 @@ def test_plans_count_the_tokens_in_the_loss() -> None:
     masked = [([(-1.0, False, True)] * 2, 1.0, True), ([(-1.0, True, True)], 1.0, False)]
     groups = [masked, [([(-1.0, False, True)] * 3, 1.0, False)] * 2, [*masked, ([(-1.0, False, True)], 1.0, False)]]
     planned = [_plan_group(f"0-{i}", group, _payload(group)) for i, group in enumerate(groups)]
-    counts = {kind: plan_step(0, planned, Layout(1, 64, 1, 0, kind))[0].denominators for kind in ("token", "sequence", "group")}
+    counts = {kind: plan_step(0, planned, Layout(1, 64, 1, kind))[0].denominators for kind in KINDS if kind != "constant"}
     assert counts == {"token": [7.0], "sequence": [3.0], "group": [2.0]}
-    assert plan_step(0, planned[:1], Layout(1, 64, 1, 0, "group"))[0].denominators == [1.0]
+    assert plan_step(0, planned[:1], Layout(1, 64, 1, "group"))[0].denominators == [1.0]

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from services.algorithm.group_statistics import DAMAGED
-from services.config.loss import Loss
 from services.console.run.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.dataprep.planning.step import make_step
@@ -59,7 +58,7 @@ def test_each_mini_batch_has_its_own_denominator_and_none_is_zero() -> None:
     changed, _ = without(plan, ranks, {"0-0"}, make_config(Path("m")))
     assert sorted(changed.denominators) == sorted([1.0, float(groups[1].lengths[:3].sum())])
     assert changed.mini_batch_rows == plan.mini_batch_rows
-    nothing, left = without(changed, ranks, {"0-0", "0-1"}, Loss())
+    nothing, left = without(changed, ranks, {"0-0", "0-1"}, make_config(Path("m")))
     assert (nothing.groups, nothing.denominators, nothing.total_tokens) == ([], [1.0, 1.0], 0)
     assert nothing.stats[DAMAGED] == 2
     assert samples(left) == []

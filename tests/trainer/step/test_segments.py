@@ -13,7 +13,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.config.loss import Loss
 from services.dataprep.planning.plan import Layout, plan_step
 from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
@@ -59,7 +58,7 @@ def test_any_plan_trains_exactly_the_sampled_tokens(
     drawn: list[list[list[Drawn]]], ranks: int, mini_batches: int, same_rows: bool
 ) -> None:
     made = _made(drawn)
-    layout = Layout(ranks, ROW_TOKENS, mini_batches, 0, "sequence", same_rows)
+    layout = Layout(ranks, ROW_TOKENS, mini_batches, "sequence", same_rows=same_rows)
     plan, of_ranks = plan_step(0, [one.plan_group(masked=[1]) for one in made], layout)
     by_name = {one.name: one for one in made}
     found, sequences = [], []
@@ -131,7 +130,8 @@ def test_a_rollout_counts_as_one_response_for_any_layout(
 ) -> None:
     """Every token gets a loss that names its rollout; the sum must be that of the literal mean of means, for each mini-batch."""
     made = _made(drawn)
-    plan, of_ranks = plan_step(0, [one.plan_group() for one in made], Layout(ranks, ROW_TOKENS, mini_batches, 0, kind))  # type: ignore[arg-type]
+    layout = Layout(ranks, ROW_TOKENS, mini_batches, kind)  # type: ignore[arg-type]
+    plan, of_ranks = plan_step(0, [one.plan_group() for one in made], layout)
     rows, by_name = [_build(rank, made) for rank in of_ranks], {one.name: one for one in made}
     start = 0
     for size, planned in zip(plan.mini_batch_rows, plan.denominators, strict=True):
@@ -165,9 +165,9 @@ def _literal(members: list[Made], kind: str) -> float:
 @settings(max_examples=20, deadline=None)
 def test_denominators_without_damaged_groups_match_planning(drawn: list[list[list[Drawn]]]) -> None:
     made = _made(drawn)
-    loss = Loss.model_validate({"policy": "gspo", "denominator": "sequence"})
-    plan, ranks = plan_step(0, [one.plan_group() for one in made], Layout(1, ROW_TOKENS, 1, 0, "sequence"))
-    assert without(plan, ranks, set(), loss)[0].denominators == plan.denominators
+    config = make_config(Path("m"), loss={"policy": "gspo"})
+    plan, ranks = plan_step(0, [one.plan_group() for one in made], Layout(1, ROW_TOKENS, 1, "sequence"))
+    assert without(plan, ranks, set(), config)[0].denominators == plan.denominators
 
 
 def test_priorities_count_a_rollout_once_for_any_packing() -> None:
