@@ -37,10 +37,13 @@ class DataprepMetrics(Metrics):
     )
     short: Counter = counter("grpo_dataprep_short_steps_total", "steps", "Steps with fewer groups than prompts_per_step.")
     waited: Mapping[str, Counter] = counters(
-        "grpo_dataprep_wait_seconds_total", "seconds",
+        "grpo_dataprep_wait_seconds_total",
+        "seconds",
         "Time without a step in preparation, by reason: too few groups, an older ticket unfinished, "
-        "or enough steps ahead of the trainer.", "why", WAITS,
-    )  # fmt: skip
+        "or enough steps ahead of the trainer.",
+        "why",
+        WAITS,
+    )
     settle_s: Histogram = histogram("grpo_dataprep_settle_seconds", "seconds", "Duration of settling a batch of headers.")
     plan_s: Histogram = histogram(
         "grpo_dataprep_plan_seconds", "seconds", "Duration of planning a step, from reading its groups to storing the plan."
@@ -59,18 +62,25 @@ class EvaluationMetrics(Metrics):
     """Evaluation rounds, counted by the leader when they end."""
 
     rounds: Mapping[str, Counter] = counters(
-        "grpo_evaluation_rounds_total", "",
+        "grpo_evaluation_rounds_total",
+        "",
         "Rounds by outcome: complete and reported; abandoned, with the reason in the log and in `grpo status`; or skipped, "
-        "because newer weights were already published.", "outcome", ("complete", "abandoned", "skipped"),
-    )  # fmt: skip
+        "because newer weights were already published.",
+        "outcome",
+        ("complete", "abandoned", "skipped"),
+    )
     seconds: Histogram = histogram(
         "grpo_evaluation_seconds", "seconds", "Duration of complete rounds, from the first volunteer to the last result."
     )
     completions: Counter = counter("grpo_evaluation_completions_total", "", "Completions of complete rounds.")
     last: Gauge = bounded(
-        "gauge", "grpo_evaluation_metric", "", "Scores of the last complete round: pass@k, reward and length, per source.",
-        "name", "docs/evaluation.md",
-    )  # fmt: skip
+        "gauge",
+        "grpo_evaluation_metric",
+        "",
+        "Scores of the last complete round: pass@k, reward and length, per source.",
+        "name",
+        "docs/evaluation.md",
+    )
 
     def complete(self, record: Mapping[str, float], completions: int) -> None:
         """Record a complete round."""
@@ -87,23 +97,31 @@ class RunMetrics(Metrics):
 
     steps: Gauge = gauge("grpo_run_steps", "steps", "Length of the run.")
     marks: Mapping[str, Gauge] = gauges(
-        "grpo_run_done_steps", "steps", "Steps prepared, committed and checkpointed, and the published policy version.",
-        "mark", MARKS,
-    )  # fmt: skip
+        "grpo_run_done_steps",
+        "steps",
+        "Steps prepared, committed and checkpointed, and the published policy version.",
+        "mark",
+        MARKS,
+    )
     slots: Gauge = gauge("grpo_run_slots", "tickets", "Slots of the run: the maximum number of tickets in progress.")
     slots_used: Gauge = gauge("grpo_run_used_slots", "tickets", "Slots in use.")
     tickets: Mapping[str, Gauge] = gauges(
-        "grpo_run_tickets", "tickets",
+        "grpo_run_tickets",
+        "tickets",
         "Tickets by place: queued, claimed, finished but not settled, in the replay table but not yet trained on, in a prepared "
-        "step, requeued from the dead letters, or to be issued again after a restore.", "place", PLACES,
-    )  # fmt: skip
+        "step, requeued from the dead letters, or to be issued again after a restore.",
+        "place",
+        PLACES,
+    )
     oldest: Gauge = gauge("grpo_run_oldest_ticket_seconds", "seconds", "Age of the oldest ticket that is queued or claimed.")
     buffered: Gauge = gauge("grpo_run_replay_groups", "groups", "Groups in the replay table.")
     outcomes: Mapping[str, Gauge] = gauges(
-        "grpo_run_outcome_tickets", "tickets",
+        "grpo_run_outcome_tickets",
+        "tickets",
         "Tickets by outcome. A restore resets the counts to those of its checkpoint. NaN before the first count.",
-        "outcome", OUTCOMES,
-    )  # fmt: skip
+        "outcome",
+        OUTCOMES,
+    )
     doubled: Gauge = gauge(
         "grpo_run_doubled_tickets", "tickets", "Tickets trained on twice in one epoch, other than by replay. Must stay 0."
     )

@@ -10,16 +10,19 @@ from services.algorithm.histograms import separated
 from services.protocol.messages import SYNC_PHASES, StepPlan
 from services.runtime.metrics import Metrics, PhaseClock, bounded, counter, counters, gauge, histogram, histograms
 
-PHASES = (
-    "restoring", "catching up", "training", "syncing", "saving", "waiting for data", "paused", "exporting",
-    "waiting for evaluation",
-)  # fmt: skip
-"""The trainer's phases (`PodStatus.phase`)."""
 ACTIVITY = {
-    "restoring": "loading", "catching up": "retraining", "training": "training", "syncing": "syncing", "saving": "saving",
-    "waiting for data": "idle", "paused": "paused", "exporting": "saving", "waiting for evaluation": "idle",
-}  # fmt: skip
-"""Phase -> activity of the run's account (services/runtime/activity.py)."""
+    "restoring": "loading",
+    "catching up": "retraining",
+    "training": "training",
+    "syncing": "syncing",
+    "saving": "saving",
+    "waiting for data": "idle",
+    "paused": "paused",
+    "exporting": "saving",
+    "waiting for evaluation": "idle",
+}
+"""The trainer's phases (`PodStatus.phase`), and the activity of the run's account (services/runtime/activity.py)."""
+PHASES = tuple(ACTIVITY)
 PARTS = ("fetch", "old", "reference", "forward", "backward", "step")
 
 
@@ -33,9 +36,12 @@ class TrainerMetrics(Metrics):
     )
     step_s: Histogram = histogram("grpo_trainer_step_seconds", "seconds", "Duration of a step: training and weight sync.")
     part_s: Mapping[str, Counter] = counters(
-        "grpo_trainer_part_seconds_total", "seconds", "Training time on rank 0, by part; `fetch` is the wait for rows.",
-        "part", PARTS,
-    )  # fmt: skip
+        "grpo_trainer_part_seconds_total",
+        "seconds",
+        "Training time on rank 0, by part; `fetch` is the wait for rows.",
+        "part",
+        PARTS,
+    )
     tokens: Counter = counter("grpo_trainer_tokens_total", "tokens", "Tokens trained: each completion with its prompt.")
     response_tokens: Counter = counter("grpo_trainer_response_tokens_total", "tokens", "Completion tokens in the loss.")
     record_s: Histogram = histogram(
@@ -44,9 +50,12 @@ class TrainerMetrics(Metrics):
         "Time to write a step's metrics to Redis, which is all that trackers cost a step.",
     )
     sync_s: Mapping[str, Histogram] = histograms(
-        "grpo_trainer_sync_seconds", "seconds", "Duration of each phase of weight-sync rounds, up to the last answer.", "phase",
+        "grpo_trainer_sync_seconds",
+        "seconds",
+        "Duration of each phase of weight-sync rounds, up to the last answer.",
+        "phase",
         SYNC_PHASES,
-    )  # fmt: skip
+    )
     discarded: Counter = counter(
         "grpo_trainer_condemned_groups_total",
         "groups",

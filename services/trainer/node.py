@@ -48,9 +48,11 @@ class TrainerNode:
         """Read the environment. Raises `ConfigError` for invalid values."""
         try:
             node = cls(
-                int(environ.get("GRPO_NODE", "0")), int(environ.get("GRPO_NODES", "1")),
-                environ.get("MASTER_ADDR", "127.0.0.1"), float(environ.get("GRPO_STOP_S", STOP_S)),
-            )  # fmt: skip
+                int(environ.get("GRPO_NODE", "0")),
+                int(environ.get("GRPO_NODES", "1")),
+                environ.get("MASTER_ADDR", "127.0.0.1"),
+                float(environ.get("GRPO_STOP_S", STOP_S)),
+            )
         except ValueError as error:
             raise ConfigError(f"GRPO_NODE, GRPO_NODES and GRPO_STOP_S must be numbers: {error}") from None
         if not 0 <= node.index < node.count:

@@ -41,9 +41,15 @@ class Recovery:
     """Handles the start of a trainer and restarts of Redis. `call` awaits the store's results, `progress` reports liveness."""
 
     def __init__(
-        self, config: RunConfig, store: Store, fence: int, worker: Worker, commands: RankCommands, call: Callable[[Any], Any],
+        self,
+        config: RunConfig,
+        store: Store,
+        fence: int,
+        worker: Worker,
+        commands: RankCommands,
+        call: Callable[[Any], Any],
         progress: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.store, self.worker, self.commands, self.call = config, store, worker, commands, call
         self._fence, self._progress = fence, progress
         self._plans: dict[int, StepPlan] = {}  # steps trained since the last checkpoint, plus its own last step

@@ -33,9 +33,15 @@ class Saving:
     """Writes checkpoints. `call` awaits the store's results, `say` updates the status that the fleet sees."""
 
     def __init__(
-        self, config: RunConfig, store: Store, fence: int, commands: RankCommands, recovery: Recovery, call: Callable[[Any], Any],
+        self,
+        config: RunConfig,
+        store: Store,
+        fence: int,
+        commands: RankCommands,
+        recovery: Recovery,
+        call: Callable[[Any], Any],
         say: Callable[..., None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config, self._store, self._fence, self._commands, self._recovery = config, store, fence, commands, recovery
         self._call, self._say = call, say
         self._saved_due = -1  # the last step saved because a checkpoint was due

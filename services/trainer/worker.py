@@ -53,9 +53,8 @@ class Worker:
 
     def operations(self) -> dict[str, Callable[[Any], object]]:
         """Return the operations by name, for `RankCommands`."""
-        return {
-            "train": self.train, "send": self.send, "save": self.save, "restore": self.restore, "export": self.export,
-        }  # fmt: skip
+        named = (self.train, self.send, self.save, self.restore, self.export)
+        return {operation.__name__: operation for operation in named}
 
     def train(self, step: int) -> tuple[StepPlan, Trained] | Damaged:
         """Train a prepared step. Collective. Returns its plan and results.

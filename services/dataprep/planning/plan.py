@@ -211,10 +211,8 @@ def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
         group, of = groups[member], groups[member].columns()
         sizes = of.context_tokens + group.lengths.astype(np.int64)
         trained = np.where(group.trained[of.rollout].astype(bool), group.lengths - group.tool_tokens, 0)
-        columns = (
-            np.full(len(sizes), member), np.arange(len(sizes)), of.rollout, of.context, of.context + before, of.context_tokens,
-            sizes, trained, group.advantages[of.rollout].astype(np.float64),
-        )  # fmt: skip
+        own = np.full(len(sizes), member), np.arange(len(sizes)), of.rollout, of.context, of.context + before
+        columns = (*own, of.context_tokens, sizes, trained, group.advantages[of.rollout].astype(np.float64))
         order = np.argsort(of.context, kind="stable")
         parts.append(tuple(column[order] for column in columns))
         before += int(of.context.max()) + 1
@@ -270,7 +268,7 @@ def _row(groups: Sequence[PlanGroup], samples: _Samples, row: Sequence[int]) -> 
 
 
 def _sample(group: PlanGroup, samples: _Samples, i: int) -> Sample:
-    return Sample(
-        group.payload, int(samples.index[i]), float(samples.advantages[i]), int(samples.trained_tokens[i]), float(group.weight),
-        int(samples.tokens[i]), int(samples.context_tokens[i]), int(samples.rollout[i]), int(samples.context[i]),
-    )  # fmt: skip
+    columns = (samples.tokens, samples.context_tokens, samples.rollout, samples.context)
+    trained, advantage = int(samples.trained_tokens[i]), float(samples.advantages[i])
+    whole = (int(column[i]) for column in columns)
+    return Sample(group.payload, int(samples.index[i]), advantage, trained, float(group.weight), *whole)

@@ -39,11 +39,18 @@ def segments_of(header: Header) -> Segments:
 def plan_group(header: Header, config: RunConfig, fresh: bool, weight: float) -> PlanGroup:
     """Return a group as planning sees it."""
     return PlanGroup(
-        header.ticket, header.payload, header.prompt_tokens, np.asarray(header.lengths),
+        header.ticket,
+        header.payload,
+        header.prompt_tokens,
+        np.asarray(header.lengths),
         advantages.advantages(header.rewards, config.advantage.kind),
-        advantages.trained(header.truncated, config.advantage.mask_truncated), np.asarray(header.tool_tokens), fresh,
-        weight, header.trace, segments_of(header),
-    )  # fmt: skip
+        advantages.trained(header.truncated, config.advantage.mask_truncated),
+        np.asarray(header.tool_tokens),
+        fresh,
+        weight,
+        header.trace,
+        segments_of(header),
+    )
 
 
 def make_step(
@@ -60,10 +67,8 @@ def make_step(
     planned = [
         plan_group(group.header, config, group.uses == 0, float(weight)) for group, weight in zip(groups, weights, strict=True)
     ]
-    record = group_statistics.trained(
-        headers, step, [group.uses for group in groups], config.source_names,
-        weights.tolist() if config.replay.importance_beta else None,
-    )  # fmt: skip
+    uses, used = [group.uses for group in groups], weights.tolist() if config.replay.importance_beta else None
+    record = group_statistics.trained(headers, step, uses, config.source_names, used)
     record |= made.record(headers) | {"replay/buffer/groups": float(swept.size)}
     plan, ranks = plan_step(step, planned, layout_of(config), record)
     rows = group_statistics.of_rows(ranks, plan.row_tokens, config.admission.prompts_per_step)

@@ -40,9 +40,13 @@ class Issuer:
     def __init__(self, store: Store, source: PromptSource, config: RunConfig, tracing: TraceRecorder) -> None:
         self.store, self.source, self.config, self.tracing = store, source, config, tracing
         self.order = PromptOrder(
-            source.spans, config.run.seed, config.data.shuffle, config.slots, config.filters.exclude_pass_rate,
+            source.spans,
+            config.run.seed,
+            config.data.shuffle,
+            config.slots,
+            config.filters.exclude_pass_rate,
             load_curriculum(config.data.curriculum),
-        )  # fmt: skip
+        )
         self._environments = config.sources_with_environment
         self._needs_rates = bool(config.filters.exclude_pass_rate or config.data.curriculum)
         self._drafting = threading.Lock()
@@ -131,11 +135,18 @@ class Issuer:
         """
         prompt = self.source.prompt(pick.row) if pick.row < len(self.source) else Prompt([], "", "")
         return Ticket(
-            id=f"{pick.epoch}-{pick.row}", seq=seq, epoch=pick.epoch, index=pick.row,
-            seed=ticket_seed(self.config.run.seed, pick.epoch, pick.row), prompt=prompt.tokens,
-            answer=prompt.answer, group_size=self.config.sampling.group_size, source=pick.source,
-            trace=self.tracing.begin(), row=prompt.row,
-        )  # fmt: skip
+            id=f"{pick.epoch}-{pick.row}",
+            seq=seq,
+            epoch=pick.epoch,
+            index=pick.row,
+            seed=ticket_seed(self.config.run.seed, pick.epoch, pick.row),
+            prompt=prompt.tokens,
+            answer=prompt.answer,
+            group_size=self.config.sampling.group_size,
+            source=pick.source,
+            trace=self.tracing.begin(),
+            row=prompt.row,
+        )
 
 
 def _pick(ticket: str, source: PromptSource) -> Pick:

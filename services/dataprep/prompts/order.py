@@ -92,9 +92,14 @@ class PromptOrder:
     """Determines which row comes next. Pure: `draft` changes nothing; `accept` and `restore` do."""
 
     def __init__(
-        self, spans: Sequence[SourceSpan], seed: int, shuffle: bool, slots: int, exclude_pass_rate: float = 0.0,
+        self,
+        spans: Sequence[SourceSpan],
+        seed: int,
+        shuffle: bool,
+        slots: int,
+        exclude_pass_rate: float = 0.0,
         curriculum: Curriculum | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._spans = {span.name: span for span in spans}
         exact = [Fraction(str(span.weight)) for span in spans]  # as written: 0.7 and 0.3 are 7 to 3
         scale = math.lcm(*(weight.denominator for weight in exact))

@@ -43,9 +43,13 @@ def _asked(name: str, environment: str, kept: tuple[str, ...], interpreter: str)
         python, variables = in_interpreter(interpreter, scratch.path, worker_environment(scratch.path, kept))
         with subprocess.Popen(
             [sys.executable, "-S", "-m", GUARD, str(os.getpid()), python, "-m", ASKED],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=scratch.path, env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=scratch.path,
+            env=variables,
             process_group=0,  # keeps Ctrl-C from reaching it
-        ) as asked:  # fmt: skip
+        ) as asked:
             _asking.add(asked)
             try:
                 answer, _ = asked.communicate(environment, timeout=START_LIMIT_S)

@@ -13,6 +13,15 @@ from services.trainer.losses.objective import LossOutput, compute, has_gradient
 from services.trainer.losses.tokens import PolicyTerm, Tokens
 
 __all__ = [
-    "LossOutput", "PolicyTerm", "Tokens", "check", "compute", "correct", "counted", "counted_places", "find", "has_gradient",
+    "LossOutput",
+    "PolicyTerm",
+    "Tokens",
+    "check",
+    "compute",
+    "correct",
+    "counted",
+    "counted_places",
+    "find",
+    "has_gradient",
     "reference_kl",
-]  # fmt: skip
+]

@@ -15,9 +15,9 @@ from services.trainer.losses.kl import ESTIMATORS, reference_kl
 from services.trainer.losses.tokens import PolicyTerm, Tokens
 
 SUMS = (
-    "loss", "tokens", "policy_loss", "clip_low", "clip_high", "ratio", "ratio_squared", "entropy", "rho", "rho_weight",
-    "rho_clipped", "rho_dropped", "logprob_gap", "advantage", "kl", *ESTIMATORS,
-)  # fmt: skip
+    *("loss", "tokens", "policy_loss", "clip_low", "clip_high", "ratio", "ratio_squared", "entropy"),
+    *("rho", "rho_weight", "rho_clipped", "rho_dropped", "logprob_gap", "advantage", "kl", *ESTIMATORS),
+)
 MAXIMA = ("logprob_gap", "advantage", "negative_advantage")
 HISTOGRAMS = ("ratio", "advantage", "logprob_gap")
 """Measures of a token whose histograms are kept, and the first of `measure`."""

@@ -19,13 +19,10 @@ from services.config.training import Trainer
 from services.trainer.model.attention import NAME, fused, packed_attention
 from services.trainer.model.attention.explicit import ScoreRule
 
-KEPT = frozenset(
-    {
-        "aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu", "grpo::packed_attention",
-    }
-)  # fmt: skip
+KEPT = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "grpo::packed_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *(f"aten::_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")),
+}
 """Operations whose results selective checkpointing keeps: products of matrices and attention, which take nearly all the time."""
 
 

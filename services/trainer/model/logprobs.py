@@ -83,10 +83,19 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             gradient, for_bias = differentiate(
-                hidden[part], matrix, bias, targets[part], ctx.temperature, ctx.rule, normaliser[part], entropy[part],
-                for_logprobs[part], None if for_entropy is None else for_entropy[part], bias_gradient is not None,
+                hidden[part],
+                matrix,
+                bias,
+                targets[part],
+                ctx.temperature,
+                ctx.rule,
+                normaliser[part],
+                entropy[part],
+                for_logprobs[part],
+                None if for_entropy is None else for_entropy[part],
+                bias_gradient is not None,
                 ctx.products.pop(0) if ctx.products else None,
-            )  # fmt: skip
+            )
             if bias_gradient is not None and for_bias is not None:
                 bias_gradient += for_bias
             hidden_gradient[part] = (gradient @ matrix).to(hidden.dtype)
@@ -98,9 +107,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _scored(
-    hidden: Tensor, matrix: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rule: LogitRule,
+    hidden: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    rule: LogitRule,
     product: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return logprobs, entropy and log-normaliser of a chunk, [c] each."""
     logits = _logits(hidden, matrix, bias, rule, product).div_(temperature)
     normaliser = logits.logsumexp(-1)
@@ -110,10 +124,19 @@ def _scored(
 
 
 def _differentiated(
-    hidden: Tensor, matrix: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rule: LogitRule,
-    normaliser: Tensor, entropy: Tensor, for_logprobs: Tensor, for_entropy: Tensor | None, with_bias: bool,
+    hidden: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    rule: LogitRule,
+    normaliser: Tensor,
+    entropy: Tensor,
+    for_logprobs: Tensor,
+    for_entropy: Tensor | None,
+    with_bias: bool,
     product: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of a chunk's product, [c, V] in the matrix's dtype, and of the bias, [V], if wanted."""
     logits = _logits(hidden, matrix, bias, rule, product)
     slope = None if rule.cap is None else 1 - (logits / rule.cap).square()  # of the cap

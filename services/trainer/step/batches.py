@@ -101,11 +101,9 @@ class _Group:
 
 def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> _Group:
     """Check that a payload can be trained on and matches the plan of its samples. Raises `_Fault`."""
-    columns = {
-        "prompt": payload.prompt, "lengths": payload.lengths, "tokens": payload.tokens, "logprobs": payload.logprobs,
-        "rollout": payload.rollout, "context_lengths": payload.context_lengths, "context": payload.context,
-    }  # fmt: skip
-    for column, array in columns.items():
+    names = ("prompt", "lengths", "tokens", "logprobs", "rollout", "context_lengths", "context")
+    for column in names:
+        array: np.ndarray = getattr(payload, column)
         kind = "f" if column == "logprobs" else "i"
         if array.ndim != 1 or array.dtype.kind != kind:
             raise _Fault(f"{column} is {array.dtype} of {array.ndim} dimensions, expected one dimension of kind {kind!r}")

@@ -85,10 +85,9 @@ def without(
 def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[BufferedGroup], config: RunConfig) -> StepPlan:
     """Return the plan with statistics recomputed from what it trains on; `drawn`: its groups as they were when it was made."""
     weights = {group_of(sample.payload): sample.weight for rank in ranks for row in rank.rows for sample in row}
-    of_groups = group_statistics.trained(
-        [group.header for group in drawn], plan.step, [group.uses for group in drawn], config.source_names,
-        [weights[group.group] for group in drawn] if config.replay.importance_beta else None,
-    )  # fmt: skip
+    headers, uses = [group.header for group in drawn], [group.uses for group in drawn]
+    used = [weights[group.group] for group in drawn] if config.replay.importance_beta else None
+    of_groups = group_statistics.trained(headers, plan.step, uses, config.source_names, used)
     of_groups |= group_statistics.of_rows(ranks, plan.row_tokens or config.trainer.row_tokens, config.admission.prompts_per_step)
     others = {name: value for name, value in plan.stats.items() if name == DAMAGED or not group_statistics.is_trained(name)}
     return msgspec.structs.replace(plan, stats=others | of_groups)

@@ -101,8 +101,8 @@ group_lists = st.lists(
 
 
 @given(
-    group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from(["token", "constant"]), st.booleans(),
-    st.booleans(),
+    group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from(["token", "constant"]),
+    st.booleans(), st.booleans(),
 )  # fmt: skip
 @settings(max_examples=300)
 def test_every_plan_satisfies_its_guarantees(

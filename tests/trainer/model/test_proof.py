@@ -69,7 +69,7 @@ def test_other_weights_change_the_digest(tiny_model: Path) -> None:
 
 def test_other_code_changes_the_digest(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [file.relative_to(Path(proofs.__file__).parent).as_posix() for file in proofs.computed_by()]
-    assert {"attention/__init__.py", "attention/flexible.py", "logprobs.py"} <= set(files)
+    assert {"attention/__init__.py", "attention/packing.py", "logprobs.py"} <= set(files)
     model = _load(tiny_model).model
     before = proofs.digest(model, ())
     with monkeypatch.context() as patched:

@@ -25,9 +25,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule
     q holds the sequences' own tokens, k and v all, last aligned with last.
     """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, False,
-        scale=scores.scaling, **windows(scores),
-    )  # fmt: skip
+        q, k, v, *_lengths(packing), 0.0, True, False, scale=scores.scaling, **windows(scores)
+    )
     return out, lse
 
 
@@ -37,9 +36,12 @@ def backward(
     """Return the gradients of q, k and v as `forward` had them."""
     random, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)  # there is no dropout
     return torch.ops.aten._flash_attention_backward(
-        gradient, q, k, v, out, lse, packing.own, packing.whole, packing.longest_own, packing.longest, 0.0, True, random, unused,
-        scale=scores.scaling, **windows(scores),
-    )  # fmt: skip
+        *(gradient, q, k, v, out, lse), *_lengths(packing), 0.0, True, random, unused, scale=scores.scaling, **windows(scores)
+    )
+
+
+def _lengths(packing: Packing) -> tuple[Tensor, Tensor, int, int]:
+    return packing.own, packing.whole, packing.longest_own, packing.longest
 
 
 def windows(scores: ScoreRule) -> dict[str, int]:

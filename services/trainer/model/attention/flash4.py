@@ -88,8 +88,12 @@ def backward(
 
 def _given(packing: Packing, scores: ScoreRule) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": packing.own, "cu_seqlens_k": packing.whole,
-        "max_seqlen_q": packing.longest_own, "max_seqlen_k": packing.longest,
-        "softmax_scale": scores.scaling, "softcap": scores.softcap or 0.0, "learnable_sink": scores.sinks,
+        "cu_seqlens_q": packing.own,
+        "cu_seqlens_k": packing.whole,
+        "max_seqlen_q": packing.longest_own,
+        "max_seqlen_k": packing.longest,
+        "softmax_scale": scores.scaling,
+        "softcap": scores.softcap or 0.0,
+        "learnable_sink": scores.sinks,
         **(windows(scores) or {"causal": True}),
-    }  # fmt: skip
+    }

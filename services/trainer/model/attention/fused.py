@@ -71,9 +71,17 @@ def _forward(
 
 
 def _backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    scaling: float, window: int, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     packing, scores = _packing(q), ScoreRule(scaling, window or None, softcap or None, sinks)
     gradient, q, k, v = (states.contiguous() for states in (gradient, q, k, v))
     kernels = _chosen(q, k, v, scores)
@@ -104,14 +112,18 @@ def _whole(k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
 
 
 _operator = torch.library.custom_op(
-    "grpo::packed_attention", _forward, mutates_args=(),
+    "grpo::packed_attention",
+    _forward,
+    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scaling, int window, float softcap) -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 _gradient = torch.library.custom_op(
-    "grpo::packed_attention_backward", _backward, mutates_args=(),
+    "grpo::packed_attention_backward",
+    _backward,
+    mutates_args=(),
     schema="(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, float scaling, int window, "
     "float softcap) -> (Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 
 
 @_operator.register_fake
