@@ -86,10 +86,7 @@ async def inspect_buffer(store: Store, sort: Sort = "order", offset: int = 0, li
     """Return the table and its groups `offset` to `offset + limit`. Raise `NotFound` when there are no weights to sort by."""
     state = await store.inspection.table_state()
     if sort == "weight" and state.weight_sum is None:
-        raise NotFound(
-            f"the table has no weights to sort by: replay.sampler is {state.sampler!r} and replay.remover {state.remover!r}; "
-            "sort by order or version"
-        )
+        raise NotFound(f"the table has no weights to sort by: replay.sampler is {state.sampler!r}; sort by order or version")
     rows = await store.inspection.table_page(sort, offset, min(limit, MAX_PAGE), reverse)
     return Buffer(
         size=state.size,

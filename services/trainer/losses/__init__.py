@@ -8,9 +8,8 @@ nothing. With what the host knows of the row, its counted tokens and the number 
 
 from services.trainer.losses.correction import correct, counted, counted_places
 from services.trainer.losses.custom import check, find
-from services.trainer.losses.kl import reference_kl
 from services.trainer.losses.objective import LossOutput, compute, has_gradient
-from services.trainer.losses.tokens import PolicyTerm, Tokens
+from services.trainer.losses.tokens import PolicyTerm, Tokens, reference_kl
 
 __all__ = [
     "LossOutput",

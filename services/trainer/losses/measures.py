@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from services.algorithm.histograms import BOUNDS
 from services.trainer.losses.correction import Correction
-from services.trainer.losses.kl import ESTIMATORS, reference_kl
-from services.trainer.losses.tokens import PolicyTerm, Tokens
+from services.trainer.losses.tokens import ESTIMATORS, PolicyTerm, Tokens, reference_kl
 
 SUMS = (
     *("loss", "tokens", "policy_loss", "clip_low", "clip_high", "ratio", "ratio_squared", "entropy"),

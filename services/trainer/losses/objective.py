@@ -10,9 +10,8 @@ from torch import Tensor
 from services.config.loss import DPPO, Loss
 from services.trainer.losses.correction import correct, counted_places
 from services.trainer.losses.custom import find
-from services.trainer.losses.kl import reference_kl
 from services.trainer.losses.measures import measure
-from services.trainer.losses.tokens import PolicyTerm, Tokens
+from services.trainer.losses.tokens import PolicyTerm, Tokens, reference_kl
 
 
 @dataclass(frozen=True)

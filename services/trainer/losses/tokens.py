@@ -1,4 +1,4 @@
-"""What a policy loss takes and returns."""
+"""What a policy loss takes and returns, and what follows from it: means over responses, the KL to the reference."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ MAX_LOG_RATIO = 20.0
 """Bound of |theta - old| before exp, as in verl: e^20 = 4.9e8. Where `old` is a generator's logprob, it limits how much more than
 others its tokens can weigh in the gradient; with e^40 a few such tokens make the gradient norm infinite in float32.
 """
+
+
+MAX_LOG_KL = 40.0
+"""Bound of |theta - ref| before exp: e^40 = 2.4e17, whose square stays finite in float32."""
+
+ESTIMATORS = ("k1", "k2", "k3", "k1_weighted")
 
 
 @dataclass(frozen=True)
@@ -68,3 +74,23 @@ def response_mean(values: Tensor, tokens: Tokens) -> Tensor:
     nothing = wide.new_zeros(responses)
     sums, counts = (nothing.index_add(0, samples, each) for each in (wide, torch.ones_like(wide)))
     return (sums / counts.clamp(min=1))[samples].to(values.dtype)
+
+
+def reference_kl(tokens: Tokens, estimator: str = "k3") -> Tensor:
+    """Return the KL estimate per token, [R]: k1 D, k2 D^2/2, k3 expm1(-D) + D, k1_weighted r D.
+
+    The names are those of Schulman 2020, "Approximating KL divergence"; k3 is what the loss has, as TRL's.
+    """
+    if tokens.reference is None:
+        raise ValueError("loss.kl_beta > 0 needs reference logprobs")
+    difference = (tokens.logprobs - tokens.reference).clamp(-MAX_LOG_KL, MAX_LOG_KL)
+    match estimator:
+        case "k1":
+            return difference
+        case "k2":
+            return difference.square() / 2
+        case "k3":
+            return torch.expm1(-difference) + difference
+        case "k1_weighted":
+            return tokens.ratio() * difference
+    raise ValueError(f"{estimator!r} is not one of {', '.join(ESTIMATORS)}")
