@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from services.dataprep import brakes
 from services.dataprep.brakes import MemoryGuard
-from services.dataprep.replay import memory
 from services.store import Store
 
 
 async def test_a_nearly_full_server_holds_prompts_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "POLL_S", 0.0)
+    monkeypatch.setattr(brakes, "POLL_S", 0.0)
     assert not await MemoryGuard(store).full(), "a server without a limit is never full"
     guard = MemoryGuard(store)
     seen: list[bool] = []
