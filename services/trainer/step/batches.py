@@ -149,8 +149,9 @@ def _fit(sample: Sample, group: _Group) -> None:
         raise _Fault(f"{name} does not exist: the group has {len(lengths)} completions")
     tokens = group.response(sample.index)
     size, own = len(group.contexts[sample.index]) + tokens.stop - tokens.start, int(group.sampled[tokens].sum())
-    if sample.tokens not in (0, size) or sample.context != group.numbers[sample.index]:
-        raise _Fault(f"{name} has {size} tokens with context {group.numbers[sample.index]}, which is not what its header says")
+    is_of = group.payload.owners[sample.index], group.numbers[sample.index], size
+    if (sample.response[1], sample.context, sample.tokens or size) != is_of:
+        raise _Fault(f"{name} is of rollout {is_of[0]}, context {is_of[1]} and {size} tokens, which is not what its header says")
     if sample.trained_tokens not in (0, own):
         raise _Fault(f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}")
 

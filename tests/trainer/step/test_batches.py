@@ -160,7 +160,10 @@ def test_every_planned_token_is_a_target_once_after_its_context(layout: list[lis
         (Sample("a", -1, 1.0, 2), "does not exist"),
         (Sample("a", 0, 1.0, 1), "completion 0 has 2 tokens sampled by the policy, but the plan trains 1"),
         (Sample("a", 0, 1.0, -1), "but the plan trains -1"),
-        (Sample("a", 2, 1.0, 0, tokens=4), "completion 2 has 5 tokens with context 0, which is not what its header says"),
+        (
+            Sample("a", 2, 1.0, 0, tokens=4),
+            "is of rollout 2, context 0 and 5 tokens, which is not what its header says",
+        ),
     ],
 )
 def test_a_payload_that_contradicts_the_plan_is_rejected(sample: Sample, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -194,33 +195,34 @@ def test_a_row_of_two_contexts_matches_a_hand_computed_one() -> None:
     assert (row.predictors.tolist(), row.targets.tolist()) == ([2, 2, 9], [5, 8, 6])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_segments_that_do_not_match_their_plan_are_damaged() -> None:
+    cases: list[tuple[dict[str, list[Any]], str]] = [
         ({"rollout": [1, 1, 2]}, "must ascend from 0 without gaps"),
         ({"rollout": [0, 0, 2]}, "must ascend from 0 without gaps"),
         ({"rollout": [0, 1, 0]}, "must ascend from 0 without gaps"),
         ({"rollout": [0, 0]}, "must ascend from 0 without gaps"),
-        ({"rollout": []}, "completion 2 is of rollout 2, but its header says 1"),
-        ({"rollout": [0, 1, 1]}, "completion 1 is of rollout 1, but its header says 0"),
+        ({"rollout": []}, "completion 2 is of rollout 2, .* not what its header says"),
+        ({"rollout": [0, 1, 1]}, "completion 1 is of rollout 1, .* not what its header says"),
         ({"rollout": [[0, 0, 1]]}, "rollout is int32 of 2 dimensions"),
         ({"context_lengths": [0, 4, 0]}, "there are 5 context tokens"),
         ({"context_lengths": [0, 5]}, "3 segments have contexts"),
         ({"context_lengths": [-1, 6, 0]}, "3 segments have contexts"),
         ({"context_lengths": []}, "there are 5 context tokens"),
-        ({"context_lengths": [5, 0, 0]}, "completion 0 follows context 1, but its header says 0"),
+        ({"context_lengths": [5, 0, 0]}, "completion 0 is of rollout 0, context 1 and .* not what its header says"),
         ({"context": [3, 1, 4, 1, 96]}, "do not fit a vocabulary of 96"),
         ({"context": [3, 1, 4, 1, -5]}, "do not fit a vocabulary of 96"),
-        ({"context_lengths": [0, 4, 0], "context": [3, 1, 4, 1]}, "completion 1 has 6 tokens with its context, but .* says 7"),
-        ({"context_lengths": [0, 3, 0], "context": PROMPT}, "completion 1 follows context 0, but its header says 1"),
-    ],
-)
-def test_segments_that_do_not_match_their_plan_are_damaged(changes: dict[str, list[int]], message: str) -> None:
+        ({"context_lengths": [0, 4, 0], "context": [3, 1, 4, 1]}, "completion 1 is of .* 6 tokens, .* not what its header says"),
+        (
+            {"context_lengths": [0, 3, 0], "context": PROMPT},
+            "completion 1 is of rollout 0, context 0 .* its header says",
+        ),
+    ]
     made = _group()
-    payload = msgspec.structs.replace(made.payload, **{name: np.array(value, np.int32) for name, value in changes.items()})
     _, (rank,) = plan_step(0, [made.plan_group()], Layout(1, 100))
-    with pytest.raises(Damaged, match=message):
-        batches.build(rank, {made.name: payload}, vocabulary=VOCABULARY, row_tokens=100)
+    for changes, message in cases:
+        payload = msgspec.structs.replace(made.payload, **{name: np.array(value, np.int32) for name, value in changes.items()})
+        with pytest.raises(Damaged, match=message):
+            batches.build(rank, {made.name: payload}, vocabulary=VOCABULARY, row_tokens=100)
 
 
 columns = st.lists(st.integers(-1, 3), max_size=4).map(lambda values: np.array(values, np.int32))
