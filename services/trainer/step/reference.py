@@ -70,9 +70,7 @@ class ReferencePolicy:
         if any(folder.glob(f"{AVERAGE}-*.pt")):
             self._average.load(Archive(folder, AVERAGE))
         elif self._rank == 0:
-            logger.warning(
-                "%s has no average of the policy (reference.alpha): starting it from model.path = %r", folder, self._path
-            )
+            logger.warning("%s has no averaged reference: starting the average from model.path = %r", folder, self._path)
 
 
 class PolyakAverage:

@@ -109,7 +109,7 @@ def _policy(model: Path, sections: dict[str, Any]) -> Any:
                     continue
                 gradient = parameter.grad if plain else safe_get_full_grad(parameter)
                 assert gradient is not None
-                gradients[name] = gradient.detach().float().cpu()
+                gradients[name] = gradient.detach().float().cpu().clone()  # which clipping changes in place
             policy.gradients.append(gradients)
             return super()._step(step)
 

@@ -191,8 +191,8 @@ def _twin(folder: Path, payloads: Any, samples: list[Sample], mini_batches: list
                 old, advantage = before[number][token], samples[number].advantage
                 r, difference = torch.exp(theta[token] - old), theta[token] - old
                 policy = torch.maximum(-advantage * r, -advantage * r.clamp(0.8, 1.272))
-                truncated = torch.exp((old - behaviour[token]).clamp(-10, 10)).clamp(0, 2)
-                total = total + samples[number].weight * (truncated * policy + 0.1 * r * difference)
+                truncated = torch.exp((old - behaviour[token]).clamp(-10, 10)).clamp(0, 1.99)
+                total = total + samples[number].weight * (truncated * policy + 0.1 * (torch.exp(-difference) - 1 + difference))
                 count += 1
         optimizer.zero_grad()
         (total / count).backward()
@@ -369,7 +369,7 @@ def test_losses_follow_the_formula_on_any_number_of_ranks(
     metrics = found[0]["metrics"]
     assert not undocumented(metrics)
     assert metrics["logprob_gap/train/mean"] > 0
-    if config.from_behaviour:
+    if config.from_behaviour(1, 1):
         assert not [name for name in metrics if name.startswith("correction/")], "there is none"
         assert 0 < metrics["clip_low/train/fraction"] + metrics["clip_high/train/fraction"] < 1
     else:
