@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of faults")
     parser.add_argument("--kinds", default="", help="comma-separated kinds or verbs; default: all that can be done here")
     parser.add_argument("--members", type=int, default=4)
-    parser.add_argument("--deadline-s", type=float, default=4.0, help="sync.deadline_s")
+    parser.add_argument("--deadline-s", type=float, default=3.0, help="sync.deadline_s")
     parser.add_argument("--backend", choices=("gloo", "store"), default="gloo", help="sync.backend; a store is a folder")
     parser.add_argument("--folder", type=Path, help="keep everything here; default: a temporary folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -76,8 +76,8 @@ class Campaign:
         self._sent = 0
         self._watching: threading.Thread | None = None
         sync = world.config.sync
-        self.deadline_s = 2 * (sync.answer_s + sync.deadline_s) + SLACK_S
-        """Limit of a broken attempt and the next one together."""
+        self.deadline_s = 3 * sync.answer_s + 2 * sync.deadline_s + SLACK_S
+        """Limit of a broken attempt and the next one together. When a member is cut off in `join`, gloo waits several times."""
         self.short_s = 0.4 * sync.answer_s
         self.long_s = sync.answer_s + sync.deadline_s + 1.0
 
