@@ -30,7 +30,7 @@ MISTAKES = [
         "folder_is_a_file", "run.dir", "'rows.jsonl'", "set another run.dir", [sub("steps = 3", 'steps = 3\ndir = "rows.jsonl"')]
     ),
     Mistake("no_disk", "checkpoint.keep", "900000000", "lower checkpoint.keep", [add("[checkpoint]\nkeep = 900000000\n")]),
-    Mistake("port_of_another", "web.port", "1", "0 for a free port", [add('[web]\nhost = "192.0.2.1"\nport = 1\n')]),
+    Mistake("port_of_another", "web.port", "1", "0 for a free port", [add('[api]\nhost = "192.0.2.1"\n[web]\nport = 1\n')]),
     Mistake("one_port_for_all", "api.port", "8000", "set api.port = 0", [add("[api]\nport = 8000\n")]),
     Mistake("wrong_scheme", "redis.url", "http://localhost", "redis://", [add('[redis]\nurl = "http://localhost"\n')]),
     Mistake(
