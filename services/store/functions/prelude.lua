@@ -253,8 +253,8 @@ local function is_sampled(share, ticket)
   return share and tonumber(string.sub(redis.sha1hex(ticket), 1, 8), 16) < tonumber(share)
 end
 
--- Return roughly the size of a group's tokens in bytes. If they are in a shard, the header has the size.
-local function payload_size(prefix, payload, header)
+-- Return roughly the size of a group's tokens in bytes, as its header says.
+local function payload_size(payload, header)
   if payload == '' then return 0 end
   local read, fields = pcall(cmsgpack.unpack, header)
   return read and type(fields) == 'table' and math.max(tonumber(fields[6]) or 0, 0) or 0
@@ -267,7 +267,7 @@ local function keep_sample(prefix, ticket, outcome, header, payload)
   outcome = string.sub(outcome, 1, REASON_BYTES)
   local held = redis.call('HMGET', state, 'share', 'until_ms', 'bytes')
   if not is_sampled(held[1], ticket) then return false end
-  local size = #outcome + #header + payload_size(prefix, payload, header)
+  local size = #outcome + #header + payload_size(payload, header)
   local bytes = (tonumber(held[3]) or 0) + size
   if run_ms(prefix) >= tonumber(held[2]) or bytes > SAMPLE_BYTES or redis.call('XLEN', prefix .. ':samples') >= SAMPLES_KEPT then
     redis.call('HINCRBY', state, 'missed:' .. string.match(outcome, '^[^:]*'), 1)
