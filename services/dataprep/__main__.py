@@ -24,7 +24,7 @@ SWEEP_LIMIT_S = 300.0  # enough for millions of payloads, or for a slow shard; n
 
 async def prepare(given: Arguments) -> None:
     """Run the pod from start to end."""
-    from services.dataprep.evaluation.rounds import EvaluationRounds
+    from services.dataprep.evaluation_rounds import EvaluationRounds
     from services.dataprep.identity import create_or_attach
     from services.dataprep.loop import DataprepLoop
     from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics

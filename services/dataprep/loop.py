@@ -22,7 +22,7 @@ import structlog
 from services.algorithm import replay_weights as replay
 from services.chat.errors import DataError
 from services.dataprep.brakes import Failures, MemoryGuard
-from services.dataprep.evaluation.rounds import EvaluationRounds
+from services.dataprep.evaluation_rounds import EvaluationRounds
 from services.dataprep.metrics import DataprepMetrics
 from services.dataprep.planning import step
 from services.dataprep.prompts.catalogue import PromptSource

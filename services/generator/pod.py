@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
+from services.config import RunConfig
+from services.config.model_files import check_path, unusable
 from services.generator.api import add_routes
 from services.generator.engines.base import make_engine
-from services.generator.engines.tokenizer import load_tokenizer
 from services.generator.loop import PARTIAL_EVERY_S, GeneratorLoop
 from services.generator.metrics import GeneratorMetrics, VllmMetrics
 from services.http.entry import load_pod
@@ -113,3 +115,14 @@ class GeneratorPod:
             raise Fatal(f"verifiers cannot start: {error}") from None
         except EngineDead as error:
             raise Broken(str(error)) from None
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """Return the tokenizer as transformers loads it. Raises `ConfigError`."""
+    check_path(config.model.path)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.model.path)
+    except (OSError, ValueError) as error:
+        raise unusable(config.model.path, "has no usable tokenizer", error) from None

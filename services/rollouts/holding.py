@@ -71,7 +71,7 @@ class HolderMetrics(Protocol):
 Held = TypeVar("Held", bound=HeldTicket)
 
 
-class Worker(Protocol[Held]):
+class TicketWorker(Protocol[Held]):
     """Makes groups of tickets: a generator's engine, or an environment's programs."""
 
     def hold(self, claim: Claim, ticket: Ticket) -> Held:
@@ -96,7 +96,7 @@ class Worker(Protocol[Held]):
 class TicketHolder(Generic[Held]):
     """Takes tickets of training and of evaluation from claim to submission."""
 
-    def __init__(self, service: Service, metrics: HolderMetrics, worker: Worker[Held], rollouts: bool = False) -> None:
+    def __init__(self, service: Service, metrics: HolderMetrics, worker: TicketWorker[Held], rollouts: bool = False) -> None:
         """`rollouts`: claim the tickets whose rollouts run in environments."""
         self.held: dict[str, Held] = {}  # by entry of the claim
         self._service, self._metrics, self._worker, self._rollouts = service, metrics, worker, rollouts

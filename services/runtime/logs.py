@@ -18,6 +18,8 @@ RUN, POD = "GRPO_LOG_RUN", "GRPO_LOG_POD"
 """Environment variables through which child processes of a service learn their run and pod."""
 GUESTS = ("DeepSpeed", "huggingface_hub", "transformers")
 """Packages with their own handlers. vLLM's are in generator/engines/vllm_logging.json, because it has its own processes."""
+VLLM_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING").upper()
+"""Level of vLLM's loggers, which generator/engines/vllm_logging.json refers to."""
 
 
 def configure(run: str, pod: str, level: str = "INFO") -> None:

@@ -1,9 +1,10 @@
-"""Time limits of a weight transfer."""
+"""Time limits of a weight transfer, and its end after a failure."""
 
 from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Self
@@ -48,3 +49,12 @@ class Abort:
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
         self._timer.join()
+
+
+def let_go(error: BaseException) -> None:
+    """Release what the stack frames of a failed transfer hold.
+
+    The other ranks learn of the failure when the group ends, and a group ends when its last reference is dropped. The error's
+    traceback, which may be part of a cycle, must not keep one.
+    """
+    traceback.clear_frames(error.__traceback__)

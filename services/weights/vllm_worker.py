@@ -27,9 +27,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from services.weights.broadcast.sender import let_go
 from services.weights.checksums import WeightChanged
-from services.weights.deadline import Deadline
+from services.weights.deadline import Deadline, let_go
 from services.weights.transport import OWNER, TRANSPORTS, Address, Loaded, make_receiver
 
 PREFIX = "grpo_"

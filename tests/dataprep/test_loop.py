@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
-from services.dataprep.evaluation.rounds import EvaluationRounds
+from services.dataprep.evaluation_rounds import EvaluationRounds
 from services.dataprep.identity import table_rules
 from services.dataprep.loop import IDLE_S, OUT_OF_STEP, DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics

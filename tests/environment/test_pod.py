@@ -14,7 +14,7 @@ import pytest
 
 from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
-from services.dataprep.evaluation.report import read_results
+from services.dataprep.evaluation_report import read_results
 from services.environment.loop import EnvironmentLoop
 from services.environment.pod import EnvironmentPod
 from services.generator.api import add_routes

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.console.run.redis_server import RedisServer
-from services.dataprep.evaluation.rounds import EvaluationRounds, hopeless
+from services.dataprep.evaluation_rounds import EvaluationRounds, hopeless
 from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.catalogue import Prompt
 from services.dataprep.prompts.order import SourceSpan

@@ -158,9 +158,8 @@ class ScriptedEngine:
             raise TransferFailed(str(error)) from None
 
     async def stage(self, version: int, limit_s: float | None = None) -> None:
-        from services.weights.broadcast.sender import let_go
         from services.weights.checksums import WeightChanged
-        from services.weights.deadline import Deadline
+        from services.weights.deadline import Deadline, let_go
 
         self.staged = None
         if self.connection is None:

@@ -23,9 +23,8 @@ from services.http.entry import open_service
 from services.runtime import logs
 from services.runtime.loops import Loop
 from services.weights.broadcast.gloo import begin_broadcast
-from services.weights.broadcast.sender import let_go
 from services.weights.checksums import WeightChanged, check, checksums
-from services.weights.deadline import Deadline
+from services.weights.deadline import Deadline, let_go
 from services.weights.receiver import TransferFailed, WeightsChanged
 from services.weights.rounds.member import WeightFollower
 from tests.support.scripted import ScriptedEngine

@@ -17,7 +17,7 @@ from services.config import ConfigError, RunConfig
 from services.weights.transport import OWNER, backend_of
 
 VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
-"""Logging configuration of the processes that vLLM starts. It refers to vllm_logging.py, which they import."""
+"""Logging configuration of the processes that vLLM starts. It refers to services/runtime/logs.py, which they import."""
 
 _GPU_MEMORY_UTILIZATION = 0.9
 """Share of a GPU's memory that vLLM takes, unless `engine_options` has another. The rest is for the buckets of weights."""

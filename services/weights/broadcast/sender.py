@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,7 +21,7 @@ from services.config import RunConfig
 from services.weights.broadcast import rendezvous
 from services.weights.broadcast.host_memory import as_they_lie
 from services.weights.buckets import Bucket, Gathered, describe, plan_buckets
-from services.weights.deadline import Deadline
+from services.weights.deadline import Deadline, let_go
 from services.weights.merge import merged
 from services.weights.transport import Gather, Sender, SendFailed, TrainedWeights
 
@@ -141,15 +140,6 @@ class BroadcastSender(Sender):
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         return GatheredParameters(list({id(weight): weight for weight in weights}.values()))
-
-
-def let_go(error: BaseException) -> None:
-    """Release what the stack frames of a failed transfer hold.
-
-    The other ranks learn of the failure when the group ends, and a group ends when its last reference is dropped. The error's
-    traceback, which may be part of a cycle, must not keep one.
-    """
-    traceback.clear_frames(error.__traceback__)
 
 
 def _names(parts: Mapping[str, Sequence[torch.nn.Parameter]]) -> dict[str, str]:

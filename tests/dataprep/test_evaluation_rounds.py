@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.dataprep.evaluation.rounds import EvaluationRounds
+from services.dataprep.evaluation_rounds import EvaluationRounds
 from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.catalogue import Prompt
 from services.dataprep.prompts.order import SourceSpan

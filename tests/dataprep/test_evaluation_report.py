@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.dataprep.evaluation.report import Result, Unfit, pass_at_k, read_results, report
+from services.dataprep.evaluation_report import Result, Unfit, pass_at_k, read_results, report
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
 from tests.support.harness import ticket
