@@ -117,17 +117,24 @@ def confine_alone(folder: Path, readable: Sequence[Path], memory_bytes: int, cpu
 def _filter_calls(machine: str, network: bool, alone: bool = False) -> bool:
     """Refuse system calls in all threads (seccomp). New threads are allowed unless `alone`, new processes are not."""
     program = [
-        (_LOAD, 0, 0, _ARCHITECTURE), (_EQUALS, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER), (_EQUALS, 0, 1, _CLONE3), (_RETURN, 0, 0, _ABSENT),  # glibc then uses clone
-    ]  # fmt: skip
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUALS, 1, 0, _ARCHITECTURES[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_EQUALS, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, _ABSENT),  # glibc then uses clone
+    ]
     program += _of_this_process(machine)
     if alone:
         program += _not_truncating(machine)
     else:
         program += [
-            (_EQUALS, 0, 4, _CLONE[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_HAS, 1, 0, _CLONE_THREAD),
-            (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW),
-        ]  # fmt: skip
+            (_EQUALS, 0, 4, _CLONE[machine]),
+            (_LOAD, 0, 0, _FIRST_ARGUMENT),
+            (_HAS, 1, 0, _CLONE_THREAD),
+            (_RETURN, 0, 0, _REFUSE),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
     forbidden = _FORBIDDEN[machine] if network else (*_FORBIDDEN[machine], *_SOCKETS[machine])
     if alone:
         forbidden = (*forbidden, *_ALONE[machine], _CLONE[machine])
@@ -144,12 +151,17 @@ def _filter_calls(machine: str, network: bool, alone: bool = False) -> bool:
 def _of_this_process(machine: str) -> list[tuple[int, int, int, int]]:
     """Return checks of arguments: limits of this process only, no signals by descriptors."""
     return [
-        (_EQUALS, 0, 4, _PRLIMIT[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUALS, 1, 0, 0),
-        (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW),
-        (_EQUALS, 0, 6, _FCNTL[machine]), (_LOAD, 0, 0, _SECOND_ARGUMENT),
+        (_EQUALS, 0, 4, _PRLIMIT[machine]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_EQUALS, 1, 0, 0),
+        (_RETURN, 0, 0, _REFUSE),
+        (_RETURN, 0, 0, _ALLOW),
+        (_EQUALS, 0, 6, _FCNTL[machine]),
+        (_LOAD, 0, 0, _SECOND_ARGUMENT),
         *((_EQUALS, 3 - i, 0, command) for i, command in enumerate(_OWNER_COMMANDS)),
-        (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE),
-    ]  # fmt: skip
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
+    ]
 
 
 def _not_truncating(machine: str) -> list[tuple[int, int, int, int]]:
@@ -157,9 +169,14 @@ def _not_truncating(machine: str) -> list[tuple[int, int, int, int]]:
     program = list[tuple[int, int, int, int]]()
     for number, flags in _OPEN[machine]:
         program += [
-            (_EQUALS, 0, 6, number), (_LOAD, 0, 0, flags), (_HAS, 0, 3, _O_TRUNC), (_HAS, 1, 0, _O_ACCMODE),
-            (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ALLOW),
-        ]  # fmt: skip
+            (_EQUALS, 0, 6, number),
+            (_LOAD, 0, 0, flags),
+            (_HAS, 0, 3, _O_TRUNC),
+            (_HAS, 1, 0, _O_ACCMODE),
+            (_RETURN, 0, 0, _REFUSE),
+            (_RETURN, 0, 0, _ALLOW),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
     return program
 
 

@@ -112,9 +112,11 @@ class EvaluationRounds:
             await self._abandon(fence, found, str(fault))
             return
         record = report(results, self.given.ks) | {
-            "eval/version": float(found.version), "eval/wall_s": found.wall_s, "time_s": time.time(),
+            "eval/version": float(found.version),
+            "eval/wall_s": found.wall_s,
+            "time_s": time.time(),
             "run/incarnation": float(incarnation),
-        }  # fmt: skip
+        }
         await self.store.evaluation.report(fence, found.version, record)
         self.metrics.complete(record, sum(len(result.rewards) for result in results))
         self._ended(found, "complete")

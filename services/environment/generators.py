@@ -93,9 +93,14 @@ class GeneratorFleet:
         self._asked = Counter({member: count for member, count in self._asked.items() if member in there or count})
 
     async def sample(
-        self, request_id: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str = "",
+        self,
+        request_id: str,
+        tokens: list[int],
+        seed: int,
+        sampling: SamplingParameters,
+        rollout: str = "",
         version: int | None = None,
-    ) -> Generated:  # fmt: skip
+    ) -> Generated:
         """Complete `tokens` with at most `sampling.max_tokens` more; `rollout` names the rollout of this turn.
 
         `version` is the policy version to evaluate; None: for training. Raises `GenerationFailed`.

@@ -47,9 +47,12 @@ class EnvironmentMetrics(Metrics):
     )
     lost: Counter = counter("grpo_environment_lost_leases_total", "tickets", "Tickets whose lease was lost to another pod.")
     failures: Mapping[str, Counter] = counters(
-        "grpo_environment_failures_total", "tickets", "Failed tickets, by cause: a verifier, rollouts, Redis, or another.",
-        "reason", FAILURES,
-    )  # fmt: skip
+        "grpo_environment_failures_total",
+        "tickets",
+        "Failed tickets, by cause: a verifier, rollouts, Redis, or another.",
+        "reason",
+        FAILURES,
+    )
     given_up: Counter = counter(
         "grpo_environment_given_up_tickets_total", "tickets", "Tickets moved to the dead letters after their last attempt."
     )

@@ -78,11 +78,13 @@ class Poster:
             async with asyncio.timeout(CONNECT_S):
                 return _Connection(
                     *await asyncio.open_connection(
-                        place.hostname, place.port or (443 if secure else 80), limit=HEAD_BYTES,
+                        place.hostname,
+                        place.port or (443 if secure else 80),
+                        limit=HEAD_BYTES,
                         ssl=self._trusted if secure else None,
                         server_hostname=(self._server_name or place.hostname) if secure else None,
                     )
-                )  # fmt: skip
+                )
         except (OSError, TimeoutError) as error:
             raise NoReply(repr(error)) from None
 

@@ -32,9 +32,15 @@ async def rehearse(config: RunConfig, environment: EnvironmentConfig, process: P
     chat = ChatFormat(tokenizer_folder(config.model.path), config.data)
     ticket = Ticket(NAME, 0, 0, 0, 0, [], job.answer, 1, job.source, row=job.row)
     live = LiveRollout(
-        RolloutPlace(ticket, environment.name, 0, 0, NAME), Manner.of(config, None), chat,
-        ScriptedPolicy(chat, job.completions[0] or WITHOUT_ANSWER), [], environment.max_turns, _kept, TraceRecorder(),
-    )  # fmt: skip
+        RolloutPlace(ticket, environment.name, 0, 0, NAME),
+        Manner.of(config, None),
+        chat,
+        ScriptedPolicy(chat, job.completions[0] or WITHOUT_ANSWER),
+        [],
+        environment.max_turns,
+        _kept,
+        TraceRecorder(),
+    )
     door = Door(config.model.path)
     serving = asyncio.ensure_future(door.serve())
     await asyncio.sleep(0)  # in which it begins to listen

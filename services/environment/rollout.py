@@ -106,9 +106,16 @@ class LiveRollout:
     """A running rollout: its records, and its calls of the policy."""
 
     def __init__(
-        self, place: RolloutPlace, manner: Manner, chat: ChatFormat, fleet: TurnSampler, records: list[Record],
-        max_turns: int, commit: Callable[[int, bytes], Awaitable[bool]], tracing: TraceRecorder,
-    ) -> None:  # fmt: skip
+        self,
+        place: RolloutPlace,
+        manner: Manner,
+        chat: ChatFormat,
+        fleet: TurnSampler,
+        records: list[Record],
+        max_turns: int,
+        commit: Callable[[int, bytes], Awaitable[bool]],
+        tracing: TraceRecorder,
+    ) -> None:
         """`commit` appends a record at a place and returns False if another pod holds the ticket."""
         self.place, self._fleet, self._commit, self._max_turns = place, fleet, commit, max_turns
         self._records = records
@@ -177,9 +184,13 @@ class LiveRollout:
         waited_s = 0.0 if self._calls else began - self._idle_since
         with self._waiting_for_policy():
             generated = await self._fleet.sample(
-                f"{self.place.name}.{turn}", call.tokens, self.place.seed(turn), sampling, self.place.name,
+                f"{self.place.name}.{turn}",
+                call.tokens,
+                self.place.seed(turn),
+                sampling,
+                self.place.name,
                 self._version,
-            )  # fmt: skip
+            )
             async with self._committing:
                 message = self.recorder.record(
                     call, generated, self.sampling.stop, overrides.stop, waited_s, time.monotonic() - began
@@ -219,7 +230,15 @@ class LiveRollout:
         self._trace("rollout", self._began, gen_ai.agent(self.place.environment, self.place.name, read, sampled))
         said, last = [json.loads(turn.reply) for turn in self.recorder.turns], self.recorder.turns[-1]
         return FinishedRollout(
-            self.recorder.segments(), said[-1].get("content") or "", last.tokens.tolist(), last.finish, scores, self.truncated,
-            len(said), self.environment_s, sum(turn.sampled_s for turn in self.recorder.turns),
-            sum(len(each.get("tool_calls") or ()) for each in said), sum("error" in each for each in said),
-        )  # fmt: skip
+            self.recorder.segments(),
+            said[-1].get("content") or "",
+            last.tokens.tolist(),
+            last.finish,
+            scores,
+            self.truncated,
+            len(said),
+            self.environment_s,
+            sum(turn.sampled_s for turn in self.recorder.turns),
+            sum(len(each.get("tool_calls") or ()) for each in said),
+            sum("error" in each for each in said),
+        )

@@ -49,9 +49,12 @@ class GeneratorMetrics(Metrics):
         "grpo_generator_rollouts_share", "tickets", "The pod's share of the slots: tickets that it claims at once."
     )
     requests: Mapping[str, Gauge] = gauges(
-        "grpo_generator_requests", "", "Completions in the engine: being sampled, or waiting for their first token.", "state",
+        "grpo_generator_requests",
+        "",
+        "Completions in the engine: being sampled, or waiting for their first token.",
+        "state",
         ("running", "waiting"),
-    )  # fmt: skip
+    )
     kv_usage: Gauge = gauge("grpo_generator_kv_usage_ratio", "ratio", "Share of the KV cache used by running completions.")
     sampled: Counter = counter("grpo_generator_sampled_tokens_total", "tokens", "Tokens sampled by the engine.")
     claimed: Counter = counter("grpo_generator_claimed_tickets_total", "tickets", "Training tickets claimed.")
@@ -62,16 +65,22 @@ class GeneratorMetrics(Metrics):
     )
     lost: Counter = counter("grpo_generator_lost_leases_total", "tickets", "Tickets whose lease was lost to another pod.")
     failures: Mapping[str, Counter] = counters(
-        "grpo_generator_failures_total", "tickets", "Failed rollouts, by cause: a verifier, the engine, Redis, or another.",
-        "reason", FAILURES,
-    )  # fmt: skip
+        "grpo_generator_failures_total",
+        "tickets",
+        "Failed rollouts, by cause: a verifier, the engine, Redis, or another.",
+        "reason",
+        FAILURES,
+    )
     given_up: Counter = counter(
         "grpo_generator_given_up_tickets_total", "tickets", "Tickets moved to the dead letters after their last attempt."
     )
     handed_back: Mapping[str, Counter] = counters(
-        "grpo_generator_handed_back_total", "tickets", "Tickets handed back, because of a drain or of load on the engine.",
-        "reason", HANDED_BACK,
-    )  # fmt: skip
+        "grpo_generator_handed_back_total",
+        "tickets",
+        "Tickets handed back, because of a drain or of load on the engine.",
+        "reason",
+        HANDED_BACK,
+    )
     handed_back_tokens: Counter = counter(
         "grpo_generator_handed_back_tokens_total", "tokens", "Completion tokens saved with tickets handed back in a drain."
     )
@@ -87,10 +96,12 @@ class GeneratorMetrics(Metrics):
     )
     verifier_restarts: Counter = counter("grpo_generator_verifier_restarts_total", "", "Restarts of verifier workers.")
     sync_s: Mapping[str, Histogram] = histograms(
-        "grpo_generator_sync_seconds", "seconds",
-        "Duration of the phases of weight-sync rounds: the pod's own part of each, and its waits for the others.", "phase",
+        "grpo_generator_sync_seconds",
+        "seconds",
+        "Duration of the phases of weight-sync rounds: the pod's own part of each, and its waits for the others.",
+        "phase",
         (*SYNC_PHASES, *SYNC_WAITS),
-    )  # fmt: skip
+    )
     pause_s: Histogram = histogram(
         "grpo_generator_sync_pause_seconds", "seconds", "Time that the engine did not sample while new weights were applied."
     )

@@ -77,19 +77,34 @@ def make_header(
     own = [len(segment.context) if number else 0 for number, segment in zip(numbers, segments, strict=True)]
     ended = [rollout[-1].completion.finish == "length" for rollout in rollouts]
     return Header(
-        ticket=ticket.id, seq=ticket.seq, epoch=ticket.epoch, index=ticket.index,
-        payload=payload, payload_bytes=payload_bytes, prompt_tokens=len(ticket.prompt),
-        lengths=[len(c.tokens) for c in completions], rewards=rewards, scores=scores,
+        ticket=ticket.id,
+        seq=ticket.seq,
+        epoch=ticket.epoch,
+        index=ticket.index,
+        payload=payload,
+        payload_bytes=payload_bytes,
+        prompt_tokens=len(ticket.prompt),
+        lengths=[len(c.tokens) for c in completions],
+        rewards=rewards,
+        scores=scores,
         truncated=ended if truncated is None else list(truncated),
         oldest=[min(span.version for span in c.spans) for c in completions],
         newest=[max(span.version for span in c.spans) for c in completions],
-        generator=generator, generate_s=generate_s, score_s=score_s,
-        source=ticket.source, trace=ticket.trace,
+        generator=generator,
+        generate_s=generate_s,
+        score_s=score_s,
+        source=ticket.source,
+        trace=ticket.trace,
         tool_tokens=[sum(end - start for start, end in c.tool_spans) for c in completions],
-        solved=solved, rollout=_owners(rollouts), context_tokens=own if any(numbers) else [],
-        contexts=numbers if any(numbers) else [], turns=list(turns), tool_s=list(tool_s), tool_calls=list(tool_calls),
+        solved=solved,
+        rollout=_owners(rollouts),
+        context_tokens=own if any(numbers) else [],
+        contexts=numbers if any(numbers) else [],
+        turns=list(turns),
+        tool_s=list(tool_s),
+        tool_calls=list(tool_calls),
         malformed_calls=list(malformed_calls),
-    )  # fmt: skip
+    )
 
 
 def mixed(header: Header, version: int) -> str:

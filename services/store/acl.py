@@ -102,12 +102,16 @@ def rules(run: str, kind: str) -> list[str]:
     writes = {key for key in writes if not key.startswith(_NOTIFICATIONS)}
     reads = set[str]() if grant.everything else set(grant.reads).union(*(each.reads for each in prints)) - writes
     return [
-        "resetchannels", f"&{keys.notifications('*')}", "resetkeys", f"~{keys.prefix}",
+        "resetchannels",
+        f"&{keys.notifications('*')}",
+        "resetkeys",
+        f"~{keys.prefix}",
         *(f"~{keys.prefix}{key}" for key in sorted(writes)),
         *(f"%R~{keys.prefix}{key}" for key in sorted(reads)),
         *([f"{_WAYS[grant.shards]}{Keys(f'{run}/*').prefix}*"] if grant.shards else []),
-        "-@all", *(f"+{command}" for command in sorted(commands)),
-    ]  # fmt: skip
+        "-@all",
+        *(f"+{command}" for command in sorted(commands)),
+    ]
 
 
 def users(run: str, passwords: Mapping[str, str]) -> list[str]:

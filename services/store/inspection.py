@@ -125,9 +125,11 @@ class Inspection(Facet):
             return None
         entry, fields = found
         claim, pending, attempts, expiries = await self._redis.at_once(
-            ("HGET", self._keys.claims, entry), ("XPENDING", stream, group, entry, entry, 1),
-            ("HGET", self._keys.attempts, entry), ("HGET", self._keys.expiries, entry),
-        )  # fmt: skip
+            ("HGET", self._keys.claims, entry),
+            ("XPENDING", stream, group, entry, entry, 1),
+            ("HGET", self._keys.attempts, entry),
+            ("HGET", self._keys.expiries, entry),
+        )
         consumer, _, fence = (claim or b"").decode(errors="replace").rpartition("|")
         claimed = read_claim(entry, fence.encode() or b"0", ticket.encode(), fields.get(b"body", b""))
         idle_s = pending[0][2] / 1000 if pending else 0.0

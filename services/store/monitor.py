@@ -121,10 +121,13 @@ class Monitor(Facet):
     async def sizes(self) -> Sizes:
         """Return sizes of the run, each read by a short command."""
         claimed, queued, rollouts, groups, letters, (seconds, micros) = await self._redis.send(
-            ("HLEN", self._keys.claims), ("XRANGE", self._keys.tickets, "-", "+", "COUNT", 1),
-            ("XRANGE", self._keys.rollout_tickets, "-", "+", "COUNT", 1), ("ZCARD", self._keys.replay_order),
-            ("XLEN", self._keys.deadletter), ("TIME",),
-        )  # fmt: skip
+            ("HLEN", self._keys.claims),
+            ("XRANGE", self._keys.tickets, "-", "+", "COUNT", 1),
+            ("XRANGE", self._keys.rollout_tickets, "-", "+", "COUNT", 1),
+            ("ZCARD", self._keys.replay_order),
+            ("XLEN", self._keys.deadletter),
+            ("TIME",),
+        )
         issued_ms = [int(entry.partition(b"-")[0]) for entry, _ in queued]
         issued_ms += [int(fields[5]) for _, fields in rollouts if len(fields) > 5]  # an older version wrote no time
         now_ms = 1e3 * int(seconds) + int(micros) / 1e3

@@ -298,9 +298,12 @@ def _read_scale(raw: dict[str, str]) -> Scale:
     wanted, _, why = raw.get("scale:generator", "").partition(" ")
     most, followed = raw.get("most:generator"), raw.get("followed:generator")
     return Scale(
-        int(wanted) if wanted else None, why, None if most is None else int(most), None if followed is None else int(followed),
+        int(wanted) if wanted else None,
+        why,
+        None if most is None else int(most),
+        None if followed is None else int(followed),
         raw.get("object:generator"),
-    )  # fmt: skip
+    )
 
 
 def read_claim(entry: bytes, fence: bytes, ticket_id: bytes, body: bytes) -> Claim:

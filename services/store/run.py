@@ -17,9 +17,14 @@ class Runs(Facet):
     """The run as a whole."""
 
     async def create(
-        self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None,
+        self,
+        config: str,
+        dataset: str,
+        steps: int,
+        slots: int,
+        table: TableRules | None = None,
         defining: bytes = b"",
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Create the run, or attach to the same one (returns False). `defining`: the keys that `config` is the digest of.
 
         Raises `DifferentRun` if another run has the name, `StoreError` if a master of a Cluster cannot store its payloads.

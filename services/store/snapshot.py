@@ -85,12 +85,21 @@ class SnapshotWriter(Facet):
         needed = {step: _fields(plan) for step, plan in zip(steps, plans, strict=True)}
         drawn = {name for plan in needed.values() for name in plan["groups"].split()}
         return Head(
-            layout=LAYOUT, step=committed, run=run, ledger={name: int(count) for name, count in ledger.items()},
-            outstanding=_scores(found[2]), requeued=[name.decode() for name in found[3]], evaluating=bool(found[5]),
-            order=_fields(order), table=_texts(table), gaps=_scores(gaps),
+            layout=LAYOUT,
+            step=committed,
+            run=run,
+            ledger={name: int(count) for name, count in ledger.items()},
+            outstanding=_scores(found[2]),
+            requeued=[name.decode() for name in found[3]],
+            evaluating=bool(found[5]),
+            order=_fields(order),
+            table=_texts(table),
+            gaps=_scores(gaps),
             trained={epoch: bits for epoch, bits in zip(epochs, trained, strict=True) if bits},
-            plans=needed, departed=[name.decode() for name in departed if name in drawn], whole=payloads,
-        )  # fmt: skip
+            plans=needed,
+            departed=[name.decode() for name in departed if name in drawn],
+            whole=payloads,
+        )
 
     async def _pieces(self, head: Head, last_letter: str) -> AsyncIterator[Groups | Rows | Letters]:
         async for names in self._names(head):
@@ -144,11 +153,14 @@ class SnapshotWriter(Facet):
             payloads = dict(zip(present, bodies, strict=True))
         return [
             SnapshotGroup(
-                names[i], int(fields[i]["seq"]), fields[i], payloads.get(i),
+                names[i],
+                int(fields[i]["seq"]),
+                fields[i],
+                payloads.get(i),
                 *_scores_of([column[i] for column in scores]),
             )
             for i in present
-        ]  # fmt: skip
+        ]
 
     async def _scan(self, key: str) -> AsyncIterator[dict[str, bytes]]:
         cursor = 0

@@ -121,9 +121,20 @@ class Tickets(Facet):
         Returns the next scan position and the claims.
         """
         reply = await self._redis.call(
-            "claim", consumer, version, trainer_fence, int(lease_s * 1000), count, scan, int(adopt), max_expiries, BOOT,
-            ordinal(), int(rollouts), int(evaluates),
-        )  # fmt: skip
+            "claim",
+            consumer,
+            version,
+            trainer_fence,
+            int(lease_s * 1000),
+            count,
+            scan,
+            int(adopt),
+            max_expiries,
+            BOOT,
+            ordinal(),
+            int(rollouts),
+            int(evaluates),
+        )
         claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
         return reply[0].decode(), claims
 

@@ -47,9 +47,14 @@ class Job(msgspec.Struct, array_like=True):
             given = decode_entry(self.answer).get("answer")
             answer = "" if given is None else given  # some tasks have none
         return {
-            "prompt": row.messages, "answer": answer, "row": row.columns, "source": self.source,
-            "completions": self.completions, "finish": self.finish, "tokens": self.tokens,
-        }  # fmt: skip
+            "prompt": row.messages,
+            "answer": answer,
+            "row": row.columns,
+            "source": self.source,
+            "completions": self.completions,
+            "finish": self.finish,
+            "tokens": self.tokens,
+        }
 
 
 class Setup(msgspec.Struct, array_like=True):

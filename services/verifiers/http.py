@@ -61,9 +61,7 @@ class HttpVerifier:
     async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
         """Return the verdict on a group of n completions. Raises `VerifierFailure`, and ValueError with the reason."""
         completions = [CompletionText(*pair) for pair in zip(fields["completions"], fields["finish"], strict=True)]
-        request = ScoreRequest(
-            self._name, fields["source"], fields["prompt"], fields["answer"], fields["row"], completions
-        )  # fmt: skip
+        request = ScoreRequest(self._name, fields["source"], fields["prompt"], fields["answer"], fields["row"], completions)
         answer = await self._connection.ask(self._url, msgspec.json.encode(request), silence)
         try:
             reply = msgspec.json.decode(answer, type=ScoreReply)

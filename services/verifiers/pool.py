@@ -56,16 +56,23 @@ class VerifierPool:
     """Scores groups with some of the verifiers of their prompt source, on `workers` processes."""
 
     def __init__(
-        self, verifiers: Sequence[tuple[str, VerifierConfig]], workers: int, sources: Sequence[Source],
-        freedoms: Freedoms = Freedoms(), max_tokens: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        verifiers: Sequence[tuple[str, VerifierConfig]],
+        workers: int,
+        sources: Sequence[Source],
+        freedoms: Freedoms = Freedoms(),
+        max_tokens: int = 0,
+    ) -> None:
         """`verifiers` have names; `sources` are all possible sources; `max_tokens` is the maximum length of a completion."""
         self.counts = PoolCounts()
         setup = Setup(
             [(name, each.model_dump(mode="json")) for name, each in verifiers],
             [each.model_dump(mode="json") for each in sources],
-            freedoms.network, MEMORY_BYTES, freedoms.prints, max_tokens,
-        )  # fmt: skip
+            freedoms.network,
+            MEMORY_BYTES,
+            freedoms.prints,
+            max_tokens,
+        )
         self._verifiers = {
             source.name: [(name, verifier) for name, verifier in verifiers if verifier.scores(source.name)] for source in sources
         }
@@ -120,9 +127,13 @@ class VerifierPool:
     def _trimmed(self, job: Job, needs: Sequence[str]) -> Job:
         """Return the job with the fields that the verifiers request, in encodable characters."""
         return Job(
-            job.source, [_encodable(text) for text in job.completions], _encodable(job.answer),
-            job.row if {"prompt", "row"} & {*needs} else "", job.finish, job.tokens if "tokens" in needs else [],
-        )  # fmt: skip
+            job.source,
+            [_encodable(text) for text in job.completions],
+            _encodable(job.answer),
+            job.row if {"prompt", "row"} & {*needs} else "",
+            job.finish,
+            job.tokens if "tokens" in needs else [],
+        )
 
     async def close(self) -> None:
         """End all workers. Pending calls of `score` fail."""

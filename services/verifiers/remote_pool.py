@@ -36,9 +36,12 @@ class RemotePool:
     """Scores groups with those verifiers of their prompt source that are services."""
 
     def __init__(
-        self, verifiers: Sequence[tuple[str, VerifierConfig]], sources: Sequence[Source], give_up_s: float = GIVE_UP_S,
+        self,
+        verifiers: Sequence[tuple[str, VerifierConfig]],
+        sources: Sequence[Source],
+        give_up_s: float = GIVE_UP_S,
         most_requests: int = MOST_REQUESTS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`verifiers` have names; `sources` are all possible sources."""
         self._give_up_s, self._most_requests = give_up_s, most_requests
         self._verifiers = [(name, each) for name, each in verifiers if isinstance(each, HttpConfig | JudgeConfig)]

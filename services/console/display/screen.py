@@ -87,9 +87,12 @@ class ScreenDisplay:
         grid = Table.grid(padding=(0, 2))
         found = condition(self._poll.state, live=True)
         grid.add_row(
-            Text(f"  {self._run}", style="bold"), ProgressBar(self._steps, done, width=40), f"{done}/{self._steps} steps",
-            f"{duration(left)} left" if left else "", Text(found.word, style=COLOURS[found.word]),
-        )  # fmt: skip
+            Text(f"  {self._run}", style="bold"),
+            ProgressBar(self._steps, done, width=40),
+            f"{done}/{self._steps} steps",
+            f"{duration(left)} left" if left else "",
+            Text(found.word, style=COLOURS[found.word]),
+        )
         return grid
 
     def _condition(self) -> list[RenderableType]:

@@ -49,10 +49,15 @@ def reply(question: Question, completion: TurnReply, pieces: Sequence[str], base
     ]
     ended = STOPS[completion.generated.finish]
     return {
-        "id": base["id"], "type": "message", "role": "assistant", "model": base["model"], "content": content,
-        "stop_reason": "tool_use" if message.get("tool_calls") and ended == "end_turn" else ended, "stop_sequence": None,
+        "id": base["id"],
+        "type": "message",
+        "role": "assistant",
+        "model": base["model"],
+        "content": content,
+        "stop_reason": "tool_use" if message.get("tool_calls") and ended == "end_turn" else ended,
+        "stop_sequence": None,
         "usage": {"input_tokens": completion.usage.prompt_tokens, "output_tokens": completion.usage.completion_tokens},
-    }  # fmt: skip
+    }
 
 
 def events(question: Question, body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

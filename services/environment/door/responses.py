@@ -58,16 +58,31 @@ def reply(question: Question, completion: TurnReply, pieces: Sequence[str], base
         named = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"], "status": "completed"}
         output.append(named | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]})
     return {
-        "id": base["id"], "object": "response", "created_at": base["created"], "model": base["model"],
-        "status": "incomplete" if cut else "completed", "error": None,
+        "id": base["id"],
+        "object": "response",
+        "created_at": base["created"],
+        "model": base["model"],
+        "status": "incomplete" if cut else "completed",
+        "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": output, "previous_response_id": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
-        "temperature": None, "tool_choice": "auto", "tools": [], "top_p": None, **question.echo,
+        "output": output,
+        "previous_response_id": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        **question.echo,
         "usage": {
-            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": completed, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + completed,
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": completed,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + completed,
         },
-    }  # fmt: skip
+    }
 
 
 def events(question: Question, body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

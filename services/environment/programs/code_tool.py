@@ -126,11 +126,22 @@ class CodeTool(PythonTool):
     async def _run(self, code: str) -> str:
         variables = {"HOME": ".", "TMPDIR": ".", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-B", code_runner.__file__, str(_ROOT), str(os.getpid()), str(MEMORY_BYTES),
-            str(int(self._limit_s) + 1), f"code-{self._rollout}", env=variables, cwd=self._folder,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            sys.executable,
+            "-I",
+            "-B",
+            code_runner.__file__,
+            str(_ROOT),
+            str(os.getpid()),
+            str(MEMORY_BYTES),
+            str(int(self._limit_s) + 1),
+            f"code-{self._rollout}",
+            env=variables,
+            cwd=self._folder,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         fault = ""
         reading = asyncio.ensure_future(_output(process, code.encode("utf-8", "replace")))
         watching = asyncio.ensure_future(self._watch())

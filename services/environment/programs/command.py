@@ -65,9 +65,14 @@ async def _ended(command: Sequence[str], folder: Path, given: dict[str, Any]) ->
     row.write_text(json.dumps(given["row"], default=str))
     work.mkdir()
     process = await asyncio.create_subprocess_exec(
-        *guard.guarded(), *command, env={**os.environ, **_variables(given, row, work)}, cwd=work,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        *guard.guarded(),
+        *command,
+        env={**os.environ, **_variables(given, row, work)},
+        cwd=work,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))  # read to the end: otherwise asyncio does not see it
@@ -84,10 +89,16 @@ def _variables(given: dict[str, Any], row: Path, work: Path) -> dict[str, str]:
     url, text = given["url"], row.read_text()
     local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
     return {
-        "OPENAI_BASE_URL": url, "OPENAI_API_KEY": given["key"], "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": given["key"], "GRPO_ROW_FILE": str(row), "TMPDIR": str(work), "NO_PROXY": local, "no_proxy": local,
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": given["key"],
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": given["key"],
+        "GRPO_ROW_FILE": str(row),
+        "TMPDIR": str(work),
+        "NO_PROXY": local,
+        "no_proxy": local,
         **({"GRPO_ROW": text} if len(text) <= VARIABLE_BYTES else {}),
-    }  # fmt: skip
+    }
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:

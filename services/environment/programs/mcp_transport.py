@@ -46,9 +46,14 @@ class StdioServer:
     async def streams(self) -> AsyncGenerator[tuple[Any, Any]]:
         """Start the server; yield its output and input streams. Raises OSError if it cannot be started."""
         process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            limit=MESSAGE_BYTES, start_new_session=True, cwd=self._folder,
-        )  # fmt: skip
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MESSAGE_BYTES,
+            start_new_session=True,
+            cwd=self._folder,
+        )
         said_in, said = anyio.create_memory_object_stream["SessionMessage | Exception"](0)
         told, told_out = anyio.create_memory_object_stream["SessionMessage"](0)
         works = [asyncio.ensure_future(work) for work in (_listen(process, said_in), _tell(process, told_out, said_in))]

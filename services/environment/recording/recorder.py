@@ -130,9 +130,14 @@ class Recorder:
         return text
 
     def record(
-        self, call: Call, generated: Generated, stop: Sequence[str] = (), own_stop: Sequence[str] = (),
-        waited_s: float = 0.0, sampled_s: float = 0.0,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        call: Call,
+        generated: Generated,
+        stop: Sequence[str] = (),
+        own_stop: Sequence[str] = (),
+        waited_s: float = 0.0,
+        sampled_s: float = 0.0,
+    ) -> dict[str, Any]:
         """Append the policy's sampled tokens for a call and return them as the assistant's message, which ends before a `stop`
         string of the run or an `own_stop` of the request.
 
