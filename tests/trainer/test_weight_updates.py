@@ -57,6 +57,21 @@ def test_a_version_is_published_before_the_next_one_is_sent(tmp_path: Path, serv
         updates.close()
 
 
+def test_a_version_is_published_only_with_the_commit_of_its_step(tmp_path: Path, server: RedisServer) -> None:
+    published = list[int]()
+    with open_world(tmp_path, server) as world:
+        world.member("a")
+        updates = updates_of(world, SimpleNamespace(published=published.append), lambda: False, lambda **_: None)
+        updates.send(0)
+        updates.send(1)  # Redis has lost the commit of step 0
+        updates.finish()
+        state = world.portal.call(world.store.run.state())
+        assert state is not None
+        assert state.published_version == 0
+        assert (published, world.versions()) == ([0, 1], {"a": 1}), "the trainer's recovery repeats the commit and this"
+        updates.close()
+
+
 def test_figures_are_of_the_last_round_that_ended(tmp_path: Path, server: RedisServer) -> None:
     said = list[dict[str, object]]()
     with open_world(tmp_path, server, "sync.backend=store", f"sync.folder={tmp_path}/volume") as world:
