@@ -23,11 +23,11 @@ from services.config import RunConfig
 from services.console.run.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.issuing import ticket_seed
-from services.generator.engines.tokenizer import load_tokenizer
 from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_requests import sampling_params
 from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
+from services.generator.pod import load_tokenizer
 from services.http.entry import open_service
 from services.protocol.messages import Ticket
 from services.rollouts.generated import SamplingParameters

@@ -89,9 +89,9 @@ def pytest_unconfigure() -> None:
 FIRST = (
     "runs/test_checkpoints", "runs/faults/test_faults", "kubernetes/test_pods", "runs/test_run",
     "runs/environments/test_verifiers_library", "runs/test_scale", "trainer/model/test_proof",
-    "weights/sparse/test_sparse_engines", "monitoring/test_observed", "weights/test_weight_transfer",
+    "monitoring/test_observed", "weights/test_weight_transfer",
     "trainer/step/test_policy", "trainer/checkpoints/test_layouts", "generator/test_engine", "web/test_page",
-    "weights/nccl/test_nccl", "trainer/model/test_reference", "runs/faults/test_sync_faults", "runs/", "trainer/",
+    "weights/broadcast/nccl/test_nccl", "trainer/step/test_reference", "runs/faults/test_sync_faults", "runs/", "trainer/",
     "generator/", "kubernetes/test_releases", "kubernetes/test_chart", "console/run/test_launcher",
     "environment/programs/test_verifiers_library", "verifiers/test_pool", "store/test_shards", "test_imports",
     "gpu/", "web/", "dataprep/", "operations/test_text", "environment/",

@@ -1,6 +1,6 @@
 """Keeps a generator on one policy version while an evaluation round of it needs the pod (docs/evaluation.md).
 
-Guarantees: while a round holds this pod, its weights do not change (services/weights/member.py declines sync rounds).
+Guarantees: while a round holds this pod, its weights do not change (services/weights/rounds/member.py declines sync rounds).
 Waits for: an open round of the version that it holds. Unblocked by: the weight follower, which offers the pod between sync
 rounds.
 """

@@ -46,7 +46,7 @@ class ServicePlan:
 
 
 def rank_environment(rank: int, local_rank: int, world: int, host: str) -> dict[str, str]:
-    """Return a trainer rank's identity as torchrun sets it (services/trainer/ranks.py); MASTER_PORT is added separately."""
+    """Return a trainer rank's identity as torchrun sets it (services/trainer/ranks); MASTER_PORT is added separately."""
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host}
 
 

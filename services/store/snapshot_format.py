@@ -184,7 +184,7 @@ def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], 
     `untrained`: groups in the table that no step has drawn -> issue sequence; `planned`: groups of prepared steps that train for
     the first time. `keep_plans`: whether those steps can be trained as they were planned.
     With payloads and plans everything is restored. Otherwise the table begins empty and no step is prepared: trained groups are
-    done, the others are generated again, in their old order, and the counters of a rate limiter go back to what was trained.
+    done, the others are generated again, in their old order, and the table's counters go back to what was trained.
     """
     whole = head.whole and (keep_plans or not head.plans)
     nows = [f"now:{number}" for number in CLOCKS]

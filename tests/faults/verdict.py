@@ -19,8 +19,6 @@ from tests.faults.rewards import fails
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import Watcher
 
-LEAVE_S = 15.0  # limit for the processes of a finished run to exit
-
 
 @dataclass(frozen=True)
 class Verdict:

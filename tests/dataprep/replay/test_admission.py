@@ -29,7 +29,6 @@ from tests.dataprep.replay.admission_world import World
 from tests.support.models.tiny_model import make_config
 
 RULES = Rules(prompts_per_step=2, max_staleness=4)
-START = Progress(next_step=9, published=9, steps=100, free_slots=10)
 STEPS = 25
 
 
