@@ -419,7 +419,7 @@ async def test_a_run_whose_requeued_tickets_wait_for_memory_is_not_stopped(
             return state
 
         used, limit = 95, 100
-        monkeypatch.setattr(store.run, "memory", lambda _: _soon((used, limit)))
+        monkeypatch.setattr(store.run, "memory", lambda: _soon((used, limit)))
         assert (await turn()).stopping == ""
         assert loop.memory.why
         used, loop.memory._looked = 10, float("-inf")

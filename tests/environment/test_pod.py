@@ -40,7 +40,7 @@ N = 2
 
 
 def overrides(folder: Path, kind: str, name: str, **keys: Any) -> list[str]:
-    given = {"name": "world", "kind": kind, "function": f"{PROGRAMS}:{name}", **keys}
+    given = {"name": "world", "kind": kind, "run" if kind == "agent" else "function": f"{PROGRAMS}:{name}", **keys}
     shown = ", ".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in given.items() if key != "options")
     options = ", ".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in keys.get("options", {}).items())
     return [

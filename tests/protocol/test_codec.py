@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+import types
 from typing import Any
 
 import msgspec
@@ -43,6 +44,8 @@ def messages(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation is np.ndarray:
         return arrays()
+    if isinstance(annotation, types.UnionType):
+        return st.one_of(*(st.none() if kind is types.NoneType else values(kind) for kind in annotation.__args__))
     if annotation in PLAIN:
         return PLAIN[annotation]
     origin, arguments = getattr(annotation, "__origin__", None), getattr(annotation, "__args__", ())

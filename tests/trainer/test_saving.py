@@ -22,7 +22,7 @@ class Noted:
         self.problem, self.did, self.memory, self.committed = problem, list[str](), (50 * MIB, 0), -1
         store: Any = SimpleNamespace(
             steps=SimpleNamespace(checkpointed=lambda fence, step: self.did.append(f"whole {step}"), retire=lambda: None),
-            run=SimpleNamespace(checkpoint_failed=lambda why, fence: self.did.append(why), memory=lambda limit: self.memory),
+            run=SimpleNamespace(checkpoint_failed=lambda why, fence: self.did.append(why), memory=lambda: self.memory),
         )
         commands: Any = SimpleNamespace(lead=self._lead)
         config = small_config(folder, None, "run.steps=20", "checkpoint.every_steps=4")

@@ -122,7 +122,7 @@ async def test_a_sources_own_verifiers_score_only_its_groups():
             "regex": [0.0, 0.0],
         }
         for task in tasks:
-            entry = create_dataset(task.task, options={"size": 2, "seed": 7})[1]
+            entry = create_dataset(task.task, size=2, seed=7)[1]
             scores = await scored(pool, [entry["answer"], "no"], encode_entry(entry), task.name)
             assert scores == {"reasoning_gym": [1.0, 0.0], "regex": [0.0, 0.0]}
 

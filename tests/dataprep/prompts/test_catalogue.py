@@ -181,7 +181,7 @@ def test_gsm8k_in_a_mixture_is_asked_once_per_epoch(model: Path, tmp_path: Path)
     path = tmp_path / "test.jsonl"
     path.write_bytes(gzip.decompress(GSM8K.read_bytes()))
     gsm8k = {"kind": "jsonl", "path": str(path), "prompt_field": "question", "answer_pattern": r"####\s*(.+)", "weight": 3.0}
-    task = {"kind": "reasoning_gym", "name": "gcd", "task": "gcd", "size": 50}
+    task = {"kind": "reasoning_gym", "name": "gcd", "task": "gcd", "options": {"size": 50}}
     source = PromptSource(_mixture(model, [gsm8k, task], max_prompt_tokens=2048))
     picks = PromptOrder(source.spans, 0, True, 32).draft(1760, 0, {}).picks
     assert all(source.name_of(pick.row) == pick.source for pick in picks)
@@ -241,14 +241,14 @@ def test_the_digest_covers_content_and_order(model: Path, tmp_path: Path):
 
 
 def test_reasoning_gym_tasks_are_generated(model: Path):
-    task = {"kind": "reasoning_gym", "task": "basic_arithmetic", "size": 5, "seed": 3, "options": {"max_terms": 3}}
+    task = {"kind": "reasoning_gym", "task": "basic_arithmetic", "options": {"size": 5, "seed": 3, "max_terms": 3}}
     source = PromptSource(_config(model, "", source=task))
     assert len(source) == 5
     ids, answer, _ = source.prompt(4)
     entry = decode_entry(answer)
     assert _decode(model, ids) == f"<s><|user|>{entry['question']}<|assistant|>"
     assert PromptSource(_config(model, "", source=task)).digest == source.digest
-    assert PromptSource(_config(model, "", source={**task, "seed": 4})).digest != source.digest
+    assert PromptSource(_config(model, "", source={**task, "options": {**task["options"], "seed": 4}})).digest != source.digest
 
 
 GOOD = {"prompt": "how many", "answer": "#### 4"}
@@ -311,7 +311,7 @@ def test_problems_of_rows_are_named(model: Path, tmp_path: Path, lines: list[Any
 
 
 def test_problems_of_paths_and_tasks_are_named(model: Path, tmp_path: Path):
-    task = {"kind": "reasoning_gym", "size": 3}
+    task = {"kind": "reasoning_gym", "options": {"size": 3}}
     path = _write(tmp_path, GOOD)
     table = pyarrow.Table.from_pylist([{"question": "?", "answer": "4"}])
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
@@ -341,7 +341,7 @@ def test_rows_of_several_sources_are_concatenated(model: Path, tmp_path: Path):
     second = _write(tmp_path, *({"prompt": f"clips {i}", "answer": f"{i}"} for i in range(2)), name="second")
     sources = [
         {"kind": "jsonl", "path": str(first), "name": "a", "weight": 2.5},
-        {"kind": "reasoning_gym", "name": "b", "task": "gcd", "size": 4},
+        {"kind": "reasoning_gym", "name": "b", "task": "gcd", "options": {"size": 4}},
         {"kind": "jsonl", "path": str(second), "name": "c"},
     ]
     config = _mixture(model, sources)

@@ -39,7 +39,7 @@ def test_kinds_are_chosen_by_name_or_by_action() -> None:
 def test_a_fault_of_one_member_does_not_affect_the_others(tmp_path: Path) -> None:
     kinds = [kind for kind in ONCE if kind in possible(permitted())]
     command = [sys.executable, "-m", "tests.sync_faults", "--rounds", str(len(kinds)), "--kinds", ",".join(kinds), "--seed", "5"]
-    command += ["--members", "3", "--join-s", "4", "--transfer-s", "3", "--folder", str(tmp_path), "--json"]
+    command += ["--members", "3", "--deadline-s", "4", "--folder", str(tmp_path), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout[done.stdout.index("{") :])
