@@ -54,6 +54,12 @@ OF_A_MOMENT = {
     "grpo_run_ended", "grpo_run_replay_groups",
 }  # fmt: skip
 """Metrics that a scrape may miss in such a short run, or that do not occur in it."""
+WITHOUT_CAUSE = {
+    ("tracker", "grpo_pod_spans_total"),  # it does not handle groups
+    ("tracker", "grpo_pod_activity_seconds_total"),  # of pods that hold devices
+    ("dataprep", "grpo_pod_activity_seconds_total"),
+}
+"""Kinds of pods and the metrics that do not change there."""
 
 
 @dataclass
@@ -98,7 +104,7 @@ class Observed:
             for metric in shown_by(kind)
             if (kind, series_of(metric)) not in self.moved
             and metric.name not in ONLY_IN_TROUBLE | OF_A_MOMENT | OF_EVALUATION
-            and (kind, metric.name) != ("tracker", "grpo_pod_spans_total")  # the tracker does not handle groups
+            and (kind, metric.name) not in WITHOUT_CAUSE
         ]
 
 
