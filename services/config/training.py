@@ -104,7 +104,8 @@ class Optimizer(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate decay after the warm-up, down to a tenth of the peak at the last step of the run."""
+    """Learning-rate decay after the warm-up, down to a tenth of the peak at the last step of the run. If `run.steps` is raised
+    later, the rate does not rise: it stays where it is until the longer schedule falls below it."""
 
 
 class Trainer(Section):

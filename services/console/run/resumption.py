@@ -94,6 +94,12 @@ def written(config: RunConfig, folder: RunFolder, before: RunConfig | None, rest
     if changed := changes(before, config):
         record(folder.changes, begins, changed)
         print(f"changed from step {begins} on: {in_words(changed)}", flush=True)
+        if "run.steps" in changed and config.optimizer.schedule != "constant" and config.run.steps > before.run.steps:
+            print(
+                "the learning rate never rises after its warm-up: it stays as it is until the "
+                f"{config.optimizer.schedule} schedule over {config.run.steps} steps falls below it",
+                flush=True,
+            )
     return folder.write(config)
 
 

@@ -98,6 +98,7 @@ class Checkpoints(CheckpointFolder):
             policy.load(saved.folder / STATE)
         except StateError as error:
             raise CheckpointError(f"{saved.folder} cannot be restored: {error}") from error
+        policy.learning_rate.continue_from(saved.manifest.facts.get("learning_rate", {}))
 
     def restore(self, policy: Policy, step: int | None = None) -> Saved | None:
         """Load the checkpoint of `step`, or by default the latest undamaged one, if any. Collective; rank 0 chooses.
@@ -183,6 +184,7 @@ class Checkpoints(CheckpointFolder):
             raise CheckpointError(str(error)) from error
         written = ranks.from_rank_0({"step": step, "time_s": time.time(), "incarnation": self.owner.incarnation})
         names = sorted(name for of_rank in ranks.gather(mine) for name in of_rank)
+        written["learning_rate"] = policy.learning_rate.state
         manifest = FolderManifest(self._records(partial, names[rank::size]), facts_of(policy) | written)
         ranks.agree(self._finish(partial, final, manifest) if rank == 0 else "", CheckpointError)
         return Saved(final, step, manifest)

@@ -128,24 +128,43 @@ def adamw(config: RunConfig, module: Scorer) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.betas[0], options.betas[1]), fused=True)
 
 
-def learning_rate(options: Optimizer, step: int, steps: int) -> float:
-    """Return the rate of training step `step` (from 0) of `steps`. It depends on nothing else, so no scheduler state is saved.
+class LearningRate:
+    """The learning rate of each training step, which never rises after its warm-up, even if `run.steps` does.
 
     A linear warm-up to the peak, then constant, or down to `FINAL_FRACTION` of it at the last step: linearly or as half a cosine
     (Loshchilov and Hutter 2017, eq. 5, without restarts).
     """
-    done, warmup, final = step + 1, options.warmup_steps, FINAL_FRACTION
-    if done <= warmup:
-        return options.learning_rate * done / warmup
-    progress = min(1.0, (done - warmup) / max(1, steps - warmup))
-    match options.schedule:
-        case "constant":
-            fraction = 1.0
-        case "linear":
-            fraction = 1 - (1 - final) * progress
-        case "cosine":
-            fraction = final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
-    return options.learning_rate * fraction
+
+    def __init__(self, options: Optimizer, steps: int) -> None:
+        """`steps`: the number of training steps of the run."""
+        self._options, self._steps = options, steps
+        self._lowest = 1.0
+
+    @property
+    def state(self) -> dict[str, float | str]:
+        """The peak, the schedule, and the lowest share of the peak since the warm-up, for a checkpoint."""
+        return {"peak": self._options.learning_rate, "schedule": self._options.schedule, "lowest": self._lowest}
+
+    def continue_from(self, state: dict[str, float | str]) -> None:
+        """Continue from a checkpoint's state, unless the peak or the schedule has been changed since; {} changes nothing."""
+        if {**state, "lowest": 0} == {**self.state, "lowest": 0}:
+            self._lowest = float(state["lowest"])
+
+    def at(self, step: int) -> float:
+        """Return the rate of training step `step` (from 0). Steps are taken in order."""
+        done, warmup, final = step + 1, self._options.warmup_steps, FINAL_FRACTION
+        if done <= warmup:
+            return self._options.learning_rate * done / warmup
+        progress = min(1.0, (done - warmup) / max(1, self._steps - warmup))
+        match self._options.schedule:
+            case "constant":
+                share = 1.0
+            case "linear":
+                share = 1 - (1 - final) * progress
+            case "cosine":
+                share = final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+        self._lowest = min(share, self._lowest)
+        return self._options.learning_rate * self._lowest
 
 
 def seed(number: int, deterministic: bool) -> None:

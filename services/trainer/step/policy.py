@@ -70,9 +70,9 @@ class Trained:
 class Policy:
     """The model of a run on one rank.
 
-    Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `gradient`, `reference`, `zero_stage`, `world`,
-    `device`, `peak_tflops` (peak of the device, 0 if unknown), `data_rank` (the rank whose rows of a plan this rank trains; all
-    ranks of a sequence-parallel team have the same).
+    Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `learning_rate`, `gradient`, `reference`, `zero_stage`,
+    `world`, `device`, `peak_tflops` (peak of the device, 0 if unknown), `data_rank` (the rank whose rows of a plan this rank
+    trains; all ranks of a sequence-parallel team have the same).
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -95,6 +95,7 @@ class Policy:
         self._flops = flops.of_model(self.module)
         self.peak_tflops = flops.peak_tflops(config.model.dtype, self.device)
         self.engine = deepspeed_engine.start(config, scorer)
+        self.learning_rate = deepspeed_engine.LearningRate(config.optimizer, config.run.steps)
         self.reference = ReferencePolicy(config, self._scorer, self.engine, world) if config.loss.kl_beta > 0 else None
         self.gradient = GradientSum(config, self.engine, self.reference, world, self._leads)
 
@@ -240,7 +241,7 @@ class Policy:
         return sum(self._flops.of_row(row.packing, len(row.targets), trained) for row, trained in of_rows if row.samples)
 
     def _set_learning_rate(self, step: int) -> float:
-        rate = deepspeed_engine.learning_rate(self.config.optimizer, step, self.config.run.steps)
+        rate = self.learning_rate.at(step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         return rate

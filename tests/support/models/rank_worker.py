@@ -317,8 +317,10 @@ def resume(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any
     fresh = _policy(model, sections)
     found = checkpoints.restore(fresh)
     assert found is not None
+    rate = fresh.learning_rate.state
     again = _train(fresh, payloads, samples, layouts[-1], found.step + 1).metrics
     return {
+        "rate": rate,
         "uninterrupted": uninterrupted,
         "resumed": (whole_weights(fresh), reference_weights(fresh), torch.rand(3), engine.random_state()["python"][1][:3]),
         "metrics": (metrics, again),

@@ -85,6 +85,7 @@ def test_resumed_equals_uninterrupted_bitwise(which: tuple[int, int], results: d
         assert result["saved"].step == 1
         assert result["saved"].read("snapshot") == b"of dataprep"
         assert result["saved"].manifest.facts["zero_stage"] == which[1]
+        assert result["rate"]["lowest"] == pytest.approx(0.1 + 0.45 * 1.5), "the cosine's third after one step of warm-up"
         files = {f"trainer/{kind}-{rank}.pt" for kind in ("state", "random", "reference") for rank in range(which[0])}
         assert set(result["saved"].manifest.files) == {"snapshot", *files}
 

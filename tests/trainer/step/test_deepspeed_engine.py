@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def test_settings_depend_on_stage_and_dtype(tiny_model: Path, stage: int, dtype:
 @pytest.mark.parametrize(("step", "expected"), [(0, 0.25), (2, 0.75), (3, 1.0), (100, 1.0)])
 def test_warm_up_is_linear_and_never_zero(step: int, expected: float, tiny_model: Path) -> None:
     config = make_config(tiny_model, optimizer={"learning_rate": 1.0, "warmup_steps": 4})
-    assert engine.learning_rate(config.optimizer, step, 101) == expected
+    assert engine.LearningRate(config.optimizer, 101).at(step) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,9 +55,33 @@ def test_warm_up_is_linear_and_never_zero(step: int, expected: float, tiny_model
 )
 def test_the_learning_rate_decays_to_the_final_fraction(schedule: str, warmup: int, expected: list[float]) -> None:
     options = Optimizer(learning_rate=2.0, schedule=schedule, warmup_steps=warmup)  # pyright: ignore
-    rates = [engine.learning_rate(options, step, 4) for step in range(4)]
+    rate = engine.LearningRate(options, 4)
+    rates = [rate.at(step) for step in range(4)]
     assert rates == pytest.approx([2.0 * value for value in expected])
-    assert engine.learning_rate(options, 9, 4) == rates[-1]  # steps past the last keep the final rate
+    assert rate.at(9) == rates[-1]  # steps past the last keep the final rate
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_never_rises_when_a_run_is_extended(schedule: str) -> None:
+    options = Optimizer(learning_rate=1e-5, schedule=schedule, warmup_steps=2)  # pyright: ignore
+    first, longer = engine.LearningRate(options, 10), engine.LearningRate(options, 20)
+    rates = [first.at(step) for step in range(8)]
+    longer.continue_from(first.state)
+    rates += [longer.at(step) for step in range(8, 20)]
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[8] == rates[7], "held where the shorter schedule was"
+    assert rates[-1] == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 2e-5}, {"schedule": "cosine"}])
+def test_another_peak_or_schedule_begins_where_it_would_be(change: dict[str, Any]) -> None:
+    options = Optimizer(learning_rate=1e-5, schedule="linear")
+    first = engine.LearningRate(options, 10)
+    first.at(9)
+    changed = options.model_copy(update=change)
+    asked, alone = engine.LearningRate(changed, 20), engine.LearningRate(changed, 20)
+    asked.continue_from(first.state)
+    assert asked.at(10) == alone.at(10)
 
 
 def test_random_state_is_restored() -> None:
