@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from services.config.base import Section
 from services.config.data import FileSource, Source
-from services.config.secrets import TOKEN, variable_of
+from services.config.secrets import TOKEN, has_login, variable_of
 from services.config.verifiers import FUNCTION, VerifierConfig, check_name, verifier_names
 
 
@@ -100,7 +99,7 @@ class McpEnvironment(ToolEnvironment):
             raise ValueError("must be a program with its arguments, or an address")
         if isinstance(server, str) and not server.startswith(("http://", "https://")):
             raise ValueError("must begin with http:// or https://, such as http://tools:8000/mcp, or be a list of words")
-        if isinstance(server, str) and "@" in urlsplit(server).netloc:
+        if isinstance(server, str) and has_login(server):
             raise ValueError("contains a user name or password: remove them; token names a bearer token")
         return server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.config.base import Section
 from services.config.data import Data, Source
@@ -13,6 +13,7 @@ from services.config.environments import EnvironmentConfig
 from services.config.evaluation import Evaluation
 from services.config.generation import Fleet, Generator, Sampling, Sync
 from services.config.loss import Loss
+from services.config.secrets import split_password
 from services.config.training import (
     Admission,
     Advantage,
@@ -87,6 +88,12 @@ class Redis(Section):
     GRPO_REDIS_PASSWORD, if set."""
     ca_file: str = ""
     """`rediss://`: PEM file of the CA bundle used to verify the server certificate. Empty: the system's CA bundle."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        split_password(url)
+        return url
 
 
 class Model(Section):

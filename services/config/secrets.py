@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import unquote, urlsplit
 
 HIDDEN = "(hidden)"
 TOKEN = r"^(env:[A-Za-z_]\w*|file:.+)?$"
@@ -14,7 +15,8 @@ TOKEN = r"^(env:[A-Za-z_]\w*|file:.+)?$"
 _WORDS = "(?:password|passwd|secret|token|(?:api)?key|credentials?)"
 _SECRET = re.compile(rf"(?:^|[._-]){_WORDS}$", re.IGNORECASE)
 """Names of keys that may hold a secret."""
-_IN_ADDRESS = re.compile(r"(://[^:/@\s]*):.+@")
+_LOGIN = re.compile(r"(?<=://).*@", re.DOTALL)
+"""User name and password of an address: whatever stands between `://` and the last `@`, since they may hold any character."""
 _IN_QUERY = re.compile(rf"([?&](?:[\w.-]*[._-])?{_WORDS}=)[^&#\s]+", re.IGNORECASE)
 
 
@@ -59,8 +61,38 @@ def without_secrets(key: str, value: Any) -> Any:
         return {name: without_secrets(str(name), each) for name, each in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list):
         return [without_secrets(key, each) for each in cast("list[Any]", value)]
-    if holds_secret(key) and not isinstance(value, bool | None):
+    if holds_secret(key) and not isinstance(value, bool | None) and not re.match(TOKEN, str(value)):
         return HIDDEN
     if not isinstance(value, str) or "://" not in value:
         return value
-    return _IN_QUERY.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(rf"\1:{HIDDEN}@", value))
+    return _IN_QUERY.sub(rf"\1{HIDDEN}", _LOGIN.sub(f"{HIDDEN}@", value))
+
+
+def has_login(address: str) -> bool:
+    """Return whether an address has a user name or password."""
+    return _LOGIN.search(address) is not None
+
+
+def split_password(url: str) -> tuple[str, str]:
+    """Split a Redis address into the address without password, which may be shown, and the password, which may not.
+
+    Both are empty without an address. Raise ValueError for what is none; its text shows no password.
+    """
+    if not url:
+        return "", ""
+    scheme, _, rest = url.partition("://")
+    login, _, place = rest.rpartition("@")
+    if scheme == "unix" and login.startswith("/"):  # a folder with @ in its name
+        login, place = "", rest
+    if scheme not in ("redis", "rediss", "unix"):
+        raise ValueError("is not a Redis address: use redis://host:port/0")
+    if set(login) & set("/?#[]"):
+        raise ValueError(
+            "is not a Redis address: in a user name or password write %2F for /, %3F for ?, %23 for #, %5B for [ and %5D for ]"
+        )
+    try:
+        _ = urlsplit(f"{scheme}://{place}").port
+    except ValueError as error:
+        raise ValueError(f"is not a Redis address ({error}): use redis://host:port/0") from None
+    user, _, password = login.partition(":")
+    return f"{scheme}://{f'{user}@' if user else ''}{place}", unquote(password)

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_valid
 
 from services.config.base import Section
 from services.config.data import Capture, FileSource, Source, pattern_of
-from services.config.secrets import TOKEN, without_secrets
+from services.config.secrets import TOKEN, has_login, without_secrets
 
 FUNCTION = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 """`module:name` or `path.py:name`."""
@@ -342,13 +342,13 @@ def check_name(key: str, name: str) -> None:
 
 
 def _check_address(key: str, verifier: RemoteVerifier) -> None:
+    if has_login(verifier.url):  # the message does not repeat it
+        raise ValueError(f"{key} contains a user name or password: remove them; token names a secret. Write %40 for @ elsewhere")
     try:
         address = urlsplit(verifier.url)
     except ValueError as error:
         url = without_secrets("url", verifier.url)
         raise ValueError(f'{key} = "{url}" is not an address ({error}): correct it') from None
-    if "@" in address.netloc:  # the message does not repeat it
-        raise ValueError(f"{key} contains a user name or password: remove them; token names a secret")
     if not address.hostname:
         raise ValueError(f'{key} = "{verifier.url}" names no host: add it after {address.scheme}://')
     if isinstance(verifier, JudgeConfig) and (address.query or address.fragment):

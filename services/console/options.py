@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from services.config.secrets import shown, split_password
 from services.console.errors import EXIT_STOPPED
 
 DEFAULT_WAIT_S = 300  # of `--wait` without a number
@@ -39,13 +40,23 @@ def confirm(question: str) -> None:
         raise typer.Exit(EXIT_STOPPED)
 
 
+def _redis_address(url: str) -> str:
+    try:
+        split_password(url)
+    except ValueError as error:
+        raise typer.BadParameter(f"{shown('redis_url', url)} {error}") from None
+    return url
+
+
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or run name under runs/; default: the newest run.")]
 NamedRun = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or run name under runs/.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML configuration file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Keys that override the file's.")]
 Role = Annotated[str, typer.Option(help="all, generator, dataprep or trainer.")]
 Why = Annotated[str, typer.Option(help="Reason, recorded with the run.")]
-RedisUrl = Annotated[str, typer.Option(help="Redis of the run, redis://host:port/0; default: from the run folder.")]
+RedisUrl = Annotated[
+    str, typer.Option(help="Redis of the run, redis://host:port/0; default: its configuration's.", callback=_redis_address)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Limit = Annotated[int, typer.Option(min=1, max=500, help="Entries to show.")]
 Offset = Annotated[int, typer.Option(min=0, max=2**31, help="Entries to skip.")]

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
-from urllib.parse import unquote, urlsplit, urlunsplit
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
@@ -149,16 +148,6 @@ def shown(url: str) -> str:
 def masked(text: str) -> str:
     """Return an address, or a text that ends with one, with `PASSWORD` in place of its password."""
     return re.sub(r"(://[^:/@]*):.+@", r"\1:PASSWORD@", text)
-
-
-def split_password(url: str) -> tuple[str, str]:
-    """Split a Redis address into the address without password, which may be shown, and the password, which may not."""
-    parts = urlsplit(url)
-    if not parts.password:
-        return url, ""
-    user = f"{parts.username}@" if parts.username else ""
-    place = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=user + place)), unquote(parts.password)
 
 
 def in_cluster(info: Mapping[str, Any]) -> bool:

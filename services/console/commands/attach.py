@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from services.config import RunConfig
 from services.config.generation import Fleet
+from services.config.secrets import split_password
 from services.console import paths
 from services.console.commands.own_server import owns_server, reading, usable
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
@@ -25,7 +26,7 @@ from services.http.credentials import REDIS_PASSWORD_ENV, redis_login
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
 from services.store import RunState, Store
-from services.store.client import Login, split_password
+from services.store.client import Login
 
 
 @dataclass(frozen=True)

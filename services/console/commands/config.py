@@ -6,10 +6,12 @@ import platform
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from services.config import explain as explanation
-from services.config import load, to_toml
+from services.config import load
+from services.config.secrets import without_secrets
 from services.console.display.text import facts, show
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.initial import rows as own_rows
@@ -27,7 +29,7 @@ def config(
     explain: Annotated[bool, typer.Option("--explain", help="Print every key with its type, default and meaning.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Validate a configuration and print it with all defaults.
+    """Validate a configuration and print it with all defaults, and without secrets.
 
     With --explain, print a reference of every key instead.
     """
@@ -36,8 +38,8 @@ def config(
         return EXIT_OK
     if file is None:
         raise ConsoleError("missing configuration file: give one, or --explain", EXIT_CONFIG)
-    loaded = load(file, overrides or [])
-    print(loaded.model_dump_json(indent=2) if as_json else to_toml(loaded).rstrip())
+    tree = without_secrets("", load(file, overrides or []).model_dump(mode="json", exclude_none=not as_json))
+    print_json(tree) if as_json else print(msgspec.toml.encode(tree).decode().rstrip())
     return EXIT_OK
 
 

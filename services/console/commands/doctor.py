@@ -13,6 +13,7 @@ import typer
 
 from services.config import RunConfig
 from services.config.load import load_with_places
+from services.config.secrets import split_password
 from services.console.doctor import Finding, gathered, machine, release, server
 from services.console.doctor.model import model
 from services.console.doctor.packages import there
@@ -25,7 +26,6 @@ from services.console.printable import print_json, printable
 from services.console.run import place
 from services.console.run.folder import check_redis
 from services.runtime.process_tools import CONFIG_ENV
-from services.store.client import split_password
 
 
 async def doctor(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from services.console.options import File, Json, NamedRun, Overrides, Yes
+from services.console.options import File, Json, NamedRun, Overrides, RedisUrl, Yes
 from services.console.run import command
 from services.console.run import fork as forking
 from services.console.run.load import Options
@@ -15,7 +15,7 @@ from services.console.run.load import Options
 def run(
     file: File,
     overrides: Overrides = None,
-    redis_url: Annotated[str, typer.Option(help="Redis to use; default: redis.url, or else a server started for the run.")] = "",
+    redis_url: RedisUrl = "",
     screen: Annotated[bool, typer.Option("--screen/--no-screen", help="Show a live screen, or print one line per step.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete any earlier run of this name and start over.")] = False,
     resume: Annotated[

@@ -9,12 +9,12 @@ from pathlib import Path
 from services.config import ConfigError, RunConfig
 from services.config.load import load_with_places
 from services.config.places import KeyPlaces
+from services.config.secrets import split_password
 from services.console.doctor import Finding
 from services.console.doctor.preflight import LOSS, Check, CheckAgain, faults_of
 from services.console.printable import printable
 from services.console.run.folder import RunFolder, check_redis
 from services.protocol.errors import StoreError
-from services.store.client import split_password
 
 
 @dataclass(frozen=True)

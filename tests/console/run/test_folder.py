@@ -17,7 +17,6 @@ from services.console import lock as locks
 from services.console.errors import ConsoleError
 from services.console.lock import FolderLock, InUse
 from services.console.run.folder import RunFolder, check_redis, resolve
-from services.store.client import split_password
 from tests.support.console import ROOT
 from tests.support.harness import small_config
 
@@ -74,13 +73,6 @@ def test_keys_without_effect_for_the_kind_of_redis_are_rejected(tmp_path: Path, 
     (found,) = check_redis(config, "")
     assert re.match(message, f"{found.detail}: {found.remedy}")
     assert list(check_redis(config, "rediss://h:1")) == []
-
-
-def test_passwords_are_split_from_urls() -> None:
-    assert split_password("redis://:s%40fe@host:1/2") == ("redis://host:1/2", "s@fe")
-    assert split_password("rediss://me:safe@host:1/2") == ("rediss://me@host:1/2", "safe")
-    assert split_password("redis://host:1") == ("redis://host:1", "")
-    assert split_password("") == ("", "")
 
 
 def test_a_folder_is_locked_by_one_console_and_its_children(tmp_path: Path) -> None:
