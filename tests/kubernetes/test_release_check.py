@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.config import RunConfig, digest, load, to_toml
+from services.config import RunConfig, defining, digest, load, to_toml
 from services.console.release_check import main, refusal
 from services.console.run.redis_server import RedisServer
 from services.store import Store
@@ -31,16 +31,15 @@ def written(config: RunConfig, folder: Path, name: str, **changed: object) -> Pa
 async def test_an_upgrade_that_redefines_the_run_is_rejected(
     config: RunConfig, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = written(config, tmp_path, "before.toml")
+    before = load(written(config, tmp_path, "before.toml"))
     loss = config.loss.model_copy(update={"kl_beta": config.loss.kl_beta + 0.25})
-    other = written(config, tmp_path, "other.toml", loss=loss)
-    arguments = [str(other), "--before", str(before)]
-    assert await asyncio.to_thread(main, arguments) == 0, "there is no run yet"
-    await store.run.create(digest(load(before)), "data", 4, 8)
-    assert await asyncio.to_thread(main, arguments) == 2
+    other = str(written(config, tmp_path, "other.toml", loss=loss))
+    assert await asyncio.to_thread(main, [other]) == 0, "there is no run yet"
+    await store.run.create(digest(before), "data", 4, 8, defining=defining(before))
+    assert await asyncio.to_thread(main, [other]) == 2
     output = capsys.readouterr().err
     assert output.count("\n") == 1
-    assert f"config.loss.kl_beta was {config.loss.kl_beta} and is {config.loss.kl_beta + 0.25}" in output
+    assert f"values of config: loss.kl_beta was {config.loss.kl_beta} and is {config.loss.kl_beta + 0.25}" in output
     for words in (f"run '{store.keys.name}' exists", "Set config.run.name to a new name", "nothing was changed"):
         assert words in output
 
@@ -57,10 +56,15 @@ async def test_allowed_changes_and_another_name_pass(config: RunConfig, store: S
     assert await asyncio.to_thread(main, [str(written(config, tmp_path, "new.toml", run=named, loss=loss))]) == 0
 
 
-async def test_a_changed_function_is_rejected(config: RunConfig, store: Store) -> None:
-    await store.run.create("of another file", "data", 4, 8)
-    assert "the content of a file" in refusal(await store.run.state(), config, config)
-    assert "a key that defines it" in refusal(await store.run.state(), config, None)
+async def test_a_run_of_another_version_or_with_more_steps_is_rejected(config: RunConfig, store: Store, tmp_path: Path) -> None:
+    path = written(config, tmp_path, "config.toml")
+    await store.run.create(digest(load(path)), "data", 4, 8)
+    assert await refusal(load(path)) == ""
+    await store.client.hset(store.keys.run, "committed_step", config.run.steps)
+    assert f"config.run.steps = {config.run.steps}, but run" in await refusal(load(path))
+    await store.client.hset(store.keys.run, "protocol", 1)
+    assert "has protocol version 1" in await refusal(load(path)), "its services would restart in a loop"
+    assert await asyncio.to_thread(main, [str(path)]) == 2
 
 
 def test_invalid_values_are_reported_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +105,6 @@ def test_the_check_mounts_what_it_reads_and_is_deleted() -> None:
     mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounted["/srv/grpo/rewards"]["configMap"]["name"] == "demo-check-rewards"
     assert mounted["/srv/grpo/environments"]["configMap"]["name"] == "ours"
-    assert mounted["/run/grpo/before"]["configMap"] == {"name": "demo-config", "optional": True}
     assert all(source["secret"]["optional"] for source in mounted["/run/grpo/secrets"]["projected"]["sources"])
     external = {"redis": {"enabled": False, "external": {"url": "redis://redis.example.com:6379/0"}}}
     (container,) = chart.named(chart.render(external), "Job", "demo-check")["spec"]["template"]["spec"]["containers"]
