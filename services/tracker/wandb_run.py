@@ -14,11 +14,15 @@ from typing import Any
 os.environ.setdefault("WANDB_SILENT", "true")  # keeps its output out of the log; it raises its errors
 os.environ.pop("WANDB_SERVICE", None)  # inherited from the parent process: a run that a killed process had there stays "in use"
 import numpy as np
+import structlog
 import wandb  # pyright: ignore
 
 from services.algorithm.histograms import Bins, edges, separated
 from services.config import RunConfig
+from services.config.secrets import without_secrets
 from services.runtime.tracking import wandb_mode
+
+log = structlog.get_logger()
 
 
 class WandbRun:
@@ -36,11 +40,14 @@ class WandbRun:
             mode=mode,
             resume="allow" if mode == "online" else None,
             dir=folder,
-            config=config.model_dump(mode="json", exclude={"redis", "api"}),
+            config=without_secrets("", config.model_dump(mode="json", exclude={"redis", "api"})),
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
             ),
         )
+        if mode == "offline" and len(parts := sorted((folder / "wandb").glob(f"offline-run-*-{identity}"))) > 1:
+            command = f"wandb sync --id {identity} {' '.join(map(str, parts))}"
+            log.info("W&B's files of this run are in several folders: upload them together", command=command)
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("eval/*", step_metric="eval/version")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -411,3 +412,7 @@ def test_both_trackers_survive_a_kill_without_loss(server: RedisServer, tmp_path
     assert {row["step"]: row["reward/train/mean"] for row in rows if "reward/train/mean" in row} == {s: s / 8 for s in range(6)}
     assert [row["eval/version"] for row in rows if "eval/version" in row] == [6]
     assert len({path.stem.split("-")[3] for path in (folder / "wandb").glob("offline-run-*")}) == 1  # one identity
+    commands = [
+        line["command"] for line in map(json.loads, pod.log.read_text().splitlines()) if "wandb sync" in line.get("command", "")
+    ]
+    assert [set(map(Path, command.split()[4:])) for command in commands] == [set((folder / "wandb").glob("offline-run-*"))]
