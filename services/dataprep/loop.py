@@ -86,7 +86,7 @@ class DataprepLoop:
                 loop.progress()
                 fence = await self.store.run.lead(candidate, lease_s)
                 if fence is None:
-                    self.service.say(phase="standby", paused=self.service.view.pause_mode or "")
+                    self.service.say(phase="standby", paused=self.service.view.paused)
                     await self.notifications.wait("control", timeout=self._renew_s)
                     continue
                 await self._lead(loop, fence)
@@ -180,12 +180,12 @@ class DataprepLoop:
     async def _act(self, fence: int, state: RunState) -> bool:
         """Do one turn of everything the leader does, and return whether anything was done. An ending run only gets its evaluation
         round closed."""
-        paused = state.pause_modes.get(self.service.kind, "")
+        paused = self.service.kind in state.paused
         self.service.say(paused=paused)
         trains = not paused and not state.ended
         if not trains:
             self._waits.enter("")
-        if paused or "generator" in state.pause_modes:
+        if paused or "generator" in state.paused:
             self._waiting = (self._waiting[0], time.monotonic())  # no ticket can end: that is no reason to overtake it
         busy = trains and await self._turn(fence, state)
         return await self.evaluation.tend(fence, state) or busy

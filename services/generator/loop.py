@@ -60,7 +60,6 @@ class GeneratorLoop:
         self.bounds = Bounds.of(self.config)
         self.limit = Limit(self.bounds.runnable)
         self._evaluated_at_once = max(1, self.limit.groups * self.bounds.group_size // self.config.evaluation.samples)
-        self._turns = asyncio.Lock()  # keeps claims from racing with handing everything back
         self._spare_from = 0.0
         self._idle = True  # whether the pod could not claim at the last poll
         self._claimed_at = 0.0
@@ -146,9 +145,8 @@ class GeneratorLoop:
         while not (self.service.stopping.is_set() or self.draining.is_set()):
             loop.progress()
             self.tickets.check_engine()
-            async with self._turns:
-                version = self.evaluation.version
-                claimed = await (self.claim() if version is None else self._evaluate(version))
+            version = self.evaluation.version
+            claimed = await (self.claim() if version is None else self._evaluate(version))
             if not claimed:
                 spare = self.generating < self.limit.groups
                 topics = ("tickets", "evaluation", "version", "control", ROOM)
@@ -274,13 +272,9 @@ class GeneratorLoop:
         Meanwhile no pod claims tickets, since Redis refuses `claim`.
         """
         while True:
-            mode = self.service.view.pause_mode
-            if mode == "abort":
-                await self.abort()
-            holds = frozen() if mode == "keep" else mode is not None and not self.busy
-            self.service.say(paused=mode if mode and holds else "")
+            self.service.say(paused=self.service.view.paused and frozen())
             loop.progress()
-            await self.notifications.wait("pause", "frozen", ROOM, timeout=IDLE_S)
+            await self.notifications.wait("pause", "frozen", timeout=IDLE_S)
 
     async def drain(self) -> None:
         """Finish what can be finished within `generator.drain_s`; hand back the rest with its tokens so far."""
@@ -296,20 +290,6 @@ class GeneratorLoop:
         with contextlib.suppress(StoreError):  # without Redis the pod must still exit; its heartbeats end
             await self.evaluation.end()
         log.info("drained", handed_back=len(left), tokens=tokens)
-
-    async def abort(self) -> None:
-        """Hand back tickets being generated, with their tokens so far, those of an evaluation round, which another generator
-        completes, and those waiting for an unavailable service. Tickets that are otherwise being scored or submitted are
-        completed.
-        """
-        async with self._turns:
-            away = self.verifiers.waiting
-            await self.serving.abort()
-            left = [held for held in self.tickets.of(evaluates=False) if held.generating or (away and not held.submitting)]
-            if left:
-                log.info("aborted", handed_back=len(left), tokens=await self._hand_back(left))
-            if self.evaluating:
-                await self._return_to_training()
 
     async def _hand_back(self, left: Sequence[RunningGroup]) -> int:
         """Stop working on tickets and save their tokens so far for other pods; return how many tokens were saved."""

@@ -1,7 +1,7 @@
 """Serves completions to environments, which hold the tickets: `POST /v1/generate`, tokens in, tokens out.
 
-Guarantees: only published weights sample, as for the pod's own tickets; a completion that a drain or an aborting pause cuts off
-is returned with its tokens so far, to be continued elsewhere; a completion whose caller has disconnected is dropped; an engine
+Guarantees: only published weights sample, as for the pod's own tickets; a completion that a drain cuts off is
+returned with its tokens so far, to be continued elsewhere; a completion whose caller has disconnected is dropped; an engine
 that has died ends the process, as it does with the pod's own tickets. Waits for: the engine. Unblocked by: the engine, or the
 caller's disconnection.
 """

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 
 from services.http.models import (
     Desired,
-    Pause,
     PodState,
     Reason,
     RequeueRequest,
@@ -100,18 +99,21 @@ def control_router(service: Service) -> APIRouter:
         return State(run=service.config.run.name, pod=pod, state=run)
 
     @router.post("/pause", dependencies=[guard])
-    async def pause(request: Pause | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
-        """Pause a role, by default this service's, until it is resumed. Pods that start later are paused too."""
-        one, request = selected(role), request or Pause()
-        left = await control.pause([one], request.mode, request.why, request.who, wait_s)
-        return Desired(role=one, paused=True, mode=request.mode, why=reason(request.why, request.who), waiting_for=left)
+    async def pause(request: Reason | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
+        """Pause a role, by default this service's, until it is resumed. Pods that start later are paused too.
+
+        Generators freeze their requests in flight; dataprep and the trainer pause between two steps.
+        """
+        one, request = selected(role), request or Reason()
+        left = await control.pause([one], request.why, request.who, wait_s)
+        return Desired(role=one, paused=True, why=reason(request.why, request.who), waiting_for=left)
 
     @router.post("/resume", dependencies=[guard])
     async def resume(request: Reason | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
         """Resume a role, by default this service's."""
         one, request = selected(role), request or Reason()
         left = await control.resume([one], request.why, request.who, wait_s)
-        return Desired(role=one, paused=False, mode=None, why=reason(request.why, request.who), waiting_for=left)
+        return Desired(role=one, paused=False, why=reason(request.why, request.who), waiting_for=left)
 
     @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
     async def scale(request: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:
@@ -139,10 +141,10 @@ def add_run_routes(service: Service) -> None:
         return await audit(store)
 
     @router.post("/run/pause", dependencies=guard)
-    async def pause(request: Pause | None = None, wait_s: WaitS = 0.0) -> RunDesire:
-        """Pause every role: generators in the given mode, the others between two steps."""
-        request = request or Pause()
-        left = await control.pause(ROLES, request.mode, request.why, request.who, wait_s)
+    async def pause(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
+        """Pause every role."""
+        reason = reason or Reason()
+        left = await control.pause(ROLES, reason.why, reason.who, wait_s)
         return RunDesire(run=run, desired="paused", waiting_for=left)
 
     @router.post("/run/resume", dependencies=guard)

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.store.records import PauseMode, Role, RunState
+from services.store.records import Role, RunState
 
 WHY = Field(default="", max_length=200, description="Reason, recorded with the desired state.")
 WHO = Field(default="", max_length=100, description="Who makes the request, recorded with the desired state.")
@@ -19,16 +19,6 @@ class Reason(BaseModel):
 
     why: str = WHY
     who: str = WHO
-
-
-class Pause(Reason):
-    """How to pause, who requests it, and why."""
-
-    mode: PauseMode = Field(
-        default="keep",
-        description="What generators do with requests in flight: `keep` freezes them, `drain` finishes them, `abort` ends them "
-        "and hands their tickets back with the tokens generated so far.",
-    )
 
 
 class LoopHealth(BaseModel):
@@ -72,7 +62,8 @@ class PodState(BaseModel):
     gauges: dict[str, float]
     trainer_fence: int
     unreached: str
-    paused: str
+    paused: bool
+    """Whether a requested pause is in effect here."""
     draining: str
     """Who requested that it drains, and why."""
 
@@ -109,7 +100,6 @@ class Desired(BaseModel):
 
     role: Role
     paused: bool
-    mode: PauseMode | None
     why: str
     waiting_for: list[str]
     """Pods that had not complied at the time of the response; see `wait_s`."""

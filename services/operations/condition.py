@@ -67,9 +67,8 @@ def _paused(state: RunState | None) -> str:
         return ""
     requests: dict[str, list[str]] = {}
     for role, why in sorted(state.paused.items()):
-        mode, since = state.pause_modes.get(role, "keep"), state.paused_since.get(role)
-        told = f"{why}, since {moment(since)}" if since else why
-        requests.setdefault(told, []).append(role if mode == "keep" else f"{role} ({mode})")
+        since = state.paused_since.get(role)
+        requests.setdefault(f"{why}, since {moment(since)}" if since else why, []).append(role)
     return "; ".join(f"{_all_of(roles)} by {told}" for told, roles in requests.items())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from services.operations.inspection.checkpoints import (
 )
 from services.operations.inspection.deadletters import RequeueAnswer, requeue
 from services.store import RunState, Store
-from services.store.records import PauseMode, Role, Scale
+from services.store.records import Role, Scale
 
 POLL_S = 0.1
 LONGEST_WAIT_S = 3600.0
@@ -47,18 +47,17 @@ class RunControl:
         """`ttl_s`: a pod without a heartbeat for this long is gone. `checkpoints`: the folder that `restore` reads."""
         self._store, self._ttl_s, self._fleet, self._checkpoints = store, ttl_s, fleet, checkpoints
 
-    async def pause(self, roles: Sequence[Role], mode: PauseMode, why: str, who: str, wait_s: float = 0.0) -> list[str]:
-        """Pause roles: generators in `mode`, the others between two steps. Return the pods not paused yet."""
-        modes = modes_of(roles, mode)
-        for role, each in modes.items():
-            await self._store.run.pause(role, reason(why, who), each)
-        return await until_none(lambda: self._not_paused(modes), wait_s)
+    async def pause(self, roles: Sequence[Role], why: str, who: str, wait_s: float = 0.0) -> list[str]:
+        """Pause roles: generators freeze their requests, the others pause between two steps. Return the pods not paused yet."""
+        for role in roles:
+            await self._store.run.pause(role, reason(why, who))
+        return await until_none(lambda: self._differing(roles, paused=True), wait_s)
 
     async def resume(self, roles: Sequence[Role], why: str, who: str, wait_s: float = 0.0) -> list[str]:
         """Resume roles. Return the pods that have not resumed yet."""
         for role in roles:
             await self._store.run.resume(role, reason(why, who))
-        return await until_none(lambda: self._not_paused(dict.fromkeys(roles, "")), wait_s)
+        return await until_none(lambda: self._differing(roles, paused=False), wait_s)
 
     async def stop(self, why: str, who: str, wait_s: float = 0.0) -> list[str]:
         """End the run after the step in training. Return who still runs."""
@@ -111,11 +110,11 @@ class RunControl:
             return f"the run has already finished: {state.finished}"
         return (self._fleet.refusal if self._fleet else "") or (state.scale if state else Scale()).refusal(replicas)
 
-    async def _not_paused(self, modes: Mapping[Role, str]) -> list[str]:
-        left = list[str]()
-        for role, mode in modes.items():
-            left += await not_paused(self._store, role, mode, self._ttl_s)
-        return left
+    async def _differing(self, roles: Sequence[Role], paused: bool) -> list[str]:
+        """Return the pods of these roles that are not paused, or still are. A pod that loads does no work to pause."""
+        pods = [pod for pod in await self._store.fleet.members(self._ttl_s) if pod.kind in roles]
+        pods.sort(key=lambda pod: (roles.index(pod.kind), pod.name))  # type: ignore[arg-type]
+        return [pod.name for pod in pods if pod.paused != paused and not (paused and pod.phase in LOADING)]
 
     async def _not_ended(self) -> list[str]:
         state = await self._store.run.state()
@@ -139,15 +138,6 @@ class RunControl:
         return state.restore_fault(step) or f"a later request has restored the run to step {state.restored} instead"
 
 
-def modes_of(roles: Sequence[Role], mode: PauseMode) -> dict[Role, PauseMode]:
-    """Return how each role pauses. Raise `InvalidRequest` when `mode` applies to none of them."""
-    if mode != "keep" and "generator" not in roles:
-        raise InvalidRequest(
-            f"mode {mode!r} applies to generators only; {', '.join(roles)} pauses between two steps: leave the mode out"
-        )
-    return {role: mode if role == "generator" else "keep" for role in roles}
-
-
 def reason(why: str, who: str) -> str:
     """Return the line that is recorded with the run: who makes the request, and why."""
     return f"{who or 'REST'}: {why}" if why else who or "REST"
@@ -163,12 +153,6 @@ async def until_none(poll: Callable[[], Awaitable[list[str]]], wait_s: float) ->
     finally:
         gone.cancel()
     return left
-
-
-async def not_paused(store: Store, role: str, mode: str, ttl_s: float) -> list[str]:
-    """Return the pods of a role that are not paused in `mode`; for an empty mode, those that have not resumed."""
-    pods = [pod for pod in await store.fleet.members(ttl_s) if pod.kind == role]
-    return sorted(pod.name for pod in pods if pod.paused != mode and (not mode or pod.phase not in LOADING))
 
 
 async def not_scaled(store: Store, replicas: int, ttl_s: float) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Schema version of all messages and of the key layout; stored in the run's hash and checked by every service."""
 
 
@@ -154,9 +154,7 @@ class PodStatus(msgspec.Struct, frozen=True):
     gauges: dict[str, float]  # e.g. tokens_per_s, running, waiting
     trainer_fence: int = 0  # fence of the trainer whose weights it holds; 0: none
     unreached: str = ""  # host:port of the trainer that it could not reach; empty: none
-    paused: str = (
-        ""  # the pause in effect here: keep | drain | abort; empty: it works, or has not completed a requested pause yet
-    )
+    paused: bool = False  # whether a requested pause is in effect here
     waiting: str = ""  # the service that its verifiers wait for, and why; empty: none
     fetching: str = ""  # `<trainer's fence>/<version>`: the oldest version of weights that it still reads from the store
     weights: dict[

@@ -1,7 +1,7 @@
 """A process's view of the run's state: at most a second old, and refreshed immediately after a notification.
 
-Waits for: notifications of changes to the run, or one second. Unblocks: tasks that wait for `view.changed`; when a pause begins,
-changes or ends, it notifies waiters for `pause` in this process.
+Waits for: notifications of changes to the run, or one second. Unblocks: tasks that wait for `view.changed`; when a pause begins
+or ends, it notifies waiters for `pause` in this process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 from services.runtime.loops import Loop
 from services.runtime.notifications import Notifications
 from services.store import RunState, Store
-from services.store.records import PauseMode
 
 REFRESH_S = 1.0
 
@@ -32,22 +31,17 @@ class RunView:
         return self.state is not None and self.role in self.state.paused
 
     @property
-    def pause_mode(self) -> PauseMode | None:
-        """Return how this role is asked to pause, or None if it is not."""
-        return None if self.state is None else self.state.pause_modes.get(self.role)
-
-    @property
     def ended(self) -> bool:
         """Return whether the run is over."""
         return self.state is not None and bool(self.state.finished)
 
     async def refresh(self) -> RunState | None:
         """Read the state now."""
-        state, before = await self.store.run.state(), self.pause_mode
+        state, before = await self.store.run.state(), self.paused
         async with self.changed:
             self.state = state
             self.changed.notify_all()
-        if self.pause_mode != before:
+        if self.paused != before:
             self.notifications.notify("pause")
         return state
 

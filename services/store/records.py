@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 
@@ -150,11 +150,6 @@ Role = Literal["generator", "dataprep", "trainer"]
 ROLES: tuple[Role, ...] = ("generator", "dataprep", "trainer")
 """The services that pause and resume."""
 
-PauseMode = Literal["keep", "drain", "abort"]
-"""What a pause does to the requests of generators: `keep` freezes them in place, `drain` lets them finish, `abort` aborts them
-and hands their tickets back. Dataprep and trainer pause between two turns or steps, in every mode.
-"""
-
 
 FAILING = "grpo: prompts keep failing: "
 """Prefix of the reason of a pause that dataprep itself requests because one prompt after another fails."""
@@ -203,8 +198,6 @@ class RunState:
     """Requester of a checkpoint and reason, after an id of the request."""
     checkpoint_failed: str = ""
     """Why the last attempt to write a checkpoint failed; empty if it did not."""
-    pause_modes: dict[str, PauseMode] = field(default_factory=dict[str, PauseMode])
-    """Pause mode of each paused role."""
     paused_since: dict[str, float] = field(default_factory=dict[str, float])
     """When the pause of each role was requested, Unix seconds by the requester's clock."""
     last_resume: str = ""
@@ -251,7 +244,7 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
             f"{PROTOCOL_VERSION}: use the matching release"
         )
     resumed_at, _, resumed_by = raw.get("last_resume", "").partition(" ")
-    pauses = {key.removeprefix("paused:"): _read_pause(value) for key, value in raw.items() if key.startswith("paused:")}
+    pauses = {key.removeprefix("paused:"): value.partition(" ") for key, value in raw.items() if key.startswith("paused:")}
     return RunState(
         **{name: int(raw[name]) for name in _NUMBERS},
         trainer_fence=int(raw.get("trainer_fence", "0")),
@@ -266,8 +259,7 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         checkpoint_failed=raw.get("checkpoint_failed", ""),
         leader=raw.get("leader", ""),
         paused={role: why for role, (_, _, why) in pauses.items()},
-        pause_modes={role: mode for role, (mode, _, _) in pauses.items()},
-        paused_since={role: since for role, (_, since, _) in pauses.items() if since},
+        paused_since={role: float(since) for role, (since, _, _) in pauses.items() if since},
         last_resume=resumed_by,
         last_resume_at=float(resumed_at or 0),
         stopping=raw.get("stopping", ""),
@@ -276,13 +268,6 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         dataset=raw["dataset"],
         config=raw["config"],
     )
-
-
-def _read_pause(text: str) -> tuple[PauseMode, float, str]:
-    """Return mode, time, and requester with reason of a pause, stored as `mode@time requester: reason`. 0: no time is stored."""
-    how, _, why = text.partition(" ")
-    mode, _, since = how.partition("@")
-    return cast("PauseMode", mode), float(since or 0), why
 
 
 def _read_restore_why(raw: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ from msgspec.structs import astuple
 
 from services.protocol.messages import PROTOCOL_VERSION
 from services.store.facet import Facet, token
-from services.store.records import FAILING, PauseMode, RunState, TableRules, read_state
+from services.store.records import FAILING, RunState, TableRules, read_state
 
 
 class Runs(Facet):
@@ -50,9 +50,9 @@ class Runs(Facet):
         """Return the run's state, or None if it was not created yet."""
         return read_state(self._keys.name, await self._redis.ask(self._redis.commands.hgetall(self._keys.run)))
 
-    async def pause(self, role: str, why: str, mode: PauseMode = "keep") -> None:
+    async def pause(self, role: str, why: str) -> None:
         """Request that `generator`, `dataprep` or `trainer` pods pause until resumed. `why` also names the requester."""
-        await self._desire(f"paused:{role}", _paused(mode, why))
+        await self._desire(f"paused:{role}", _paused(why))
 
     async def resume(self, role: str, why: str = "") -> None:
         """Request that pods of the role resume. `why` also names the requester (`RunState.last_resume`)."""
@@ -63,7 +63,7 @@ class Runs(Facet):
         """Request that dataprep pauses until resumed, because one prompt after another fails (`RunState.failing`); `letter` is
         the dead letter of the last one.
         """
-        await self._redis.call("pause_failing", token(), _paused("keep", FAILING + why), letter)
+        await self._redis.call("pause_failing", token(), _paused(FAILING + why), letter)
 
     async def failed(self) -> int:
         """Return how many tickets of the whole run have failed for good and are not requeued."""
@@ -147,8 +147,8 @@ class Runs(Facet):
         await self._redis.call("desire", token(), field, value, *(() if fence is None else (fence,)))
 
 
-def _paused(mode: PauseMode, why: str) -> str:
-    return f"{mode}@{time.time():.0f} {why}"
+def _paused(why: str) -> str:
+    return f"{time.time():.0f} {why}"
 
 
 def fullest(said: Sequence[Mapping[str, str]]) -> tuple[int, int]:

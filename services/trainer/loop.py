@@ -135,7 +135,7 @@ class TrainLoop:
             self._tick()
             state = self.recovery.stay_in_step(self.step)
             self.saving.save_if_requested(state, self.step)
-            paused = state.pause_modes.get(self.service.kind, "")
+            paused = self.service.kind in state.paused
             if state.stopping or (state.prepared_step > self.step and not paused):
                 return state
             self.saving.save_if_redis_is_nearly_full(self.step)
@@ -151,7 +151,7 @@ class TrainLoop:
     def _train_next(self) -> None:
         started, self.updates.spent_s = time.monotonic(), 0.0
         step = self.step + 1
-        self._say(phase="training", paused="")
+        self._say(phase="training", paused=False)
         plan, trained = self._train_whole(step)
         self._comparison.check(step, plan.stats, trained.metrics)
         self.recovery.commit(plan)
@@ -219,7 +219,7 @@ class TrainLoop:
         self.saving.save_if_requested(state, self.step)
         self.saving.save_if_due(self.step)
         self.saving.save_if_redis_is_nearly_full(self.step)
-        paused = state.pause_modes.get(self.service.kind, "")
+        paused = self.service.kind in state.paused
         self._say(phase="paused" if paused else "syncing", paused=paused)
         return bool(state.stopping)
 

@@ -104,7 +104,7 @@ class WeightUpdates:
         except Alone:
             self._delivered = None
         finally:
-            self._say(paused="")
+            self._say(paused=False)
             self.spent_s += time.monotonic() - began
 
     def _published(self, report: SyncReport | None) -> None:

@@ -34,9 +34,9 @@ async def test_every_second_is_counted_once(
         await wait_until(lambda: shown("loading") > activity.process_age_s() - 1)
         assert shown("idle") == 0.0
         pod._loaded.set()
-        service.say(paused="keep")
+        service.say(paused=True)
         await wait_until(lambda: shown("paused") > 0.1)
-        service.say(paused="")
+        service.say(paused=False)
         await wait_until(lambda: shown("syncing") > 0.0)  # it has no weights yet
         await end_tasks([noting])
         assert sum(map(shown, activity.ACTIVITIES)) == pytest.approx(sum(service.activity.spent().values()), abs=0.5)

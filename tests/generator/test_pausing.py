@@ -93,14 +93,14 @@ async def ask(one: Pod, path: str, **body: str) -> dict[str, object]:
         return answer.json()
 
 
-async def test_keep_freezes_requests_where_they_are(tmp_path: Path, server: RedisServer) -> None:
+async def test_a_pause_freezes_requests_where_they_are(tmp_path: Path, server: RedisServer) -> None:
     async with pod(tmp_path, server) as one:
         store = one.service.store
         fence = await issue(store, 4)
         await wait_until(lambda: one.tokens > 0)
-        answer = await ask(one, "/v1/pause", mode="keep", who="tester", why="lunch")
+        answer = await ask(one, "/v1/pause", who="tester", why="lunch")
         assert answer["waiting_for"] == []
-        assert (answer["mode"], answer["why"]) == ("keep", "tester: lunch")
+        assert (answer["paused"], answer["why"]) == (True, "tester: lunch")
         made, held = one.tokens, set(one.loop.tickets.held)
         await asyncio.sleep(0.5)
         assert (one.tokens, set(one.loop.tickets.held)) == (made, held), "tokens were sampled during a pause"
@@ -135,7 +135,7 @@ async def test_a_pod_that_receives_weights_can_be_paused(tmp_path: Path, server:
         await store.fleet.set_round(
             state.trainer_fence, Round(1, 1, "transfer", {one.service.status.member: 1}, 2, "gloo", "", 0, 1, state.trainer_fence)
         )
-        assert (await ask(one, "/v1/pause", mode="keep", who="tester", why="lunch"))["waiting_for"] == []
+        assert (await ask(one, "/v1/pause", who="tester", why="lunch"))["waiting_for"] == []
         made = one.tokens
         arrived.set()
         await wait_until(lambda: one.engine.version == 1)
@@ -145,58 +145,13 @@ async def test_a_pod_that_receives_weights_can_be_paused(tmp_path: Path, server:
         await wait_until(lambda: one.tokens != made)
 
 
-async def test_drain_lets_requests_finish_and_claims_no_more(tmp_path: Path, server: RedisServer) -> None:
-    async with pod(tmp_path, server) as one:
-        store = one.service.store
-        await issue(store, 12)  # a pod holds at most eight
-        await wait_until(lambda: one.tokens > 0)
-        begun = len(one.loop.tickets.held)
-        answer = await ask(one, "/v1/pause", mode="drain")
-        assert answer["waiting_for"] == []
-        count = await headers(store)
-        assert begun <= count < 12, "running requests were finished, and no more were started"
-        assert (await store.run.audit())["tickets"] == 12 - count
-        assert one.engine.go.is_set()
-        await store.run.resume("generator")
-        await wait_until(lambda: _all(store, 12), 60)
-
-
-async def test_abort_hands_tickets_back_with_their_tokens(tmp_path: Path, server: RedisServer) -> None:
-    async with pod(tmp_path, server) as one:
-        store = one.service.store
-        await issue(store, 4)
-        await wait_until(lambda: one.tokens > 0)
-        answer = await ask(one, "/v1/pause", mode="abort")
-        assert answer["waiting_for"] == []
-        assert not one.loop.tickets.held
-        assert not one.engine.snapshot()
-        found = await store.run.audit()
-        assert found["tickets"] + found["headers"] == 4
-        assert found["ledger:handed_back_tokens"] > 0, "their tokens were handed back, too"
-        assert found.get("ledger:failed", 0) == 0
-        await store.run.resume("generator")
-        await wait_until(lambda: _all(store, 4), 60)
-
-
-async def test_a_pause_may_change_its_mode(tmp_path: Path, server: RedisServer) -> None:
-    async with pod(tmp_path, server) as one:
-        store = one.service.store
-        await issue(store, 4)
-        await wait_until(lambda: one.tokens > 0)
-        for mode in ("keep", "abort", "keep"):
-            assert (await ask(one, "/v1/pause", mode=mode))["waiting_for"] == []
-        assert not one.loop.tickets.held
-        await store.run.resume("generator")
-        await wait_until(lambda: _all(store, 4), 60)
-
-
 async def test_a_pod_started_during_a_pause_stays_paused(tmp_path: Path, server: RedisServer) -> None:
     async with pod(tmp_path, server) as first:
         store = first.service.store
-        await ask(first, "/v1/pause", mode="keep")
+        await ask(first, "/v1/pause")
         await issue(store, 4)
         async with pod(tmp_path, server, "generator-1") as late:
-            await wait_until(lambda: late.service.status.paused == "keep")
+            await wait_until(lambda: late.service.status.paused)
             assert not late.engine.go.is_set()
             async with httpx.AsyncClient(base_url=late.service.status.url) as http:
                 ready = await http.get("/health/ready")

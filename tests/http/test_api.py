@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -24,6 +25,7 @@ from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Store
 from services.store.client import REPLY_TIMEOUT_S
+from services.store.fleet import FleetCalls
 from tests.support.harness import small_config, wait_until
 
 TOKEN = {"Authorization": "Bearer test-token"}
@@ -64,26 +66,29 @@ async def test_mutating_calls_need_the_token(http: httpx.AsyncClient, store: Sto
     assert state.paused == {}
 
 
-async def test_a_wait_ends_when_its_client_leaves(http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    polls = list[float]()
+async def test_a_wait_ends_when_its_client_leaves(
+    http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls, complies = list[float](), service.status
 
-    async def never(*_: object) -> list[str]:
+    async def members(*_: object) -> list[PodStatus]:
         polls.append(time.monotonic())
-        return ["generator-0"]
+        return [complies]
 
-    monkeypatch.setattr("services.operations.control.not_paused", never)
+    monkeypatch.setattr(FleetCalls, "members", members)
     waits = {"params": {"wait_s": 600}, "headers": TOKEN, "timeout": httpx.Timeout(5.0, read=0.3)}
-    for path, body in (("/v1/pause", {"why": "maintenance"}), ("/v1/resume", None)):
+    for path, body, paused in (("/v1/pause", {"why": "maintenance"}, False), ("/v1/resume", None, True)):
+        complies = msgspec.structs.replace(complies, paused=paused)  # never
         with pytest.raises(httpx.ReadTimeout):
             await http.post(path, json=body, **waits)
         await wait_until(lambda: time.monotonic() - polls[-1] > 3 * POLL_S)
-    answer = await http.post("/v1/pause", headers=TOKEN, params={"wait_s": 0.2})
+    answer = await http.post("/v1/resume", headers=TOKEN, params={"wait_s": 0.2})
     assert answer.json()["waiting_for"] == ["generator-0"]
 
 
 async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Store) -> None:
     answer = await http.post("/v1/pause", headers=TOKEN, json={"why": "maintenance"})
-    assert answer.json() == {"role": "generator", "paused": True, "mode": "keep", "why": "REST: maintenance", "waiting_for": []}
+    assert answer.json() == {"role": "generator", "paused": True, "why": "REST: maintenance", "waiting_for": []}
     assert (await http.post("/v1/pause", headers=TOKEN, params={"role": "trainer"})).json()["role"] == "trainer"
     state = await store.run.state()
     assert state is not None
@@ -165,7 +170,7 @@ JSON = {"content-type": "application/json"}
 MISTAKES: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("GET", "/v1/nothing", {}, 404, "Not Found: GET /v1/nothing; /openapi.json lists the endpoints of this service"),
     ("GET", "/v1/pause", {}, 405, "Method Not Allowed: GET /v1/pause; use POST"),
-    ("POST", "/v1/pause", {"json": {"mood": "drain"}}, 422, "body.mood: there is no such field"),
+    ("POST", "/v1/pause", {"json": {"mode": "drain"}}, 422, "body.mode: there is no such field"),
     ("POST", "/v1/fleet/generators", {"json": {"replicas": 1, "count": 2}}, 422, "body.count: there is no such field"),
     ("POST", "/v1/pause", {"params": {"wait": "9"}}, 422, "query.wait: there is no such parameter; those of this call"),
     ("POST", "/v1/fleet/generators", {"json": {"replicas": True}}, 422, "body.replicas: "),

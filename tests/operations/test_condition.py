@@ -14,7 +14,6 @@ from services.store import RunState
 STATE = RunState(4, 16, 3, 40, -1, -1, -1, -1, "dataprep-0", {}, "", "", "data", "config")
 NOW = time.time()
 LUNCH = {"paused": {"trainer": "ada: lunch"}, "paused_since": {"trainer": NOW}}
-DRAIN = {"generator": "drain"}
 FAILING = {"paused": {"dataprep": "grpo: prompts keep failing: 16 in a row"}}
 REMEDY = "; after fixing the cause: grpo replay requeue --all, then grpo resume"
 RESTORING = "restoring the checkpoint of step"
@@ -27,7 +26,6 @@ ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
         ({}, True, None, "running", ""),
         (LUNCH, True, None, "paused", f"trainer by ada: lunch, since {moment(NOW)}"),
         ({"paused": ALL}, True, None, "paused", "all services by ada: lunch"),
-        ({"paused": ALL, "pause_modes": DRAIN}, True, None, "paused", "dataprep, generator (drain), trainer by ada: lunch"),
         (FAILING, True, None, "paused", f"dataprep by grpo: prompts keep failing: 16 in a row{REMEDY}"),
         ({"stopping": "ada: enough"}, True, None, "running", "ending after this step: ada: enough"),
         ({"restore": 20, **LUNCH}, True, None, "running", f"{RESTORING} 20"),

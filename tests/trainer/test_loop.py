@@ -42,7 +42,7 @@ class Steps:
     def __init__(self) -> None:
         self.order, self.recorded = list[str](), list[dict[str, float]]()
         self.state = SimpleNamespace(
-            incarnation=0, prepared_step=4, committed_step=3, stopping="", pause_modes={}, checkpoint=""
+            incarnation=0, prepared_step=4, committed_step=3, stopping="", paused={}, checkpoint=""
         )  # fmt: skip
         self.spent_s = 3.0
 
@@ -105,7 +105,7 @@ def syncing(folder: Path, server: RedisServer, every_steps: int) -> Iterator[tup
             loop.updates.finish()
             loop.updates.close()
         assert world.versions() == {"a": 2}
-        world.portal.call(wait_until(lambda: loop.service.status.paused == ""))  # only between steps can it be paused
+        world.portal.call(wait_until(lambda: not loop.service.status.paused))  # only between steps can it be paused
 
 
 def say(world: World, loop: TrainLoop, **told: object) -> None:
@@ -128,11 +128,11 @@ def test_requests_and_pauses_are_obeyed_without_a_generator(tmp_path: Path, serv
         world.portal.call(world.store.run.request_checkpoint("a test"))
         checkpointed(world)
         world.portal.call(world.store.run.pause("trainer", "a test"))
-        say(world, loop, phase="paused", paused="keep")
+        say(world, loop, phase="paused", paused=True)
         world.portal.call(world.store.run.resume("trainer"))
-        say(world, loop, phase="syncing", paused="")
+        say(world, loop, phase="syncing", paused=False)
         world.portal.call(world.store.run.pause("trainer", "a test"))
-        say(world, loop, phase="paused", paused="keep")
+        say(world, loop, phase="paused", paused=True)
 
 
 def test_a_due_checkpoint_is_written_without_a_generator(tmp_path: Path, server: RedisServer) -> None:

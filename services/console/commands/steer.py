@@ -23,10 +23,10 @@ from services.console.options import Json, RedisUrl, Role, Run, WaitS, Why, Yes,
 from services.console.printable import print_json
 from services.http.asking import Unanswered, ask
 from services.http.credentials import API_TOKEN_ENV, api_tokens
-from services.operations.control import InvalidRequest, Refused, RunControl, modes_of
+from services.operations.control import InvalidRequest, Refused, RunControl
 from services.protocol.errors import NotFound
 from services.store import RunState
-from services.store.records import ROLES, PauseMode
+from services.store.records import ROLES
 from services.store.records import Role as PausedRole
 
 ENTRY_ID = re.compile(r"\d{13,}-\d+")  # it begins with milliseconds since 1970; a run may be named 2024-11
@@ -34,24 +34,17 @@ REMEDY = "; to continue it, raise run.steps and start it again"
 
 
 async def pause(
-    run: Run = "",
-    redis_url: RedisUrl = "",
-    role: Role = "all",
-    mode: Annotated[PauseMode, typer.Option(help="What generators do with requests in flight.")] = "keep",
-    why: Why = "",
-    wait: WaitS = 0.0,
-    as_json: Json = False,
+    run: Run = "", redis_url: RedisUrl = "", role: Role = "all", why: Why = "", wait: WaitS = 0.0, as_json: Json = False
 ) -> int:
     """Pause services of a run until they are resumed.
 
-    Pods that start later are paused too. Generators freeze their requests in flight (keep), finish them (drain), or abort them
-    and hand back their tickets with the tokens generated so far (abort). Dataprep and the trainer pause between two steps. With
-    --wait, exit code 1: some pods did not pause in time.
+    Pods that start later are paused too. Generators freeze their requests in flight; dataprep and the trainer pause between two
+    steps. With --wait, exit code 1: some pods did not pause in time.
     """
-    roles = _roles_of(role, mode)
+    roles = _roles_of(role)
     async with _controlled(run, redis_url) as found:
         found.refuse_finished(REMEDY)
-        left = await found.control.pause(roles, mode, why or "grpo pause", who(), found.patience_s(wait))
+        left = await found.control.pause(roles, why or "grpo pause", who(), found.patience_s(wait))
     return found.conclude(f"{', '.join(roles)} paused", left, wait, as_json)
 
 
@@ -273,15 +266,11 @@ def _token(attached: Attached) -> str:
     return api_tokens(attached.config).operate
 
 
-def _roles_of(role: str, mode: PauseMode = "keep") -> tuple[PausedRole, ...]:
-    """Return the roles that `--role` selects. Raise `ConsoleError` for an unknown role, or one without that mode."""
+def _roles_of(role: str) -> tuple[PausedRole, ...]:
+    """Return the roles that `--role` selects. Raise `ConsoleError` for an unknown role."""
     chosen: tuple[PausedRole, ...] = ROLES if role == "all" else tuple(known for known in ROLES if known == role)
     if not chosen:
         raise ConsoleError(f"--role {role} is not one of all, {', '.join(ROLES)}", EXIT_CONFIG)
-    try:
-        modes_of(chosen, mode)
-    except InvalidRequest as error:
-        raise ConsoleError(f"--mode {mode}: {error}", EXIT_CONFIG) from None
     return chosen
 
 

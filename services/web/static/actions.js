@@ -5,7 +5,6 @@ import { html } from "./vendor/htm-preact.js";
 import { useStore } from "./state.js";
 
 const ROLES = ["generator", "dataprep", "trainer"];
-const MODES = [["keep", "keep: freeze them"], ["drain", "drain: finish them"], ["abort", "abort: hand them back"]];
 const WHY = { name: "why", label: "Reason", help: "Recorded with the run and visible to others.", most: 200 };
 const because = (why) => ({ who: "web console", why });
 
@@ -17,13 +16,12 @@ export const pause = () =>
     text: "No work is lost. Pods that start while the run is paused are paused too.",
     fields: [
       { name: "role", label: "Services", value: "all", options: [["all", "all roles"], ...ROLES.map((role) => [role, role])] },
-      { name: "mode", label: "Requests in flight on generators", value: "keep", options: MODES },
       WHY,
     ],
     submit: "Pause",
-    run: async ({ role, mode, why }) => {
+    run: async ({ role, why }) => {
       const roles = role === "all" ? ROLES : [role];
-      for (const each of roles) await act(`v1/pause?role=${each}`, { ...because(why), mode: each === "generator" ? mode : "keep" });
+      for (const each of roles) await act(`v1/pause?role=${each}`, because(why));
       return `Paused: ${named(roles)}.`;
     },
   });

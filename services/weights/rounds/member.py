@@ -258,7 +258,7 @@ class WeightFollower:
             working.cancel()
 
     async def _obey_operator(self) -> None:
-        wanted = self.service.view.pause_mode == "keep"
+        wanted = self.service.view.paused
         if wanted == self.frozen:
             return
         if wanted:

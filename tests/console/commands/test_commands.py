@@ -48,7 +48,7 @@ def test_help_without_arguments_names_the_exit_codes(capsys: pytest.CaptureFixtu
         (["rum"], "No such command 'rum'"),
         (["run", "--fast"], "No such option: --fast"),
         (["run", "{file}", "--run.steps", "5"], "--run.steps; write run.steps=VALUE, without dashes, to override a key"),
-        (["pause", "--mode", "soft"], "'--mode': 'soft' is not one of"),
+        (["inspect", "buffer", "--sort", "age"], "'--sort': 'age' is not one of"),
         (["config"], "missing configuration file: give one, or --explain"),
         (["status", "nobody"], "no run 'nobody' found"),
         (["status", "--redis-url", "redis://127.0.0.1:1/0"], "--redis-url needs a run name"),
@@ -245,9 +245,8 @@ def test_commands_work_on_a_stopped_run(
     assert "generator paused" in " ".join(text.split()), errors
     state = json.loads(grpo(capsys, "status", folder.path, "--json")[1])["state"]
     assert state["paused"] == {"generator": f"{getpass.getuser()}: maintenance"}
-    assert grpo(capsys, "pause", "small", "--role", "trainer", "--mode", "abort")[0] == 2
-    assert "applies this when it resumes" in grpo(capsys, "pause", "small", "--mode", "drain")[1]
-    assert f"stopped: it starts paused: dataprep, generator (drain), trainer by {getpass.getuser()}" in " ".join(
+    assert "applies this when it resumes" in grpo(capsys, "pause", "small")[1]
+    assert f"stopped: it starts paused: all services by {getpass.getuser()}" in " ".join(
         grpo(capsys, "status", "small")[1].split()
     )
     assert grpo(capsys, "resume", "small", "--why", "done")[0] == 0

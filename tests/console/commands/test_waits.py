@@ -65,7 +65,7 @@ def test_all_roles_are_asked_before_any_is_waited_for(
     served: tuple[Portal, Store, list[str]], capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     portal, store, run = served
-    before, after, asked = ("", "keep", set(ROLES)) if verb == "pause" else ("keep", "", set[str]())
+    before, after, asked = (False, True, set(ROLES)) if verb == "pause" else (True, False, set[str]())
 
     async def prepare() -> None:
         if verb == "resume":
@@ -73,7 +73,7 @@ def test_all_roles_are_asked_before_any_is_waited_for(
                 await store.run.pause(role, "ada")
         await beat(before)
 
-    async def beat(paused: str) -> None:
+    async def beat(paused: bool) -> None:
         (pod,) = await store.fleet.members(600.0)
         await store.fleet.beat(msgspec.structs.replace(pod, paused=paused), 600.0)
 

@@ -16,7 +16,6 @@ from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
 from services.http.entry import open_service
 from services.runtime.service import Service
-from services.store.records import PauseMode
 from services.verifiers.base import Job
 from services.verifiers.scoring import Scoring
 from tests.support.harness import PlainTokenizer, buried, small_config, ticket, wait_until
@@ -146,25 +145,19 @@ async def test_a_drain_hands_back_held_tickets_with_their_tokens(
         assert held.engine.gauges().tokens == sampled, "no token was sampled twice"
 
 
-@pytest.mark.parametrize("mode", ["drain", "abort"])
-async def test_a_pause_works_while_the_service_is_down(
-    tmp_path: Path, server: RedisServer, service: FlakyServer, mode: PauseMode
-) -> None:
+async def test_a_pause_works_while_the_service_is_down(tmp_path: Path, server: RedisServer, service: FlakyServer) -> None:
     service.kill()
     async with pod(tmp_path, server, service) as held:
-        held.service.add_loop("pause", lambda task: held.loop.follow_pause(task, lambda: False))
+        held.service.add_loop("pause", lambda task: held.loop.follow_pause(task, lambda: True))
         running = asyncio.create_task(held.service.run(held.loop.work))
-        await wait_until(lambda: held.scoring.waiting)
-        await held.service.store.run.pause("generator", "a test", mode)
-        await wait_until(lambda: held.service.view.paused)
-        if mode == "abort":  # held tickets are handed back at once
-            await wait_until(lambda: held.service.status.paused == mode)
-            assert not held.loop.tickets.held
-        else:  # held tickets are finished first
-            assert held.loop.tickets.held
-            assert held.service.status.paused == ""
+        await wait_until(lambda: held.scoring.waiting and held.loop.generating == 0)
+        await held.service.store.run.pause("generator", "a test")
+        await wait_until(lambda: held.service.status.paused)
+        count = len(held.loop.tickets.held)
+        assert count
         await asyncio.to_thread(service.start)
-        await wait_until(lambda: held.service.status.paused == mode)
+        await wait_until(lambda: not held.loop.tickets.held)
+        assert await held.scored(count), "what is generated is scored and submitted during a pause"
         await held.service.store.run.resume("generator")
         await wait_until(lambda: held.scored(GROUPS))
         held.service.stop()
