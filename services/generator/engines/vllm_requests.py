@@ -45,6 +45,7 @@ def _parameters(sampling: SamplingParameters, stop_tokens: tuple[int, ...]) -> S
         logprobs=0,  # only of the sampled token
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # a stop string may be or contain one
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # vLLM's deep copy would be a fifth of this process' time for a short completion
     )
