@@ -35,11 +35,19 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_path(path: str) -> None:
-    """Refuse a `model.path` that is neither a folder nor shaped like a hub name."""
+    """Refuse a `model.path` that is neither a model's folder nor shaped like a hub name."""
     if not Path(path).is_dir() and (HUB_NAME.fullmatch(path) is None or Path(path).exists()):
         raise ConfigError(
             f"model.path = {path!r} is not a folder (at {Path(path).absolute()}), and cannot be the name of a model on the"
             " hub, which is owner/name: correct the path"
+        )
+    adapter = Path(path) / "adapter_config.json"
+    if adapter.is_file() and not (Path(path) / "config.json").is_file():
+        base = _read(adapter).get("base_model_name_or_path") or "its base model"
+        raise ConfigError(
+            f"model.path = {path!r} is an adapter for {base}, not a whole model: merge them with peft "
+            "(AutoPeftModelForCausalLM.from_pretrained(PATH).merge_and_unload().save_pretrained(MERGED)), save the tokenizer "
+            "there, too, and set model.path to that folder"
         )
 
 

@@ -86,3 +86,12 @@ def test_a_missing_path_is_not_taken_for_a_hub_name(path: str) -> None:
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen3-0.6B"])
 def test_a_hub_name_is_accepted(path: str) -> None:
     check_path(path)  # raises otherwise
+
+
+def test_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"is an adapter for Qwen/Qwen3-0\.6B, not a whole model: merge them with peft"):
+        check_path(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_path(str(tmp_path))

@@ -149,6 +149,7 @@ def _fits(config: RunConfig, given: str, folder: Path) -> Iterator[Finding]:
     if context is not None and config.model.max_tokens > context:
         detail = f"model.max_tokens = {config.model.max_tokens} exceeds the model's context of {context} tokens"
         yield fault("model", detail, f"lower it to {context}, or remove it")
+    yield from _adapted(config, weights_of(folder))
     if not (folder / "tokenizer.json").is_file():
         return
     from services.dataprep.prompts.tokenizer import PromptTokenizer
@@ -157,6 +158,17 @@ def _fits(config: RunConfig, given: str, folder: Path) -> Iterator[Finding]:
         PromptTokenizer(folder, config.data)
     except ConfigError as error:
         yield told("tokenizer", with_model_path(error, config))
+
+
+def _adapted(config: RunConfig, weights: Weights | str) -> Iterator[Finding]:
+    """Find targets of adapters that are no matrix of the model's numbered blocks, where its linear layers are."""
+    if isinstance(weights, str) or not weights.shapes:
+        return
+    matrices = [name.split(".") for name, shape in weights.shapes.items() if name.endswith(".weight") and len(shape) == 2]
+    layers = {parts[-2] for parts in matrices if any(map(str.isdigit, parts))}
+    if layers and (unknown := sorted(set(config.lora.targets) - layers)):
+        detail = f"lora.targets names {unknown}, which model.path = {config.model.path!r} lacks"
+        yield fault("model", detail, f"choose among its linear layers {sorted(layers)}")
 
 
 def with_model_path(error: Exception, config: RunConfig) -> ConfigError:

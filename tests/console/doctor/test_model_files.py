@@ -85,3 +85,17 @@ def test_without_access_to_the_hub_a_missing_model_is_a_fault(said: str, tmp_pat
     monkeypatch.setenv("HF_HUB_OFFLINE", said)
     [found] = model(small_config(tmp_path, None, "model.path=some/model"))
     assert (found.state, f"HF_HUB_OFFLINE={said} prevents" in found.detail) == ("fault", True)
+
+
+def test_targets_of_adapters_are_compared_with_the_layers(tmp_path: Path) -> None:
+    folder = sparse_model(tmp_path / "big")
+    given = f'model.path="{folder}"', "lora.rank=4"
+    wrong = [
+        one for one in model(small_config(tmp_path, None, *given, 'lora.targets=["query_key_value", "o_proj"]')) if one.detail
+    ]
+    assert [f"{one.detail}: {one.remedy}" for one in wrong if "lora.targets" in one.detail] == [
+        f"lora.targets names ['query_key_value'], which model.path = '{folder}' lacks: "
+        "choose among its linear layers ['o_proj', 'q_proj']"
+    ]
+    right = model(small_config(tmp_path, None, *given, 'lora.targets=["o_proj"]'))
+    assert not [one for one in right if "lora.targets" in one.detail]
