@@ -1,18 +1,20 @@
 """Chat templates of models, rendered by jinja2.
 
-Guarantees: a template renders as it does in transformers; it runs sandboxed and has no clock, so that a prompt is the same on any
-day (templates that print a date have a variable to set it with, see `data.chat_template_options`).
+Guarantees: a template renders as it does in transformers, except that it runs sandboxed and its clock, `strftime_now`, stands
+still, so that a prompt is the same on any day: at `data.chat_template_options.date`, or else at `DATE`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
@@ -23,6 +25,11 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 DEFAULT = "default"  # name of the template that is used unless another is named
+DATE = "2026-01-01"
+"""The date that templates print unless a run sets another. It never changes, since it would change every prompt."""
+CLOCK = "strftime_now"
+SUPPLIED = {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS}
+"""Names that a template reads without an option."""
 FOLDER = "additional_chat_templates"  # where transformers keeps those with other names
 
 
@@ -46,11 +53,14 @@ class ChatTemplate:
         self.source = given if is_template(given) else _named(folder, config, given)
         tokens = _json(folder / "special_tokens_map.json") | config
         special = {name: _token_text(tokens[name]) for name in SPECIAL_TOKENS if tokens.get(name)}
+        environment = _environment(options.get("date", DATE))
         try:
-            self._template = _environment().from_string(self.source)
+            read = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
+            self._template = environment.from_string(self.source)
         except jinja2.TemplateError as error:
             which = "data.chat_template" if given else f"model.path: the chat template in {folder}"
             raise DataError(f"{which} is invalid: {error}") from None
+        _check_options(options, read | {"date"} if CLOCK in self.source else read)
         self._variables: dict[str, Any] = {**special, "add_generation_prompt": True, "tools": None, "documents": None, **options}
 
     def render(
@@ -115,13 +125,27 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _check_options(options: Mapping[str, Any], read: set[str]) -> None:
+    """Refuse options that the template does not read."""
+    if unread := sorted(set(options) - read):
+        names = ", ".join(sorted(read - SUPPLIED)) or "none"
+        raise DataError(
+            f"data.chat_template_options.{unread[0]} = {options[unread[0]]!r} has no effect: the chat template does not read it. "
+            f"It reads these options: {names}"
+        )
+
+
+def _environment(date: object) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """Return an environment with the settings and helpers of transformers, for which templates are written."""
+    try:
+        now = datetime.strptime(str(date), "%Y-%m-%d")
+    except ValueError:
+        raise DataError(f"data.chat_template_options.date = {date!r} is not a date: write it as {DATE}") from None
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
     cast("Any", environment).filters["tojson"] = _tojson
-    cast("Any", environment).globals["raise_exception"] = _raise
+    cast("Any", environment).globals.update({"raise_exception": _raise, CLOCK: now.strftime})
     return environment
 
 

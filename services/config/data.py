@@ -106,7 +106,8 @@ class Data(Section):
     that ends with `.jinja`, relative to the configuration file, or the template itself: its text becomes part of the run's
     configuration. `false`: none; the user message is tokenised as it is."""
     chat_template_options: dict[str, Any] = {}
-    """Further variables for the chat template, e.g. `enable_thinking = false`."""
+    """Further variables that the chat template reads, e.g. `enable_thinking = false`. In templates that print today's date
+    (`strftime_now`), it is always 2026-01-01, or the `date` that is set here."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Maximum length of a prompt in tokens. Prompts are never truncated. Unset: what `model.max_tokens`
     leaves, at most this default."""

@@ -25,7 +25,7 @@ from services.config import RunConfig
 from services.config.data import Data, Source
 from services.dataprep.prompts.order import SourceSpan
 from services.dataprep.prompts.rows import Needs, PromptRow, read_rows
-from services.dataprep.prompts.tokenizer import PromptTokenizer, messages_of
+from services.dataprep.prompts.tokenizer import PLACEHOLDER, PromptTokenizer, messages_of
 from services.dataprep.prompts.tools import tools_of
 from services.protocol.messages import Row
 
@@ -70,6 +70,11 @@ class PromptSource:
                 self.remarks.append(
                     Remark(source.name, f"prompts skipped: {skipped}", "raise data.max_prompt_tokens to keep them")
                 )
+            unused = ["data.system_prompt"] * bool(config.data.system_prompt)
+            unused += ["data.user_template"] * (config.data.user_template != PLACEHOLDER)
+            if unused and not columns.has_texts:
+                what = f"{' and '.join(unused)} without effect: every prompt is a list of messages"
+                self.remarks.append(Remark(source.name, what, "write it into the messages, or remove it"))
             spans.append(SourceSpan(source.name, source.weight, first, len(columns.token_ends) - first))
         self.spans = tuple(spans)
         """The rows of each source."""
@@ -114,13 +119,15 @@ class _Columns:
     def __init__(self) -> None:
         self.tokens, self.token_ends = array("i"), array("q")
         self.answers, self.rows = _TextBuilder(), _TextBuilder()
+        self.has_texts = False
+        """Whether a prompt of the last source is a text, and not a list of messages."""
 
     def read(
         self, source: Source, tokenizer: PromptTokenizer, data: Data, needs: Needs, tools: Sequence[Mapping[str, Any]]
     ) -> str:
         """Add all rows of a source, whose prompts show `tools`. Return those that were left out because they are too long."""
         first, too_long = len(self.token_ends), _TooLong(data.max_prompt_tokens)
-        rows = read_rows(source, needs)
+        rows, self.has_texts = read_rows(source, needs), False
         while chunk := list(islice(rows, CHUNK_ROWS)):
             for row, ids in zip(chunk, tokenizer.encode(chunk, tools), strict=True):
                 if not ids:
@@ -131,6 +138,7 @@ class _Columns:
                 self.tokens.extend(ids)
                 self.token_ends.append(len(self.tokens))
                 self.answers.add(row.answer)
+                self.has_texts |= isinstance(row.prompt, str)
                 self.rows.add(row_text(row, data))
         if too_long.count and data.long_prompts == "error":
             raise DataError(too_long.fault())

@@ -133,6 +133,38 @@ def test_messages_are_rendered_unchanged(model: Path, tmp_path: Path):
     text = '<s><|user|>a{"think": true}<|assistant|>b{"think": true}<|user|>c{"think": true}<|assistant|>'
     assert _decode(model, ids) == text
     assert answer == "4"
+    (remark,) = source.remarks
+    assert remark.what == "data.system_prompt without effect: every prompt is a list of messages"
+    path = _write(tmp_path, {"prompt": messages, "answer": 4}, {"prompt": "d", "answer": 4})
+    assert PromptSource(_config(model, path, system_prompt="used")).remarks == []
+
+
+CLOCK = """{%- set today = date_string if date_string is defined else strftime_now("%d %B %Y") -%}
+Today is {{ today }}.{% for message in messages %}<|user|>{{ message.content }}{% endfor %}"""
+
+
+def test_the_clock_of_a_template_stands_still(model: Path, tmp_path: Path):
+    path = _write(tmp_path, {"prompt": "Hi", "answer": "4"})
+
+    def text(**options: Any) -> str:
+        config = _config(model, path, chat_template=CLOCK, chat_template_options=options)
+        return _decode(model, PromptSource(config).prompt(0)[0])
+
+    assert text() == "Today is 01 January 2026.<|user|>Hi"
+    assert text(date="2026-11-28") == "Today is 28 November 2026.<|user|>Hi"
+    assert text(date_string="1 May 2030") == "Today is 1 May 2030.<|user|>Hi"
+    with pytest.raises(DataError, match=r"chat_template_options\.date = '28\.11\.' is not a date: write it as 2026-01-01"):
+        text(date="28.11.")
+
+
+def test_an_option_that_the_template_does_not_read_is_refused(model: Path, tmp_path: Path):
+    path = _write(tmp_path, {"prompt": "Hi", "answer": "4"})
+    with pytest.raises(DataError, match=r"options\.thinkng = True has no effect: .* It reads these options: said, think$"):
+        PromptSource(_config(model, path, chat_template_options={"thinkng": True}))
+    with pytest.raises(DataError, match=r"options\.date = '2026-11-28' has no effect"):
+        PromptSource(_config(model, path, chat_template_options={"date": "2026-11-28"}))
+    with pytest.raises(DataError, match=r"It reads these options: date, date_string$"):
+        PromptSource(_config(model, path, chat_template=CLOCK, chat_template_options={"today": "1 May"}))
 
 
 def test_without_a_template_the_text_is_unchanged(model: Path, tmp_path: Path):
