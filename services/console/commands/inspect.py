@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from services.console.commands.attach import Attached, attach, existing
 from services.console.commands.from_folder import folder_instead
 from services.console.commands.steer import run_and_ids
-from services.console.display import answers
+from services.console.display.answers import answer, audit_table
 from services.console.display.text import show
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.options import Json, Limit, Offset, RedisUrl, Reverse, Run
 from services.console.printable import print_json
+from services.operations.inspection.answer import Answer
 from services.operations.inspection.buffer import inspect_buffer
 from services.operations.inspection.deadletters import inspect_dead_letter, inspect_dead_letters
 from services.operations.inspection.group import inspect_group
@@ -34,15 +34,13 @@ async def audit(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) 
 
     The run may be running, stopped or finished. Exit code 1: a ticket was lost or duplicated, or slots leaked.
     """
-    found = await _counted(run, redis_url)
-    _answer(found.as_dict(), answers.audit_table(found), as_json)
-    return EXIT_OK if found.ok else EXIT_FAILED
+    return EXIT_OK if (await _account(run, redis_url, as_json)).ok else EXIT_FAILED
 
 
 async def ledger(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
     """Show where all tickets are and how they ended, counted at one instant. `grpo audit` also checks the counts."""
-    found = await _counted(run, redis_url)
-    return _answer(found.as_dict(), answers.audit_table(found), as_json)
+    await _account(run, redis_url, as_json)
+    return EXIT_OK
 
 
 async def buffer(
@@ -57,7 +55,7 @@ async def buffer(
     """Show the replay table: how full it is, how it is sampled, and its groups."""
     async with _looking(run, redis_url) as attached:
         found = await inspect_buffer(attached.store, sort, offset, limit, reverse)
-    return _answer(found, answers.buffer_table(found), as_json)
+    return _answer(found, as_json)
 
 
 async def group(
@@ -73,7 +71,7 @@ async def group(
         config = attached.config
         reader = TextReader(config.model.path if config else None)
         found = await inspect_group(attached.store, ticket, reader, config.advantage.kind if config else None, offset, limit)
-    return _answer(found, answers.group_tables(found), as_json)
+    return _answer(found, as_json)
 
 
 async def step(
@@ -88,14 +86,14 @@ async def step(
     async with _looking(run, redis_url) as attached:
         row_tokens = attached.config.trainer.row_tokens if attached.config else None
         found = await inspect_step(attached.store, number, row_tokens, offset, limit)
-    return _answer(found, answers.step_tables(found), as_json)
+    return _answer(found, as_json)
 
 
 async def sync(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
     """Show weight sync: the last round, what the trainer sent, and each generator's version and pauses."""
     async with _looking(run, redis_url) as attached:
         found = await inspect_sync(attached.store, attached.ttl_s)
-    return _answer(found, answers.sync_table(found), as_json)
+    return _answer(found, as_json)
 
 
 async def deadletter(
@@ -105,7 +103,7 @@ async def deadletter(
     ] = None,
     redis_url: RedisUrl = "",
     limit: Limit = 20,
-    before: Annotated[str, typer.Option(metavar="ID", help="List those older than this one.")] = "",
+    before: Annotated[str, typer.Option(metavar="ID", help="List those older than this one, the `next` of a list.")] = "",
     as_json: Json = False,
 ) -> int:
     """List the tickets that failed permanently, and why."""
@@ -114,11 +112,11 @@ async def deadletter(
         letters = [await inspect_dead_letter(attached.store, id) for id in ids]
         listed = None if ids else await inspect_dead_letters(attached.store, limit, before)
     if listed is not None:
-        return _answer(listed, answers.dead_letters_table(listed), as_json)
+        return _answer(listed, as_json)
     if as_json:
         print_json(letters[0] if len(letters) == 1 else letters)
     else:
-        show(*map(answers.dead_letter_table, letters))
+        show(*map(answer, letters))
     return EXIT_OK
 
 
@@ -133,23 +131,27 @@ async def _looking(run: str, redis_url: str) -> AsyncIterator[Attached]:
             raise ConsoleError(f"run {attached.name}: {error}", EXIT_CONFIG) from None
 
 
-async def _counted(run: str, redis_url: str) -> AuditReport:
-    """Audit a run; for a finished run without its Redis, return its final audit. Raises `ConsoleError`."""
+async def _account(run: str, redis_url: str, as_json: bool) -> AuditReport:
+    """Audit a run and print the result; for a finished run without its Redis, its final audit. Raises `ConsoleError`."""
     try:
         async with attach(run, redis_url) as attached:
             await existing(attached)
-            return await audited(attached.store)
+            found = await audited(attached.store)
     except ConsoleError as error:
         found = audit_of_end(folder_instead(run, redis_url, error).path)
         if found is None:
             raise error from None
-        return found
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        show(audit_table(found))
+    return found
 
 
-def _answer(found: Any, shown: RenderableType, as_json: bool) -> int:
+def _answer(found: Answer, as_json: bool) -> int:
     """Print an answer as JSON or for people."""
     if as_json:
         print_json(found)
     else:
-        show(shown)
+        show(answer(found))
     return EXIT_OK

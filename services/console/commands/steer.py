@@ -16,7 +16,7 @@ import typer
 
 from services.config.root import Api
 from services.console.commands.attach import Attached, attach, existing
-from services.console.display.answers import requeue_table
+from services.console.display.answers import answer as shown
 from services.console.display.text import show
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.options import Json, RedisUrl, Role, Run, WaitS, Why, Yes, confirm, who
@@ -195,7 +195,8 @@ async def requeue(
     if as_json:
         print_json(answer)
     else:
-        show(requeue_table(answer))
+        if answer.requeued or answer.refused:
+            show(shown(answer))
         print(f"{found.prefix}{len(answer.requeued)} requeued, {len(answer.refused)} refused{found.later}")
     return EXIT_FAILED if answer.refused and not answer.requeued else EXIT_OK
 

@@ -1,9 +1,14 @@
-"""Formats the answers of `grpo inspect` for a terminal. Untrusted text is made printable and is never treated as markup."""
+"""Shows the answers of `grpo inspect` on a terminal: their fields by name, their lists as tables, and conversations as text.
+
+Guarantees: untrusted text is made printable and is never treated as markup; a field without a value is left out.
+"""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, TypeGuard, cast
 
 import msgspec
 from rich.console import Group as Stacked
@@ -13,288 +18,141 @@ from rich.text import Text
 
 from services.algorithm.histograms import separated
 from services.console.display.text import cell, facts, table
-from services.console.printable import printable
 from services.operations.figures import NOTHING, duration
-from services.operations.inspection.buffer import Buffer, BufferGroup
+from services.operations.inspection.answer import Answer
 from services.operations.inspection.completions import Completion, CompletionSegment
-from services.operations.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
-from services.operations.inspection.group import Group
 from services.operations.inspection.ledger import OUTCOMES, PLACES, AuditReport
 from services.operations.inspection.parts import CompletionPart
-from services.operations.inspection.step import Plan, Spread, Step
-from services.operations.inspection.sync import SyncAnswer, SyncMember
 from services.operations.inspection.text import Passage
 
 ROUNDING = 1e-12  # smaller numbers are rounding errors and are shown as 0
-SHORTEST_WAIT_S = 0.05  # a shorter wait for an environment would be shown as 0.0 s
-HEX_SHOWN = 512  # digits of a body that cannot be decoded; --json shows all
+SHOWN = 1024  # characters of a value, such as the body of a dead letter that cannot be decoded; --json shows all
+ALWAYS = ("index", "reward", "advantage")  # figures of a completion that are shown even if they are 0
+HIDDEN = ("stats", "note")  # metrics of a plan, of which there are dozens, and what is shown below a completion
 
 
-def buffer_table(found: Buffer) -> RenderableType:
-    """Return the table's figures, and one row per group."""
-    by = "" if found.sort == "order" else f", by {found.sort}"
-    known = [
-        ("groups", f"{found.size:,} of {found.capacity:,}"),
-        ("sampler, remover", f"{found.sampler}, {found.remover}"),
-        ("uses", f"{_histogram(found.uses)}  (max_uses {found.max_uses or 'unbounded'})"),
-        ("total", f"{found.inserted:,} inserted, {found.drawn:,} sampled"),
-        ("next step", str(found.next_step)),
-    ]
-    if found.weight_sum is not None:
-        known.insert(2, ("sum of weights", _number(found.weight_sum)))
-    weighted = found.weight_sum is not None
-    numbers = ("issued", "versions", "lag", "uses", *(["weight", "p"] if weighted else []), "reward", "length")
-    groups = table("group", *numbers, "source", "generator", right=numbers)
-    for row in found.groups:
-        weights = [_number(row.weight), _share(row.probability)] if weighted else []
-        groups.add_row(cell(row.group), *_of_group(row, weights))
-    shown = f"groups {found.offset:,} to {found.offset + len(found.groups) - 1:,}" if found.groups else "no groups"
-    order = f"{shown}{by}{', highest first' if found.reverse else ''}"
-    return Stacked(facts(known), Text(), Text(order, "bold"), groups)
+def answer(found: Answer) -> RenderableType:
+    """Return the fields of an answer that have a value, one a line, and below them its texts and its lists."""
+    lines, below = list[tuple[str, Text]](), list[RenderableType]()
+    for name, value in _fields(found):
+        if isinstance(value, Passage):
+            below += [Text(), *_passage(f"{name}, {_value(value.tokens)} tokens", value)]
+        elif _are_answers(value):
+            completions = [value for value in value if isinstance(value, Completion)]
+            below += [line for each in completions for line in _completion(each)] or [Text(), Text(name, "bold"), _rows(value)]
+        elif isinstance(value, dict) and all(isinstance(key, str) for key in cast("dict[Any, Any]", value)):
+            below += [Text(), Text(name, "bold"), _mapping(cast("dict[str, Any]", value))]
+        elif isinstance(value, Answer) and any(_are_answers(each) for _, each in _fields(value)):
+            below += [Text(), answer(value)]
+        else:
+            lines.append((name, cell(_value(value))))
+    return Stacked(facts(lines), *below)
 
 
-def _of_group(row: BufferGroup, weights: Sequence[str]) -> Iterable[str | Text]:
-    if not row.readable:
-        return (NOTHING, NOTHING, NOTHING, str(row.uses), *weights, Text("unreadable header", "red"))
-    return (
-        str(row.seq),
-        _range(row.oldest, row.newest),
-        _or_dash(row.lag),
-        str(row.uses),
-        *weights,
-        f"{_number(row.reward_mean)} ± {_number(row.reward_std)}",
-        f"{row.length_min}/{row.length_mean:.1f}/{row.length_max}",
-        cell(row.source),
-        cell(row.generator),
-    )
+def _fields(found: Answer) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that have a value, by their names in words."""
+    for field in fields(found):  # type: ignore[arg-type]  # every answer is a dataclass
+        value = getattr(found, field.name)
+        if value not in (None, "", [], {}) and field.name not in HIDDEN:
+            yield field.name.replace("_", " "), value
 
 
-def group_tables(found: Group) -> RenderableType:
-    """Return where a group is, its prompt, and each completion below a line with its figures."""
-    known: list[tuple[str, str | Text]] = [("place", cell(found.where))]
-    if found.holder:
-        held = f"claim {found.holder.fence}, lease renewed {duration(found.holder.idle_s)} ago"
-        known.append(("claimed by", cell(f"{found.holder.consumer} ({held})")))
-    if found.attempts or found.expiries:
-        known.append(("so far", f"{found.attempts} failures, {found.expiries} expired leases"))
-    if found.ended_at:
-        known.append(("ended", f"{found.outcome}, {_when(found.ended_at)}"))
-    if found.steps:
-        known.append(("steps", ", ".join(f"{s.step} ({'committed' if s.committed else 'prepared'})" for s in found.steps)))
-    if found.seq is not None:
-        known.append(("issued", str(found.seq)))
-    if found.uses is not None:
-        known.append(("uses", str(found.uses)))
-    if found.weight is not None:
-        chance = "" if found.probability is None else f"  (p {_share(found.probability)})"
-        known.append(("weight", _number(found.weight) + chance))
-    if found.source is not None:
-        known.append(("source", cell(found.source)))
-    if found.generator is not None:
-        known.append(
-            ("generated by", cell(f"{found.generator} in {_number(found.generate_s)} s, scored in {_number(found.score_s)} s"))
-        )
-    if found.answer is not None:
-        known.append(("answer", cell(found.answer)))
-    parts: list[RenderableType] = [facts([("group", found.group), *known])]
-    if found.prompt:
-        parts += [Text(), *_passage(f"prompt, {found.prompt.tokens} tokens", found.prompt)]
-    for completion in found.completions:
-        parts += _completion(completion)
-        for verifier, said in (completion.note or {}).items():
-            parts.append(cell(f"{verifier}: {msgspec.json.encode(said).decode()}", "dim"))
-    last = found.offset + len(found.completions)
-    if found.completions and (found.offset or last < found.size):
-        parts.append(Text(f"completions {found.offset} to {last - 1} of {found.size}", "dim"))
-    return Stacked(*parts, *(cell(f"note: {note}", "yellow") for note in found.notes))
+def _are_answers(value: object) -> TypeGuard[list[Answer]]:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Answer)
+
+
+def _rows(found: Sequence[Answer]) -> Table:
+    """Return answers of one type as a table, without the columns in which all have the default or no value."""
+    columns: dict[str, list[Any]] = {}
+    for field in fields(found[0]):  # type: ignore[arg-type]
+        values = [getattr(each, field.name) for each in found]
+        without = {None, "" if field.default is MISSING else field.default}
+        if not all(isinstance(value, str | bool | None) and value in without for value in values):
+            columns[field.name.replace("_", "\n")] = values
+    numbers = [name for name, values in columns.items() if not any(isinstance(value, str | bool) for value in values)]
+    drawn = table(*columns, right=numbers)
+    for row in zip(*columns.values(), strict=True):
+        drawn.add_row(*(cell(NOTHING if value is None else _value(value)) for value in row))
+    return drawn
+
+
+def _mapping(found: Mapping[str, Any]) -> Table:
+    """Return names with their values; of a step's metrics, without the histograms."""
+    return facts([(name, cell(_value(value))) for name, value in sorted(separated(found)[0].items())])
 
 
 def _completion(found: Completion) -> Iterator[RenderableType]:
-    """Format a completion with its tokens below: a conversation turn by turn, in segments if it has several."""
+    """Show a completion with its tokens below: a conversation turn by turn, in segments if it has several."""
+    yield Text()
     alone = found.segments[0] if len(found.segments) == 1 else None
-    line = f"{_line(found)}  versions {_versions(alone) if alone else _range(found.oldest, found.newest)}"
-    if alone and alone.context is None and (alone.parts is None or len(alone.parts) == 1):
-        yield from _passage(line, alone.parts[0].passage if alone.parts else None)
-        return
-    yield cell(line)
-    for number, segment in enumerate(found.segments):
-        name = f"{found.index}" if alone else f"{found.index}, segment {number}"
-        if segment.context is not None:
-            yield from _passage(f"{name}: context, {segment.context.tokens} tokens", segment.context)
+    yield cell(f"completion {_words(found)}{f', {_versions(alone)}' if alone else ''}", "bold")
+    for segment in found.segments:
         if not alone:
-            tools = f", {segment.tool_tokens} from tools" if segment.tool_tokens else ""
-            yield cell(f"{name}: {_or_dash(segment.length)} tokens{tools}  versions {_versions(segment)}")
-        yield from _parts(segment.parts or [])
+            yield cell(f"segment {_words(segment)}, {_versions(segment)}")
+        if segment.context is not None:
+            yield from _passage(f"context, {segment.context.tokens} tokens", segment.context)
+        for part in segment.parts or []:
+            yield from _part(part, len(segment.parts or []) == 1)
+    for verifier, said in (found.note or {}).items():
+        yield cell(f"{verifier}: {msgspec.json.encode(said).decode()}", "dim")
 
 
-def _parts(parts: Sequence[CompletionPart]) -> Iterator[RenderableType]:
-    """Format a conversation: the policy's messages, and those it read in between dimmed."""
-    for part in parts:
-        tokens = "1 token" if part.passage.tokens == 1 else f"{part.passage.tokens} tokens"
-        if part.sampled:
-            took = "" if part.sampled_s is None else f" in {duration(part.sampled_s)}"
-            waited = f", after {duration(part.waited_s)} in its environment" if (part.waited_s or 0) >= SHORTEST_WAIT_S else ""
-            yield from _passage(f"policy, {tokens}{took}{waited}", part.passage)
-        else:
-            text = part.passage.text if part.passage.text is not None else str(part.passage.token_ids)
-            yield cell(f"environment, {tokens}:", "dim")
-            yield cell(text, "dim", keep_lines=True)
+def _words(found: Completion | CompletionSegment) -> str:
+    """Return the figures of a completion or a segment in one line."""
+    shown = [(name, value) for name, value in _fields(found) if not (_are_answers(value) or isinstance(value, Passage))]
+    named = [each for each in shown if each[0] not in ("oldest", "newest") and (each[1] or each[0] in ALWAYS)]
+    return ", ".join(f"{name} {_value(value)}" for name, value in named)
 
 
 def _versions(found: CompletionSegment) -> str:
-    versions = ", ".join(f"{span.version} [{span.start}, {span.end})" for span in found.spans)
-    return versions or _range(found.oldest, found.newest)
+    spans = ", ".join(f"{span.version} [{span.start}, {span.end})" for span in found.spans)
+    return f"versions {spans or f'{_value(found.oldest)} to {_value(found.newest)}'}"
 
 
-def _times(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count > 1 else ''}"
+def _part(part: CompletionPart, alone: bool) -> Iterator[RenderableType]:
+    """Show a message of the policy, or dimmed one that it read. If it is all of the segment, it needs no heading."""
+    took = f" in {duration(part.sampled_s)}" if part.sampled_s is not None else ""
+    waited = f", after {duration(part.waited_s)} in its environment" if part.waited_s is not None else ""
+    who, style = ("policy", "") if part.sampled else ("environment", "dim")
+    heading = "" if alone else f"{who}, {part.passage.tokens} tokens{took}{waited}"
+    yield from _passage(heading, part.passage, style)
 
 
-def _line(found: Completion) -> str:
-    scores = "  ".join(f"{verifier} {_number(score)}" for verifier, score in found.scores.items())
-    tools = f", {found.tool_tokens} from tools" if found.tool_tokens else ""
-    turns = f", {found.turns} turns" if (found.turns or 1) > 1 else ""
-    waited = f", {duration(found.tool_s)} in its environment" if found.tool_s else ""
-    calls = f", {_times(found.tool_calls, 'tool call')}" if found.tool_calls else ""
-    malformed = f", {_times(found.malformed_calls, 'malformed call')}" if found.malformed_calls else ""
-    return (
-        f"{found.index}: reward {_number(found.reward)}  advantage {_number(found.advantage)}  {scores}  "
-        f"{_or_dash(found.length)} tokens{tools}{turns}{calls}{malformed}{waited}{', truncated' if found.truncated else ''}"
-    )
+def _passage(heading: str, passage: Passage, style: str = "") -> Iterator[RenderableType]:
+    if heading:
+        yield cell(heading, style or "bold")
+    yield cell(passage.text if passage.text is not None else passage.token_ids, style, keep_lines=True)
 
 
-def step_tables(found: Step) -> RenderableType:
-    """Return a step's plan with one row per rank and per group or, once the step is retired, its metrics."""
-    if found.plan is None:
-        known: list[tuple[str, str | Text]] = [("step", f"{found.step}, trained; its plan was deleted after a checkpoint")]
-        if found.record is None:
-            return Stacked(facts(known), Text("its metrics record was deleted too", "yellow"))
-        return Stacked(facts(known), Text(), _metrics(found.record))
-    plan = found.plan
-    known = [
-        ("step", f"{found.step}, {found.state}"),
-        ("groups", f"{plan.size:,}: {plan.fresh:,} fresh, {plan.size - plan.fresh:,} replayed"),
-        ("tokens", f"{plan.total_tokens:,} including prompts, {plan.response_tokens:,} in the loss"),
-        ("mini-batches", ", ".join(_mini_batches(plan))),
-        ("advantages", _spread(plan.advantage)),
-        ("importance weights", _spread(plan.weight)),
-    ]
-    ranks = _numbers("rank", "rows", "empty", "responses", "tokens", "fill")
-    for rank in plan.ranks:
-        ranks.add_row(
-            str(rank.rank),
-            str(rank.rows),
-            str(rank.empty),
-            f"{rank.responses:,}",
-            f"{rank.tokens:,}",
-            NOTHING if rank.fill is None else f"{rank.fill:.0%}",
-        )
-    groups = _numbers("group", "use", "uses", "versions", "lag", "weight", "advantage", "responses", "masked", "in the loss")
-    for row in plan.groups:
-        groups.add_row(
-            cell(row.group),
-            "fresh" if row.fresh else "replayed",
-            _or_dash(row.uses),
-            _range(row.oldest, row.newest),
-            _or_dash(row.lag),
-            _number(row.weight),
-            _spread(row.advantage),
-            str(row.responses),
-            str(row.masked),
-            f"{row.trained_tokens:,}",
-        )
-    last = plan.offset + len(plan.groups) - 1
-    more = [Text(f"groups {plan.offset:,} to {last:,} of {plan.size:,}", "dim")] if len(plan.groups) < plan.size else []
-    return Stacked(facts(known), Text(), ranks, Text(), groups, *more)
+def _value(value: Any) -> str:
+    """Return a value as text."""
+    match value:
+        case None:
+            return NOTHING
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return _number(value)
+        case datetime.datetime():
+            return value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        case Answer():
+            return ", ".join(f"{name} {_value(each)}" for name, each in _fields(value))
+        case dict():
+            return ", ".join(f"{name} {_value(each)}" for name, each in cast("dict[Any, Any]", value).items())
+        case list():
+            return "; ".join(map(_value, cast("list[Any]", value)))
+        case _:
+            text = str(value)
+            return text if len(text) <= SHOWN else f"{text[:SHOWN]}… {len(text):,} characters in total, see --json"
 
 
-def _mini_batches(plan: Plan) -> Iterable[str]:
-    for rows, denominator in zip(plan.mini_batch_rows, plan.denominators, strict=False):
-        yield f"{rows} rows per rank, denominator {_number(denominator)}"
-
-
-def dead_letters_table(found: DeadLetters) -> RenderableType:
-    """Return one row per dead letter."""
-    if not found.letters:
-        return Text("no dead letters" if not found.total else f"no older dead letters, of {found.total:,} in total")
-    letters = table("id", "when", "ticket", "failed", "reason")
-    for row in found.letters:
-        letters.add_row(row.id, _when(row.at), cell(row.ticket), "yes" if row.failed else "not issued", cell(row.reason))
-    more = [Text(f"{found.total:,} in total; list more with --before {found.next}", "dim")] if found.next else []
-    return Stacked(letters, *more)
-
-
-def dead_letter_table(found: DeadLetterBody) -> RenderableType:
-    """Return everything in a dead letter."""
-    known: list[tuple[str, str | Text]] = [
-        ("dead letter", found.id),
-        ("when", _when(found.at)),
-        ("ticket", cell(found.ticket)),
-        ("failed", "yes" if found.failed else "no: its ticket was never issued"),
-        ("reason", cell(found.reason)),
-        ("body", f"{found.kind}, {found.body_bytes:,} bytes"),
-    ]
-    if found.hex is not None:
-        cut = f"… {len(found.hex) // 2:,} bytes in total, see --json" if len(found.hex) > HEX_SHOWN else ""
-        return Stacked(facts(known), Text(), Text(found.hex[:HEX_SHOWN] + cut))
-    return Stacked(facts(known), Text(), facts([(name, cell(value)) for name, value in (found.fields or {}).items()]))
-
-
-def requeue_table(found: RequeueAnswer) -> RenderableType:
-    """Return one row per dead letter that was to be requeued."""
-    letters = table("id", "ticket", "")
-    for row in found.requeued:
-        letters.add_row(cell(row.id), cell(row.ticket), Text("already requeued" if row.before else "requeued", "green"))
-    for row in found.refused:
-        letters.add_row(cell(row.id), cell(row.ticket), cell(f"refused: {row.why_not}", "yellow"))
-    return letters if letters.row_count else Text("no dead letters")
-
-
-def _numbers(first: str, *numbers: str) -> Table:
-    return table(first, *numbers, right=numbers)
-
-
-def _metrics(record: Mapping[str, float | None]) -> Table:
-    return facts([(printable(name), _number(value)) for name, value in sorted(separated(record)[0].items())])
-
-
-def _passage(title: str, passage: Passage | None) -> Iterator[RenderableType]:
-    yield cell(title, "bold")
-    if passage is not None:
-        yield cell(passage.text, keep_lines=True) if passage.text is not None else Text(str(passage.token_ids), "dim")
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return NOTHING
+def _number(value: float) -> str:
     if abs(value) < ROUNDING:
         return "0"
-    whole = float(value).is_integer() or 1e4 <= abs(value) < 1e12
+    whole = value.is_integer() or 1e4 <= abs(value) < 1e12
     return f"{value:,.0f}" if whole else f"{value:.4g}"
-
-
-def _share(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3%}"
-
-
-def _or_dash(value: int | None) -> str:
-    return NOTHING if value is None else str(value)
-
-
-def _range(first: int | None, last: int | None) -> str:
-    return NOTHING if first is None or last is None else str(first) if first == last else f"{first}–{last}"
-
-
-def _spread(value: Spread | None) -> str:
-    return NOTHING if value is None else f"{_number(value.min)} / {_number(value.mean)} / {_number(value.max)}"
-
-
-def _histogram(uses: Mapping[int, int]) -> str:
-    return ", ".join(f"{groups:,} used {times}×" for times, groups in sorted(uses.items())) or "none"
-
-
-def _when(at: datetime.datetime) -> str:
-    return at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def audit_table(report: AuditReport) -> RenderableType:
@@ -312,31 +170,3 @@ def audit_table(report: AuditReport) -> RenderableType:
     for message in report.messages:
         rows.add_row(Text("fault", "bold red"), "", cell(message))
     return Stacked(cell(f"audit of run {report.run}"), rows)
-
-
-def sync_table(found: SyncAnswer) -> RenderableType:
-    """Return the round, what was sent, and one row per generator."""
-    known: list[tuple[str, str | Text]] = [("published", f"version {found.published}" if found.published >= 0 else NOTHING)]
-    if found.round:
-        of = f"version {found.version}: {found.round}, attempt {found.attempt}, epoch {found.epoch}"
-        known += [("last round", of), ("transport", found.backend)]
-    if found.sent_bytes is not None and found.sent_share is not None and found.changed_share is not None:
-        known.append(("sent", f"{found.sent_bytes:,} bytes as {found.encoding}, {found.sent_share:.3%} of the weights"))
-        known.append(("changed", f"{found.changed_share:.3%} of the elements"))
-    numbers = ("version", "behind", "bytes", "pause s", "catch-ups")
-    members = table("generator", *numbers, "phase", "answer", right=numbers)
-    for member in found.members:
-        members.add_row(*_member(member))
-    return Stacked(facts(known), Text(), members)
-
-
-def _member(member: SyncMember) -> Iterator[str | Text]:
-    held = member.version >= 0
-    yield cell(member.member)
-    yield str(member.version) if held else NOTHING
-    yield str(member.behind) if held else NOTHING
-    yield NOTHING if member.bytes is None else f"{member.bytes:,}"
-    yield NOTHING if member.pause_s is None else f"{member.pause_s:.3f}"
-    yield str(member.catch_ups)
-    yield cell(f"{member.phase}, fetching from {member.fetching}" if member.fetching else member.phase)
-    yield cell(member.answered)
