@@ -7,19 +7,18 @@ bytes that were sealed: a changed bit, byte or length goes undetected with a pro
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
+import numpy as np
 from isal.isal_zlib import crc32  # same CRC-32 as zlib, ten times as fast
-
-if TYPE_CHECKING:
-    import numpy as np
 
 T = TypeVar("T")
 
 SEAL_BYTES = 4
 
-_DTYPES = {"i": "<i4", "f": "<f4"}  # numpy's names of types, by code
+_DTYPES: dict[Any, np.dtype[Any]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}  # by code
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class CorruptMessage(ValueError):
@@ -53,11 +52,9 @@ def unseal(data: bytes | memoryview) -> memoryview:
 
 
 def _pack_array(value: Any) -> Any:
-    import numpy as np  # takes longer than a message without arrays
-
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(cast("np.ndarray[Any, Any]", value))
-        code = _codes().get(array.dtype)
+        code = _CODES.get(array.dtype)
         if code is None:
             raise TypeError(f"arrays in messages must be int32 or float32, not {array.dtype}")
         return [code, list(array.shape), array.data if array.size else b""]
@@ -65,33 +62,17 @@ def _pack_array(value: Any) -> Any:
 
 
 def _unpack_array(kind: type, value: Any) -> Any:
-    import numpy as np
-
     if kind is not np.ndarray:
         raise TypeError(f"{kind.__name__} cannot be decoded")
     code, shape, data = value
-    array = np.frombuffer(data, _dtypes().get(code) or _unknown(code))
+    if code not in _DTYPES:
+        raise ValueError(f"unknown array type {code!r}")
+    array = np.frombuffer(data, _DTYPES[code])
     if shape == [len(array)] and type(shape[0]) is int:  # most are, and checking and reshaping takes longer than the rest
         return array
     if any(not isinstance(size, int) or size < 0 for size in shape):
         raise ValueError("array shape must be non-negative")
     return array.reshape(shape)
-
-
-@cache
-def _dtypes() -> dict[Any, np.dtype[Any]]:
-    import numpy as np
-
-    return {code: np.dtype(name) for code, name in _DTYPES.items()}
-
-
-@cache
-def _codes() -> dict[np.dtype[Any], str]:
-    return {dtype: code for code, dtype in _dtypes().items()}
-
-
-def _unknown(code: object) -> Any:
-    raise ValueError(f"unknown array type {code!r}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack_array)

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import msgspec
-
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 LEAST_GAP = 1e-4  # nats; in float32, engine and trainer differ by some 1e-5 with equal weights
 STEP = 1.1  # ratio of neighbouring codes
@@ -32,8 +29,6 @@ class LogprobGaps(msgspec.Struct, frozen=True, array_like=True):
 
     def by_segment(self) -> dict[tuple[str, int], np.ndarray]:
         """Return the gaps of each segment, [count] float32, NaN where unknown; nothing if the columns do not fit together."""
-        import numpy as np  # takes longer to import than a message without arrays takes to decode
-
         fits = len(self.payloads) == len(self.segments) == len(self.counts) and min(self.counts, default=0) >= 0
         if not fits or sum(self.counts) != len(self.codes):
             return {}
@@ -46,8 +41,6 @@ class LogprobGaps(msgspec.Struct, frozen=True, array_like=True):
 @cache
 def _values() -> np.ndarray:
     """Return the gap of each code, [256] float32, by the code as an unsigned byte."""
-    import numpy as np
-
     codes = np.arange(256).astype(np.uint8).view(np.int8).astype(np.float64)
     values = np.sign(codes) * LEAST_GAP * STEP ** (np.abs(codes) - 1)
     return np.where(codes == UNKNOWN, np.nan, values).astype(np.float32)

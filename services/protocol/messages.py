@@ -1,6 +1,6 @@
 """Message types. Each names its producer and its consumers; `PROTOCOL_VERSION` is the schema version that a run is bound to.
 
-The messages that hold tokens are in payloads.py, because numpy takes long to import.
+The messages that hold tokens are in payloads.py.
 
 Guarantees: decoding untrusted bytes returns a valid value or raises `codec.CorruptMessage`; nothing is executed.
 """
