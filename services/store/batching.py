@@ -1,4 +1,4 @@
-"""Joins calls that are made while earlier ones are in flight.
+"""Joins calls that are made while earlier ones are in flight, and splits lists that are too long for one call.
 
 Guarantees: every call gets its own answer or error; at most `max_calls` joint calls are in flight, so a busy pod sends a few
 large requests over few connections, and an idle one does not wait.
@@ -7,11 +7,16 @@ large requests over few connections, and an idle one does not wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
+
+
+def pieces(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Yield the items in order, `size` at a time."""
+    return (items[first : first + size] for first in range(0, len(items), size))
 
 
 class Batcher(Generic[Item, Answer]):

@@ -97,15 +97,18 @@ def make_client(url: str, login: Login, owner: SlotOwner | None = None, probe: b
     `owner`: the master in a Cluster to which all its connections lead (`check_server` returns it). `probe`: give up soon.
     """
     kind = {"rediss": _ByTLS, "unix": _BySocket}.get(url.partition(":")[0], _ByTCP)
-    who = {"username": login.user} if login.user else {}
     tls = {"ssl_ca_certs": login.ca_file} if login.ca_file and kind is _ByTLS else {}
-    if tls:
-        _check_certificates(login.ca_file)
+    try:
+        if tls:
+            ssl.create_default_context(cafile=login.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        path = f"redis.ca_file = {login.ca_file!r}"
+        raise StoreError(f"cannot use {path}: {error}; name a file of certificates in PEM format") from None
     try:
         client: aioredis.Redis = cast("Any", aioredis.Redis).from_url(
             url,
+            username=login.user or None,
             password=login.password or None,
-            **who,
             **tls,
             socket_connect_timeout=PROBE_TIMEOUT_S if probe else CONNECT_TIMEOUT_S,
             socket_timeout=PROBE_TIMEOUT_S if probe else REPLY_TIMEOUT_S,
@@ -121,13 +124,6 @@ def make_client(url: str, login: Login, owner: SlotOwner | None = None, probe: b
     client.connection_pool.connection_class = kind
     client.connection_pool.connection_kwargs["owner"] = owner
     return client
-
-
-def _check_certificates(path: str) -> None:
-    try:
-        ssl.create_default_context(cafile=path)
-    except (OSError, ssl.SSLError) as error:
-        raise StoreError(f"cannot use redis.ca_file = {path!r}: {error}; name a file of certificates in PEM format") from None
 
 
 def request_limit_s() -> float:

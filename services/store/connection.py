@@ -11,7 +11,7 @@ import builtins
 from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import hiredis
 from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisError, ResponseError, TimeoutError
@@ -42,7 +42,8 @@ class Connection:
         errors.
         """
         self.keys, self.url, self.login, self.owner = keys, url, login, owner
-        self.client = make_client(url, login, owner)
+        self.client: Any = make_client(url, login, owner)
+        """Redis-py's client, for plain commands, which `ask` awaits. Their type hints allow for replies of any client."""
         self._named = f"{url} {name}".rstrip()
         self._library, code = library()
         self._load = ("FUNCTION", "LOAD", code)
@@ -64,11 +65,6 @@ class Connection:
                 store._check_load(loaded)
             undone.pop_all()
         return store
-
-    @property
-    def commands(self) -> Any:
-        """Return the client for plain commands, to be awaited by `ask`. Their type hints allow for replies of any client."""
-        return self.client
 
     async def close(self) -> None:
         """Close the connections."""
@@ -130,19 +126,19 @@ class Connection:
                 raise self._refusal(reply) from None
         return replies
 
-    def subscription(self) -> Any:
-        """Return a subscription of redis-py to channels, without any yet. Its calls are awaited by `ask`."""
-        return cast("Any", self.client).pubsub()
-
     async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the replies to commands on one connection, as sent, with errors as values."""
         return await self.ask(self._attempts(commands))
 
     async def _attempts(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        pool: Any = self.client.connection_pool
+        pool = self.client.connection_pool
         line = await pool.get_connection()
+
+        async def lost(_error: Exception) -> None:
+            await line.disconnect(nowait=True)
+
         try:
-            return await line.retry.call_with_retry(partial(_replies, line, commands), partial(_broken, line))
+            return await line.retry.call_with_retry(partial(_replies, line, commands), lost)
         finally:
             await pool.release(line)
 
@@ -177,10 +173,6 @@ class Connection:
                 )
             case _:
                 return explain(self._named, error)
-
-
-async def _broken(line: Any, _error: Exception) -> None:
-    await line.disconnect(nowait=True)
 
 
 async def _replies(line: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.store.facet import Facet, token
+from services.store.batching import pieces
+from services.store.facet import TOGETHER, Facet, token
 from services.store.inspection_records import DeadLetter, Requeued
-
-REQUEUED_TOGETHER = 256  # dead letters in one call: some milliseconds of the server's time
 
 
 class DeadLetterStream(Facet):
@@ -15,17 +14,17 @@ class DeadLetterStream(Facet):
 
     async def count(self) -> int:
         """Return the number of dead letters that are kept."""
-        return int(await self._redis.ask(self._redis.commands.xlen(self._keys.deadletter)))
+        return int(await self._redis.ask(self._redis.client.xlen(self._keys.deadletter)))
 
     async def page(self, count: int = 100, before: str = "") -> list[DeadLetter]:
         """Return the last `count` dead letters, or those before the entry `before`; newest first."""
         end = f"({before}" if before else "+"
-        entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.deadletter, end, "-", count))
+        entries = await self._redis.ask(self._redis.client.xrevrange(self._keys.deadletter, end, "-", count))
         return [_read(entry, fields) for entry, fields in entries]
 
     async def get(self, id: str) -> DeadLetter | None:
         """Return a dead letter by its entry id, `<ms>-<n>`."""
-        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, id, id))
+        entries = await self._redis.ask(self._redis.client.xrange(self._keys.deadletter, id, id))
         return _read(*entries[0]) if entries else None
 
     async def in_a_row(self, since_pause: bool = False) -> list[str]:
@@ -37,10 +36,8 @@ class DeadLetterStream(Facet):
         (said,) = await self._redis.send(("HMGET", self._keys.run, *marks))
         last = max((entry.decode() for entry in said if entry), key=_place, default="")
         found: list[str] = []
-        after = f"({last}" if last else "-"
-        while entries := await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, after, "+", REQUEUED_TOGETHER)):
+        async for entries in self._pages(self._keys.deadletter, f"({last}" if last else "-"):
             found += [letter.id for letter in (_read(entry, fields) for entry, fields in entries) if letter.failed]
-            after = f"({entries[-1][0].decode()}"
         return found
 
     async def requeue(self, ids: Sequence[str]) -> list[Requeued]:
@@ -49,8 +46,8 @@ class DeadLetterStream(Facet):
         A dead letter that was not counted as failed, or whose ticket is now elsewhere, stays; its result has the reason.
         """
         answers: list[Requeued] = []
-        for first in range(0, len(ids), REQUEUED_TOGETHER):
-            reply = await self._redis.call("requeue", token(), *ids[first : first + REQUEUED_TOGETHER])
+        for piece in pieces(ids, TOGETHER):
+            reply = await self._redis.call("requeue", token(), *piece)
             for i in range(0, len(reply), 4):
                 id, ticket, refusal = (part.decode(errors="replace") for part in reply[i : i + 3])
                 answers.append(Requeued(id, ticket, refusal, bool(reply[i + 3])))

@@ -13,8 +13,6 @@ from services.protocol.messages import Ticket
 from services.store.facet import Facet
 from services.store.step_records import INCARNATION, begun
 
-READ_TOGETHER = 64  # records
-
 
 @dataclass(frozen=True)
 class EvaluationRound:
@@ -100,7 +98,7 @@ class EvaluationCalls(Facet):
 
     async def results(self) -> dict[str, bytes]:
         """Return the encoded headers of the open round by ticket."""
-        found = await self._redis.ask(self._redis.commands.hgetall(self._keys.evaluation("results")))
+        found = await self._redis.ask(self._redis.client.hgetall(self._keys.evaluation("results")))
         return {ticket.decode(errors="replace"): header for ticket, header in found.items()}
 
     async def report(self, fence: int, version: int, record: dict[str, float]) -> bool:
@@ -113,18 +111,15 @@ class EvaluationCalls(Facet):
 
     async def records(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
         """Return records of complete rounds after an entry id, oldest first."""
-        first = after if after == "-" else f"({after}"
-        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.evaluations, first, "+", count))
-        return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
+        return await self._records(self._keys.evaluations, after, count)
 
     async def last_record(self) -> dict[str, float]:
         """Return the record of the last complete round that no restore has undone, empty if there is none."""
-        restores, stream, newest = await begun(self._redis, self._keys), self._keys.evaluations, "+"
-        while entries := await self._redis.ask(self._redis.commands.xrevrange(stream, newest, "-", READ_TOGETHER)):
+        restores = await begun(self._redis)
+        async for entries in self._pages(self._keys.evaluations, newest_first=True):
             for _, fields in entries:
                 record: dict[str, float] = msgspec.json.decode(fields[b"m"])
                 version, life = record.get("eval/version", 0.0), record.get(INCARNATION, 0.0)
                 if not any(life < later and version > first for later, first in restores.items()):
                     return record
-            newest = f"({entries[-1][0].decode()}"
         return {}

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
-from services.protocol.keys import Keys
+import msgspec
+
 from services.store.connection import Connection
 from services.store.payloads import Payloads
+
+TOGETHER = 256
+"""Entries of a stream, groups or plans in one request."""
+Entry = tuple[bytes, dict[bytes, bytes]]
+"""An entry of a stream: id and fields."""
 
 
 class Facet:
     """Calls on one part of a run's state, over the connection that all parts of a store share."""
 
     def __init__(self, connection: Connection, payloads: Payloads) -> None:
-        self._redis, self._payloads = connection, payloads
+        self._redis, self._payloads, self._keys = connection, payloads, connection.keys
 
-    @property
-    def _keys(self) -> Keys:
-        return self._redis.keys
+    async def _pages(
+        self, stream: str, first: str = "-", last: str = "+", newest_first: bool = False
+    ) -> AsyncIterator[list[Entry]]:
+        """Yield the entries of a stream from `first` to `last` in pages, oldest first by default."""
+        read, bounds = self._redis.client.xrange, [first, last]
+        if newest_first:
+            read, bounds = self._redis.client.xrevrange, [last, first]
+        while entries := await self._redis.ask(read(stream, *bounds, TOGETHER)):
+            yield entries
+            bounds[0] = f"({entries[-1][0].decode()}"
+
+    async def _records(self, stream: str, after: str, count: int) -> list[tuple[str, dict[str, float]]]:
+        """Return records of `metrics` or `evaluations` after an entry id, oldest first."""
+        first = after if after == "-" else f"({after}"
+        entries = await self._redis.ask(self._redis.client.xrange(stream, first, "+", count))
+        return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
 
 _last_ordinal = 0
@@ -43,6 +62,6 @@ BOOT = token()
 """Names this process, where ordinals of several may meet."""
 
 
-def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+def named(flat: Sequence[bytes]) -> dict[str, bytes]:
     """Return the hash in a reply that lists names and values in turn."""
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+    return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}

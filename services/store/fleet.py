@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from services.protocol.messages import PodStatus, Round
-from services.store.facet import Facet, ordinal, pairs
+from services.store.facet import Facet, named, ordinal
 
 T = TypeVar("T")
 
@@ -42,13 +42,13 @@ class FleetCalls(Facet):
 
     async def round(self) -> tuple[Round | None, dict[str, tuple[str, str]]]:
         """Return the current round and its acknowledgements: member -> (stage, detail)."""
-        sync, ranks = map(pairs, await self._redis.send(("HGETALL", self._keys.sync), ("HGETALL", self._keys.sync_ranks)))
-        current = _decoded(sync.get(b"round"), Round)
+        sync, ranks = map(named, await self._redis.send(("HGETALL", self._keys.sync), ("HGETALL", self._keys.sync_ranks)))
+        current = _decoded(sync.get("round"), Round)
         if current is None:
             return None, {}
-        members = {member.decode(): int(rank) for member, rank in ranks.items()}
-        acks = {key.decode().removeprefix("ack:"): value.decode() for key, value in sync.items() if key.startswith(b"ack:")}
-        said = {member: (ack.partition(" ")[0], ack.partition(" ")[2]) for member, ack in acks.items()}
+        members = {member: int(rank) for member, rank in ranks.items()}
+        acks = {key.removeprefix("ack:"): value.decode().partition(" ") for key, value in sync.items() if key.startswith("ack:")}
+        said = {member: (stage, detail) for member, (stage, _, detail) in acks.items()}
         return msgspec.structs.replace(current, members=members), said
 
     async def round_of(self, member: str, held: Round | None = None) -> Round | None:

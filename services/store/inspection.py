@@ -7,22 +7,21 @@ or the tickets in progress.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
+
+import msgspec
 
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, StepPlan
-from services.store.facet import Facet, pairs
+from services.protocol.payloads import Payload
+from services.store.batching import pieces
+from services.store.facet import TOGETHER, Entry, Facet, named
 from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.store.records import HeaderEntry, read_claim, read_header
 from services.store.step_records import find_record
 
-if TYPE_CHECKING:
-    from services.protocol.payloads import Payload
-
 T = TypeVar("T")
 Sort = Literal["order", "version", "weight"]
-
-READ_TOGETHER = 256  # entries, groups or plans in one request
 
 
 class Inspection(Facet):
@@ -34,44 +33,34 @@ class Inspection(Facet):
         raw, size, prepared = await self._redis.at_once(
             ("HGETALL", keys.replay_state), ("ZCARD", keys.replay_order), ("HGET", keys.run, "prepared_step")
         )
-        state = {name.decode(): value.decode() for name, value in pairs(raw).items()}
-        sampler, remover = state.get("sampler", ""), state.get("remover", "")
-        weighted = sampler == "prioritized" or remover == "lowest_priority"
-        return TableState(
-            sampler=sampler,
-            remover=remover,
-            capacity=int(state.get("capacity", 0)),
-            max_uses=int(state.get("max_uses", 0)),
-            size=size,
-            weight_sum=float(state.get("weight_sum", 0.0)) if weighted else None,
-            inserted=int(state.get("inserted", 0)),
-            drawn=int(state.get("drawn", 0)),
-            uses={int(name[5:]): int(groups) for name, groups in sorted(state.items()) if name.startswith("uses:")},
-            next_step=int(prepared or -1) + 1,
-        )
+        state = {name: value.decode() for name, value in named(raw).items()}
+        weighted = state.get("sampler") == "prioritized" or state.get("remover") == "lowest_priority"
+        counted = {
+            "size": size,
+            "weight_sum": state.get("weight_sum", "0") if weighted else None,
+            "uses": {int(name[5:]): int(groups) for name, groups in sorted(state.items()) if name.startswith("uses:")},
+            "next_step": int(prepared or -1) + 1,
+        }
+        return msgspec.convert(state | counted, TableState, strict=False)
 
     async def table_page(self, sort: Sort, offset: int, limit: int, reverse: bool = False) -> list[TableRow]:
         """Return groups `offset` to `offset + limit` of the table, sorted by issue order, oldest version or weight.
 
         Lowest first, or with `reverse` highest first. A group that leaves meanwhile is omitted.
         """
-        key = {
-            "order": self._keys.replay_order,
-            "version": self._keys.replay_version,
-            "weight": self._keys.replay_weight,
-        }[sort]
-        found = await self._redis.ask(self._redis.commands.zrange(key, offset, offset + limit - 1, desc=reverse))
+        keys = self._keys
+        key = {"order": keys.replay_order, "version": keys.replay_version, "weight": keys.replay_weight}[sort]
+        found = await self._redis.ask(self._redis.client.zrange(key, offset, offset + limit - 1, desc=reverse))
         records = await self.group_records([name.decode() for name in found])
         weights: list[float | None] = []
         if records:
-            weights = await self._redis.ask(self._redis.commands.zmscore(self._keys.replay_weight, list(records)))
+            weights = await self._redis.ask(self._redis.client.zmscore(self._keys.replay_weight, list(records)))
         return [TableRow(record, weight) for record, weight in zip(records.values(), weights, strict=True)]
 
     async def group_records(self, groups: Sequence[str]) -> dict[str, GroupRecord]:
         """Return settled groups by name, omitting those that are gone."""
         found: dict[str, GroupRecord] = {}
-        for first in range(0, len(groups), READ_TOGETHER):
-            names = groups[first : first + READ_TOGETHER]
+        for names in pieces(groups, TOGETHER):
             rows = await self._redis.send(*[("HMGET", self._keys.group(name), "header", "payload", "uses") for name in names])
             found |= {name: _group(name, *row) for name, row in zip(names, rows, strict=True) if row[0] is not None}
         return found
@@ -108,8 +97,7 @@ class Inspection(Facet):
     async def steps_of(self, group: str, kept: range) -> list[int]:
         """Return those of the steps `kept` that train on a group."""
         steps: list[int] = []
-        for first in range(0, len(kept), READ_TOGETHER):
-            piece = kept[first : first + READ_TOGETHER]
+        for piece in pieces(kept, TOGETHER):
             lists = await self._redis.send(*[("HGET", self._keys.step(step), "groups") for step in piece])
             steps += [step for step, names in zip(piece, lists, strict=True) if group.encode() in (names or b"").split()]
         return steps
@@ -142,14 +130,12 @@ class Inspection(Facet):
 
     async def payload(self, name: str) -> Payload | None:
         """Return a payload, or None if it is deleted. Raises `CorruptMessage` if it is damaged."""
-        from services.protocol.payloads import Payload  # needs numpy, which takes long to import
-
         [raw] = await self._payloads.sealed([name])
         return None if raw is None else codec.decode(codec.unseal(raw), Payload)
 
     async def kept_step(self, step: int) -> KeptStep | None:
         """Return a step that was prepared and is not retired, complete."""
-        raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.step(step)))
+        raw = await self._redis.ask(self._redis.client.hgetall(self._keys.step(step)))
         plan = _message(raw.get(b"plan"), StepPlan)
         if plan is None:
             return None
@@ -158,21 +144,19 @@ class Inspection(Facet):
 
     async def retired_step(self) -> int:
         """Return the last step whose plan was deleted because a checkpoint covers it; -1: none."""
-        retired = await self._redis.ask(self._redis.commands.hget(self._keys.run, "retired_step"))
+        retired = await self._redis.ask(self._redis.client.hget(self._keys.run, "retired_step"))
         return -1 if retired is None else int(retired)
 
     async def step_record(self, step: int) -> dict[str, float | None] | None:
         """Return the metrics of a step, of the run's last incarnation that trained it; a value that was not a number is None."""
-        return await find_record(self._redis, self._keys, step)
+        return await find_record(self._redis, step)
 
-    async def _find(self, stream: str, ticket: str) -> tuple[bytes, dict[bytes, bytes]] | None:
+    async def _find(self, stream: str, ticket: str) -> Entry | None:
         """Return the entry of a ticket in a stream that holds at most as many entries as there are slots."""
-        after = "-"
-        while entries := await self._redis.ask(self._redis.commands.xrange(stream, after, "+", READ_TOGETHER)):
-            for entry, fields in entries:
-                if fields.get(b"ticket") == ticket.encode():
-                    return entry, fields
-            after = f"({entries[-1][0].decode()}"
+        async for entries in self._pages(stream):
+            for entry in entries:
+                if entry[1].get(b"ticket") == ticket.encode():
+                    return entry
         return None
 
 

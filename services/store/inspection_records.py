@@ -45,19 +45,19 @@ class Requeued(msgspec.Struct, frozen=True):
 class TableState(msgspec.Struct, frozen=True):
     """The replay table as a whole."""
 
-    sampler: str
-    remover: str
-    capacity: int
-    max_uses: int
     size: int
     weight_sum: float | None
     """Sum of weights; None: its groups have no weights."""
-    inserted: int
-    drawn: int
     uses: dict[int, int]
     """Times drawn -> groups of the table."""
     next_step: int
     """The step that is prepared next."""
+    sampler: str = ""
+    remover: str = ""
+    capacity: int = 0
+    max_uses: int = 0
+    inserted: int = 0
+    drawn: int = 0
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

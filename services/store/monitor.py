@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from services.protocol.errors import StoreError
-from services.protocol.keys import Keys
 from services.store.connection import Connection
 from services.store.facet import Facet
 from services.store.run import fullest
@@ -45,8 +44,8 @@ class TopicSubscription:
     Only one task at a time uses the connection: redis-py cannot have two that find it broken and connect again.
     """
 
-    def __init__(self, redis: Connection, keys: Keys, channels: Any) -> None:
-        self._redis, self._keys, self._channels = redis, keys, channels
+    def __init__(self, redis: Connection, channels: Any) -> None:
+        self._redis, self._channels = redis, channels
         self._iterated = False
         self._asked: list[tuple[tuple[str, ...], asyncio.Future[None]]] = []  # topics that other tasks add
         self._reading: asyncio.Timeout | None = None  # the wait for the next message
@@ -87,7 +86,7 @@ class TopicSubscription:
                     done.set_exception(StoreError("the subscription to notifications has ended"))
 
     async def _subscribe(self, topics: Iterable[str]) -> None:
-        await self._redis.ask(self._channels.subscribe(*map(self._keys.notifications, topics)))
+        await self._redis.ask(self._channels.subscribe(*map(self._redis.keys.notifications, topics)))
 
     async def _next(self) -> dict[str, Any] | None:
         """Return the next message, or None after a second or if another task adds topics."""
@@ -109,13 +108,11 @@ class Monitor(Facet):
 
     async def metrics(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
         """Return entries of the metrics stream after an entry id, oldest first."""
-        first = after if after == "-" else f"({after}"
-        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.metrics, first, "+", count))
-        return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
+        return await self._records(self._keys.metrics, after, count)
 
     async def last_record(self) -> dict[str, float]:
         """Return the last entry of the metrics stream; {}: there is none."""
-        entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.metrics, count=1))
+        entries = await self._redis.ask(self._redis.client.xrevrange(self._keys.metrics, count=1))
         return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
 
     async def sizes(self) -> Sizes:
@@ -142,5 +139,5 @@ class Monitor(Facet):
     @asynccontextmanager
     async def listening(self) -> AsyncGenerator[TopicSubscription]:
         """Yield a subscription to topics (`TOPICS`), without any yet."""
-        async with self._redis.subscription() as channels:
-            yield TopicSubscription(self._redis, self._keys, channels)
+        async with self._redis.client.pubsub() as channels:
+            yield TopicSubscription(self._redis, channels)

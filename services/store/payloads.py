@@ -18,14 +18,18 @@ import asyncio
 import contextlib
 from binascii import crc32
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
+from services.protocol import codec
+from services.protocol.codec import CorruptMessage
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
+from services.protocol.payloads import Payload
+from services.store.batching import pieces
 from services.store.client import check_server
 from services.store.connection import Connection
 
@@ -34,6 +38,9 @@ SHARDS = 12
 OFF_CENTRE = 1 / 16  # share of its slots by which a shard may be off their centre; closer takes longer to find
 FETCHED_TOGETHER = 16  # payloads in one command
 NAMED_TOGETHER = 512  # names in one command
+GONE = (
+    "it is gone from Redis: check for an eviction policy, another client that deletes keys, or a server that lost its last writes"
+)
 ANSWER_S = 2.0  # a shard's server that does not answer INFO for this long counts as unavailable
 
 
@@ -98,6 +105,16 @@ class Payloads:
         }
         return [payloads[place] if place else None for place in places]
 
+    async def read(self, names: Sequence[str]) -> dict[str, Payload | CorruptMessage]:
+        """Return payloads by name, or what is wrong with them."""
+        found = dict[str, Payload | CorruptMessage]()
+        for name, sealed in zip(names, await self.sealed(names), strict=True):
+            try:
+                found[name] = codec.decode(codec.unseal(sealed), Payload) if sealed is not None else CorruptMessage(GONE)
+            except CorruptMessage as error:
+                found[name] = error
+        return found
+
     async def lay(self, payloads: Mapping[str, bytes]) -> None:
         """Write payloads, by place, to their shards."""
 
@@ -120,7 +137,8 @@ class Payloads:
     async def orphans(self) -> list[str]:
         """Return the places of orphaned payloads in shards."""
         left: list[str] = []
-        for page in _pages([place for found in await asyncio.gather(*map(self._strays, self.shards)) for place in found]):
+        strays = [place for found in await asyncio.gather(*map(self._strays, self.shards)) for place in found]
+        for page in pieces(strays, NAMED_TOGETHER):
             # A process that may still submit a payload holds its claim from before the payload was seen until its place is in the
             # index, so this order misses nothing. In one request, because one server answers it.
             claims, known = await self._redis.send(("HGETALL", self._keys.claims), self._held_at(page))
@@ -167,7 +185,7 @@ class Payloads:
         return ("MGET", *(self._keys.payload(_named(place)) for place in places))
 
     async def _delete(self, shard: Connection, places: Sequence[str]) -> None:
-        for page in _pages(places):
+        for page in pieces(places, NAMED_TOGETHER):
             unlinked = ("UNLINK", *map(shard.keys.payload, page))
             await shard.send(("MULTI",), unlinked, ("ZREM", shard.keys.payloads, *page), ("EXEC",))
 
@@ -185,13 +203,8 @@ def _unknown(places: Sequence[str], held: Sequence[bytes | None]) -> list[str]:
 
 
 async def _get(server: Connection, names: Sequence[str]) -> list[bytes | None]:
-    keys = list(map(server.keys.payload, names))
-    pieces = [keys[first : first + FETCHED_TOGETHER] for first in range(0, len(keys), FETCHED_TOGETHER)]
-    return [sealed for found in await server.send(*[("MGET", *piece) for piece in pieces]) for sealed in found]
-
-
-def _pages(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (names[first : first + NAMED_TOGETHER] for first in range(0, len(names), NAMED_TOGETHER))
+    reads = [("MGET", *piece) for piece in pieces(list(map(server.keys.payload, names)), FETCHED_TOGETHER)]
+    return [sealed for found in await server.send(*reads) for sealed in found]
 
 
 async def _listed(shard: Connection) -> AsyncIterator[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -227,12 +227,6 @@ class RunState:
         return why.removeprefix(FAILING) if why.startswith(FAILING) else ""
 
 
-_NUMBERS = (
-    "steps", "slots", "slots_used", "cursor", "published_version", "prepared_step", "committed_step", "checkpointed_step",
-    "retired_step", "incarnation",
-)  # fmt: skip
-
-
 def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
     """Read the run's hash; None if the run was not created yet, even if it was already paused."""
     raw = {key.decode(): value.decode() for key, value in fields.items()}
@@ -245,50 +239,19 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         )
     resumed_at, _, resumed_by = raw.get("last_resume", "").partition(" ")
     pauses = {key.removeprefix("paused:"): value.partition(" ") for key, value in raw.items() if key.startswith("paused:")}
-    return RunState(
-        **{name: int(raw[name]) for name in _NUMBERS},
-        trainer_fence=int(raw.get("trainer_fence", "0")),
-        published_by=int(raw.get("published_by", "0")),
-        restoring=int(raw.get("restoring", "-1")),
-        restore=int(raw.get("restore", "-1")),
-        restore_why=_read_restore_why(raw),
-        restored=int(raw.get("restored", "-1")),
-        restore_failed=raw.get("restore_failed", ""),
-        resumed=raw.get("resumed", ""),
-        checkpoint=raw.get("checkpoint", ""),
-        checkpoint_failed=raw.get("checkpoint_failed", ""),
-        leader=raw.get("leader", ""),
-        paused={role: why for role, (_, _, why) in pauses.items()},
-        paused_since={role: float(since) for role, (since, _, _) in pauses.items() if since},
-        last_resume=resumed_by,
-        last_resume_at=float(resumed_at or 0),
-        stopping=raw.get("stopping", ""),
-        finished=raw.get("finished", ""),
-        scale=_read_scale(raw),
-        dataset=raw["dataset"],
-        config=raw["config"],
-    )
-
-
-def _read_restore_why(raw: dict[str, str]) -> str:
-    """Return requester and reason of the requested restore.
-
-    They are stored with its step: another step is an earlier request's.
-    """
-    step, _, why = raw.get("restore_why", "").partition(" ")
-    return why if step == raw.get("restore") else ""
-
-
-def _read_scale(raw: dict[str, str]) -> Scale:
+    restore, _, restore_why = raw.get("restore_why", "").partition(" ")
     wanted, _, why = raw.get("scale:generator", "").partition(" ")
-    most, followed = raw.get("most:generator"), raw.get("followed:generator")
-    return Scale(
-        int(wanted) if wanted else None,
-        why,
-        None if most is None else int(most),
-        None if followed is None else int(followed),
-        raw.get("object:generator"),
-    )
+    bounds = {name: raw.get(f"{name}:generator") for name in ("most", "followed", "object")}
+    derived: dict[str, Any] = {
+        "paused": {role: said for role, (_, _, said) in pauses.items()},
+        "paused_since": {role: float(since) for role, (since, _, _) in pauses.items() if since},
+        "restore_why": restore_why if restore == raw.get("restore") else "",  # another step is an earlier request's
+        "last_resume": resumed_by,
+        "last_resume_at": float(resumed_at or 0),
+        "scale": {"wanted": wanted or None, "why": why, **bounds},
+    }
+    unset = dict.fromkeys(("leader", "stopping", "finished"), "")
+    return msgspec.convert(unset | raw | derived, RunState, strict=False)
 
 
 def read_claim(entry: bytes, fence: bytes, ticket_id: bytes, body: bytes) -> Claim:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from services.protocol import codec
 from services.protocol.messages import Header
-from services.store.facet import Facet, ordinal
+from services.store.batching import pieces
+from services.store.facet import Facet, named, ordinal
 from services.store.records import BufferedGroup, HeaderEntry, PassRate, Settlement, SweptTable, read_header
 
 REWEIGHED_TOGETHER = 250  # groups in one call: a millisecond of the server's time
@@ -25,9 +27,9 @@ class ReplayTable(Facet):
     async def settle(self, fence: int, settlements: Sequence[Settlement]) -> int:
         """Settle headers, some in one call; a full table evicts first. Returns how many were not settled before."""
         calls: list[tuple[Any, ...]] = []
-        for first in range(0, len(settlements) or 1, SETTLED_TOGETHER):  # also without any: it may raise `Fenced`
+        for piece in pieces(settlements, SETTLED_TOGETHER) if settlements else [()]:  # also without any: it may raise `Fenced`
             args: list[Any] = []
-            for s in settlements[first : first + SETTLED_TOGETHER]:
+            for s in piece:
                 kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), float(s.rate[2]))
                 args += (s.item.entry, s.item.ticket, s.item.payload, s.action, s.oldest, s.item.body)
                 args += (float(s.weight), float(s.variate), float(s.victim), *kept)
@@ -43,13 +45,13 @@ class ReplayTable(Facet):
         stale = 0
         while True:  # a call drops at most a few hundred
             counts, uses, gaps, first = await self._redis.call("sweep_and_peek", fence, max(oldest_fresh, 0), wanted, gaps_passed)
-            named = {counts[i].decode(): int(counts[i + 1]) for i in range(0, len(counts), 2)}
-            stale += named["stale"]
-            if not named["stale"]:
+            sizes = {name: int(count) for name, count in named(counts).items()}
+            stale += sizes["stale"]
+            if not sizes["stale"]:
                 break
         ahead = [(first[i].decode(), int(first[i + 1]), float(first[i + 2])) for i in range(0, len(first), 3)]
         return SweptTable(
-            **{**named, "stale": stale},
+            **{**sizes, "stale": stale},
             uses={int(uses[i]): int(uses[i + 1]) for i in range(0, len(uses), 2)},
             gaps=tuple(map(int, gaps)),
             first=tuple((group, seq) for group, seq, _ in ahead),
@@ -73,10 +75,7 @@ class ReplayTable(Facet):
         Returns how many were still there.
         """
         pairs = [(group, float(weight)) for group, weight in weights.items()]
-        pieces = [pairs[i : i + REWEIGHED_TOGETHER] for i in range(0, len(pairs), REWEIGHED_TOGETHER)]
-        calls = [
-            self._redis.function("reweigh", fence, ordinal(), *(part for pair in piece for part in pair)) for piece in pieces
-        ]
+        calls = [self._redis.function("reweigh", fence, ordinal(), *chain(*piece)) for piece in pieces(pairs, REWEIGHED_TOGETHER)]
         return sum(map(int, await self._redis.send(*calls))) if calls else 0
 
     async def rescale(self, fence: int, base: int, new_base: int, factor: float) -> int:
@@ -92,7 +91,7 @@ class ReplayTable(Facet):
 
     async def recency_base(self) -> int:
         """Return the policy version that weights by recency are relative to."""
-        return int(await self._redis.ask(self._redis.commands.hget(self._keys.replay_state, "base")) or 0)
+        return int(await self._redis.ask(self._redis.client.hget(self._keys.replay_state, "base")) or 0)
 
     async def pass_over(self, fence: int, gaps_until: int) -> None:
         """Forget filtered groups up to an issue sequence: their step had nothing to train on."""
@@ -100,6 +99,6 @@ class ReplayTable(Facet):
 
     async def rates(self) -> dict[int, PassRate]:
         """Return the settled group that counts for each dataset row, if pass rates are kept."""
-        raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.rates))
+        raw = await self._redis.ask(self._redis.client.hgetall(self._keys.rates))
         parted = ((int(row), value.split(b" ")) for row, value in raw.items())
         return {row: PassRate(int(seq), float(rate)) for row, (seq, rate, _) in parted}

@@ -8,12 +8,13 @@ the beginning; what an interrupted deletion leaves is not taken for a run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from services.store.batching import pieces
 from services.store.connection import Connection, facts
 from services.store.facet import Facet
 from services.store.payloads import restored_place
@@ -29,10 +30,9 @@ from services.store.snapshot_format import (
     clock_of,
     restoration,
 )
-from services.store.step_records import Entry, read_record
+from services.store.step_records import read_record
 
 WORDS = 4000  # of commands in one call of a function, which Lua's stack must hold
-TOGETHER = 256  # entries of a stream in one request
 KEPT = ("run", "defining", "fleet", "fleet:status", "sync", "metrics", "evaluations", "tickets", "tickets:rollouts", "headers",
         "answers", "answers:order", "samples", "samples:state")  # fmt: skip
 """Keys that a restore leaves in place: identity, fleet, numbers of sync rounds, history, answers to earlier calls, what the
@@ -87,8 +87,8 @@ class Restores(Facet):
         await self._payloads.sweep()  # frees memory for what is restored
         target = await asyncio.to_thread(_plan, snapshot, keep_plans)
         target, abandoned = await self._without_lost_round(target, head.step)
-        pieces = snapshot.pieces()
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        rest = snapshot.pieces()
+        while (piece := await asyncio.to_thread(next, rest, None)) is not None:
             alive()
             laid = dict[str, bytes]()
             if isinstance(piece, Groups) and target.whole and self._payloads.shards:
@@ -97,9 +97,8 @@ class Restores(Facet):
             await self._payloads.lay(laid)
         await write(self._commands_of_head(head, target))
         await write([("ZADD", self._keys.requeued, place, name) for place, name in enumerate(head.requeued)])
-        departed = head.departed if target.whole else []
-        for first in range(0, len(departed), 1000):
-            await write([("RPUSH", self._keys.departed, *departed[first : first + 1000])])
+        for departed in pieces(head.departed if target.whole else [], 1000):
+            await write([("RPUSH", self._keys.departed, *departed)])
         for stream, key, last in (
             (self._keys.metrics, "step", head.step),
             (self._keys.evaluations, "eval/version", head.step + 1),
@@ -195,7 +194,7 @@ class Restores(Facet):
         """Delete the entries of a history that will be written again: those numbered by `key` after `last`. Any that cannot be
         read stay.
         """
-        async for entries in self._history(stream):
+        async for entries in self._pages(stream, newest_first=True):
             alive()
             numbers = [read_record(entry).get(key) for entry in entries]
             gone = [entry for (entry, _), number in zip(entries, numbers, strict=True) if number is not None and number > last]
@@ -203,17 +202,10 @@ class Restores(Facet):
 
     async def _has_entry(self, stream: str, key: str, number: int) -> bool:
         """Return whether a history has an entry that `key` numbers so."""
-        async for entries in self._history(stream):
+        async for entries in self._pages(stream, newest_first=True):
             if any(read_record(entry).get(key) == number for entry in entries):
                 return True
         return False
-
-    async def _history(self, stream: str) -> AsyncIterator[list[Entry]]:
-        """Yield the entries of a stream, newest first."""
-        before = "+"
-        while entries := await self._redis.ask(self._redis.commands.xrevrange(stream, before, "-", TOGETHER)):
-            yield entries
-            before = f"({entries[-1][0].decode()}"
 
 
 def _plan(snapshot: Snapshot, keep_plans: bool) -> Restoration:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import astuple
 
 from services.protocol.messages import PROTOCOL_VERSION
-from services.store.facet import Facet, token
+from services.store.facet import Facet, named, token
 from services.store.records import FAILING, RunState, TableRules, read_state
 
 
@@ -48,7 +48,7 @@ class Runs(Facet):
 
     async def state(self) -> RunState | None:
         """Return the run's state, or None if it was not created yet."""
-        return read_state(self._keys.name, await self._redis.ask(self._redis.commands.hgetall(self._keys.run)))
+        return read_state(self._keys.name, await self._redis.ask(self._redis.client.hgetall(self._keys.run)))
 
     async def pause(self, role: str, why: str) -> None:
         """Request that `generator`, `dataprep` or `trainer` pods pause until resumed. `why` also names the requester."""
@@ -127,8 +127,7 @@ class Runs(Facet):
 
     async def audit(self) -> dict[str, int]:
         """Count every place a ticket can be in, and every outcome, at the same instant (functions/control.lua)."""
-        reply = await self._redis.call("audit")
-        return {reply[i].decode(): int(reply[i + 1]) for i in range(0, len(reply), 2)}
+        return {name: int(count) for name, count in named(await self._redis.call("audit")).items()}
 
     async def lead(self, candidate: str, lease_s: float) -> int | None:
         """Take or renew the leadership of dataprep. Returns the fencing number, or None if another pod leads."""

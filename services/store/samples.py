@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from services.protocol import codec
 from services.protocol.logprob_gaps import LogprobGaps
+from services.protocol.payloads import Payload
+from services.store.batching import pieces
 from services.store.facet import Facet
 from services.store.step_records import begun
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from services.protocol.payloads import Payload
 
 WHOLE = 2**32  # hashes of tickets are below this
 READ_TOGETHER = 64  # payloads in one request, of some 40 KB, up to ten times that
@@ -52,24 +50,13 @@ class SampleCalls(Facet):
 
     async def waiting(self, count: int) -> list[DroppedGroup]:
         """Return the oldest waiting groups."""
-        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.samples, "-", "+", count))
+        entries = await self._redis.ask(self._redis.client.xrange(self._keys.samples, "-", "+", count))
         return [_dropped(entry, fields) for entry, fields in entries]
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Return payloads by name, omitting those that are gone or unreadable."""
-        from services.protocol.payloads import Payload  # needs numpy, which takes long to import
-
-        found: dict[str, Payload] = {}
-        for first in range(0, len(names), READ_TOGETHER):
-            piece = names[first : first + READ_TOGETHER]
-            for name, sealed in zip(piece, await self._payloads.sealed(piece), strict=True):
-                if sealed is None:
-                    continue
-                try:
-                    found[name] = codec.decode(codec.unseal(sealed), Payload)
-                except codec.CorruptMessage:
-                    continue
-        return found
+        found = [await self._payloads.read(piece) for piece in pieces(names, READ_TOGETHER)]
+        return {name: one for part in found for name, one in part.items() if isinstance(one, Payload)}
 
     async def send_gaps(self, step: int, rank: int, gaps: LogprobGaps) -> None:
         """Keep the logprob gaps of a rank's part of a step for `GAPS_S`."""
@@ -89,16 +76,13 @@ class SampleCalls(Facet):
 
     async def missed(self) -> dict[str, int]:
         """Return how many groups the log has missed, by outcome, because it was full or its tracker was gone."""
-        return await self._counts(MISSED)
+        raw = await self._redis.ask(self._redis.client.hgetall(self._keys.samples_state))
+        counts = sorted((name.decode(), value) for name, value in raw.items())
+        return {name.removeprefix(MISSED): int(value) for name, value in counts if name.startswith(MISSED)}
 
     async def begun(self) -> dict[int, int]:
         """Return the first step of each incarnation that a restore began."""
-        return await begun(self._redis, self._keys)
-
-    async def _counts(self, kind: str) -> dict[str, int]:
-        raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.samples_state))
-        counts = {name.decode(): value for name, value in raw.items()}
-        return {name.removeprefix(kind): int(counts[name]) for name in sorted(counts) if name.startswith(kind)}
+        return await begun(self._redis)
 
 
 def _gaps(sealed: bytes | None) -> dict[tuple[str, int], np.ndarray] | None:
@@ -109,13 +93,6 @@ def _gaps(sealed: bytes | None) -> dict[tuple[str, int], np.ndarray] | None:
 
 
 def _dropped(entry: bytes, fields: dict[bytes, bytes]) -> DroppedGroup:
-    return DroppedGroup(
-        entry=entry.decode(),
-        ticket=fields[b"ticket"].decode(errors="replace"),
-        outcome=fields[b"outcome"].decode(errors="replace"),
-        payload=fields[b"payload"].decode(errors="replace"),
-        header=fields[b"header"],
-        step=int(fields[b"step"]),
-        incarnation=int(fields[b"incarnation"]),
-        size=int(fields[b"size"]),
-    )
+    ticket, outcome, payload = (fields[name].decode(errors="replace") for name in (b"ticket", b"outcome", b"payload"))
+    step, incarnation, size = (int(fields[name]) for name in (b"step", b"incarnation", b"size"))
+    return DroppedGroup(entry.decode(), ticket, outcome, payload, fields[b"header"], step, incarnation, size)

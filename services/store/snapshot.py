@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from services.protocol.errors import StoreError
-from services.store.facet import Facet, ordinal
+from services.store.batching import pieces
+from services.store.facet import TOGETHER, Facet, named, ordinal
 from services.store.snapshot_format import CLOCKS, LAYOUT, Groups, Head, Letters, Rows, SnapshotGroup, Writer, clock_key
 
 LEASE_S = 10.0  # the leader resumes this long after the copying process has died
 HOLD_S = 2.0  # how often the copying process renews the hold
-TOGETHER = 256  # groups, rows or letters in one request
 PAYLOADS_TOGETHER = 64  # of some 40 KB, up to ten times that
 ATTEMPTS = 5
 ROWS = ("rates", "drops")
@@ -82,7 +82,7 @@ class SnapshotWriter(Facet):
         )
         trained = await self._redis.send(*[("GET", self._keys.trained(epoch)) for epoch in epochs]) if epochs else []
         plans = await self._redis.send(*[("HGETALL", self._keys.step(step)) for step in steps]) if steps else []
-        needed = {step: _fields(plan) for step, plan in zip(steps, plans, strict=True)}
+        needed = {step: named(plan) for step, plan in zip(steps, plans, strict=True)}
         drawn = {name for plan in needed.values() for name in plan["groups"].split()}
         return Head(
             layout=LAYOUT,
@@ -92,7 +92,7 @@ class SnapshotWriter(Facet):
             outstanding=_scores(found[2]),
             requeued=[name.decode() for name in found[3]],
             evaluating=bool(found[5]),
-            order=_fields(order),
+            order=named(order),
             table=_texts(table),
             gaps=_scores(gaps),
             trained={epoch: bits for epoch, bits in zip(epochs, trained, strict=True) if bits},
@@ -107,44 +107,33 @@ class SnapshotWriter(Facet):
         for key in ROWS:
             async for fields in self._scan(f"{self._keys.prefix}:{key}"):
                 yield Rows(key, fields)
-        after = "-"
-        while last_letter:
-            entries = await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, after, last_letter, TOGETHER))
-            if not entries:
-                break
-            yield Letters([(entry.decode(), {k.decode(): v for k, v in fields.items()}) for entry, fields in entries])
-            after = f"({entries[-1][0].decode()}"
+        if last_letter:
+            async for entries in self._pages(self._keys.deadletter, last=last_letter):
+                yield Letters([(entry.decode(), {k.decode(): v for k, v in fields.items()}) for entry, fields in entries])
 
-    async def _names(self, head: Head) -> AsyncIterator[list[str]]:
+    async def _names(self, head: Head) -> AsyncIterator[Sequence[str]]:
         """Yield groups of the table in issue order, then those of prepared steps that have left it."""
         together = PAYLOADS_TOGETHER if head.whole else TOGETHER
         first, seen = 0, set[str]()
         planned = {
             name.decode() for plan in head.plans.values() for field in ("groups", "departed") for name in plan[field].split()
         }
-        while found := await self._redis.ask(self._redis.commands.zrange(self._keys.replay_order, first, first + together - 1)):
+        while found := await self._redis.ask(self._redis.client.zrange(self._keys.replay_order, first, first + together - 1)):
             names = [name.decode() for name in found]
             seen |= planned.intersection(names)
             first += len(names)
             yield names
-        left = sorted(planned - seen)
-        for at in range(0, len(left), together):
-            yield left[at : at + together]
+        for names in pieces(sorted(planned - seen), together):
+            yield names
 
     async def _groups(self, names: Sequence[str], whole: bool) -> list[SnapshotGroup]:
-        scored = [
-            self._keys.replay_version,
-            self._keys.replay_weight,
-            self._keys.replay_idle,
-            *(clock_key(self._keys, number) for number in CLOCKS),
-        ]
+        keys = self._keys
+        scored = (keys.replay_version, keys.replay_weight, keys.replay_idle, *(clock_key(keys, number) for number in CLOCKS))
         scores = await self._redis.send(*[("ZMSCORE", key, *names) for key in scored])
         if whole:
-            fields = [
-                _fields(found) for found in await self._redis.send(*[("HGETALL", self._keys.group(name)) for name in names])
-            ]
+            fields = [named(found) for found in await self._redis.send(*[("HGETALL", keys.group(name)) for name in names])]
         else:
-            counted = await self._redis.send(*[("HMGET", self._keys.group(name), "seq", "uses") for name in names])
+            counted = await self._redis.send(*[("HMGET", keys.group(name), "seq", "uses") for name in names])
             fields = [{"seq": seq, "uses": uses} if uses else {} for seq, uses in counted]
         present = [i for i in range(len(names)) if fields[i]]
         payloads: dict[int, bytes | None] = {}
@@ -152,20 +141,14 @@ class SnapshotWriter(Facet):
             bodies = await self._payloads.sealed([fields[i]["payload"].decode() for i in present])
             payloads = dict(zip(present, bodies, strict=True))
         return [
-            SnapshotGroup(
-                names[i],
-                int(fields[i]["seq"]),
-                fields[i],
-                payloads.get(i),
-                *_scores_of([column[i] for column in scores]),
-            )
+            SnapshotGroup(names[i], int(fields[i]["seq"]), fields[i], payloads.get(i), *_scores_of([each[i] for each in scores]))
             for i in present
         ]
 
     async def _scan(self, key: str) -> AsyncIterator[dict[str, bytes]]:
         cursor = 0
         while True:
-            cursor, found = await self._redis.ask(self._redis.commands.hscan(key, cursor, count=TOGETHER))
+            cursor, found = await self._redis.ask(self._redis.client.hscan(key, cursor, count=TOGETHER))
             if found:
                 yield {name.decode(): value for name, value in found.items()}
             if cursor == 0:
@@ -178,13 +161,9 @@ def _scores_of(found: Sequence[Any]) -> tuple[float | None, ...]:
     return version, weight, next((rings for rings in clocks if rings is not None), None), idle
 
 
-def _fields(flat: list[bytes]) -> dict[str, bytes]:
-    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-
-
 def _texts(flat: list[bytes]) -> dict[str, str]:
-    return {name: value.decode() for name, value in _fields(flat).items()}
+    return {name: value.decode() for name, value in named(flat).items()}
 
 
 def _scores(flat: list[bytes]) -> dict[str, int]:
-    return {name: int(float(score)) for name, score in _fields(flat).items()}
+    return {name: int(float(score)) for name, score in named(flat).items()}

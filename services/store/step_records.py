@@ -13,28 +13,27 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.protocol.keys import Keys
 from services.store.connection import Connection
+from services.store.facet import Entry
 
 NEAR = 100  # records searched on either side of the place where a step's should be: more than are ever out of order there
 TOGETHER = 4  # records read at a place, more than are ever out of order on their own
 INCARNATION = "run/incarnation"
-Entry = tuple[bytes, dict[bytes, bytes]]
 
 
-async def begun(redis: Connection, keys: Keys) -> dict[int, int]:
+async def begun(redis: Connection) -> dict[int, int]:
     """Return the first step of each incarnation that began with a restore."""
-    raw = await redis.ask(redis.commands.hgetall(keys.samples_state))
+    raw = await redis.ask(redis.client.hgetall(redis.keys.samples_state))
     prefix = b"begun:"
     return {int(name.removeprefix(prefix)): int(step) for name, step in raw.items() if name.startswith(prefix)}
 
 
-async def find_record(redis: Connection, keys: Keys, step: int) -> dict[str, float | None] | None:
+async def find_record(redis: Connection, step: int) -> dict[str, float | None] | None:
     """Return the record of a step, of the last incarnation that trained it, by bisecting the stream by time."""
-    stream, ask = keys.metrics, redis.ask
-    wanted = _Wanted.of(step, await begun(redis, keys))
-    first = await ask(redis.commands.xrange(stream, count=1))
-    last = await ask(redis.commands.xrevrange(stream, count=NEAR))
+    stream, ask = redis.keys.metrics, redis.ask
+    wanted = _Wanted.of(step, await begun(redis))
+    first = await ask(redis.client.xrange(stream, count=1))
+    last = await ask(redis.client.xrevrange(stream, count=NEAR))
     if not first:
         return None
     if not wanted.precedes_any(last):
@@ -42,13 +41,13 @@ async def find_record(redis: Connection, keys: Keys, step: int) -> dict[str, flo
     low, high = _ms(first[0]), _ms(last[0])
     while low < high:
         middle = (low + high) // 2
-        after = await ask(redis.commands.xrange(stream, f"{middle}-0", "+", TOGETHER))
+        after = await ask(redis.client.xrange(stream, f"{middle}-0", "+", TOGETHER))
         if not after or wanted.precedes_any(after):
             high = middle
         else:
             low = _ms(after[0]) + 1
-    before = await ask(redis.commands.xrevrange(stream, f"{high}", "-", NEAR))
-    after = await ask(redis.commands.xrange(stream, f"{high + 1}-0", "+", NEAR))
+    before = await ask(redis.client.xrevrange(stream, f"{high}", "-", NEAR))
+    after = await ask(redis.client.xrange(stream, f"{high + 1}-0", "+", NEAR))
     return wanted.found([*reversed(after), *before])
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from services.protocol import codec
+from services.protocol.codec import CorruptMessage
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.messages import RankPlan, StepPlan
+from services.protocol.payloads import Payload
+from services.store.batching import pieces
 from services.store.facet import Facet
 from services.store.payloads import FETCHED_TOGETHER
-
-if TYPE_CHECKING:
-    from services.protocol.payloads import Payload
 
 REQUESTS_UNDER_WAY = 2  # concurrent requests: the server works on one while the client works on the other
 
@@ -41,47 +40,35 @@ class Steps(Facet):
 
     async def plan(self, step: int) -> StepPlan | None:
         """Return the plan of a step, or None if it is not prepared or already retired."""
-        raw = await self._redis.ask(self._redis.commands.hget(self._keys.step(step), "plan"))
+        raw = await self._redis.ask(self._redis.client.hget(self._keys.step(step), "plan"))
         return None if raw is None else codec.decode(raw, StepPlan)
 
     async def rank_plan(self, step: int, rank: int) -> RankPlan:
         """Return the rows of one rank. Raises `StoreError` if the step has none for it."""
-        return _of_rank(await self._redis.ask(self._redis.commands.hget(self._keys.step(step), f"rank:{rank}")), step, rank)
+        return _of_rank(await self._redis.ask(self._redis.client.hget(self._keys.step(step), f"rank:{rank}")), step, rank)
 
     async def plans(self, step: int, rank: int) -> tuple[StepPlan, RankPlan] | None:
         """Return the plan of a step and the rows of one rank, which were prepared together.
 
         Returns None and raises like `plan` and `rank_plan`.
         """
-        raw, ours = await self._redis.ask(self._redis.commands.hmget(self._keys.step(step), "plan", f"rank:{rank}"))
+        raw, ours = await self._redis.ask(self._redis.client.hmget(self._keys.step(step), "plan", f"rank:{rank}"))
         return None if raw is None else (codec.decode(raw, StepPlan), _of_rank(ours, step, rank))
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Return payloads by name. Raises `Damaged`, which names all that are missing or unreadable."""
-        from services.protocol.payloads import Payload  # needs numpy, which takes long to import
-
         together = FETCHED_TOGETHER * (len(self._payloads.shards) or 1)  # in one request to each server
-        pieces = [names[i : i + together] for i in range(0, len(names), together)]
-        fetched: dict[str, Payload] = {}
-        damaged: dict[str, str] = {}
+        requests = list(pieces(names, together))
+        found = dict[str, Payload | CorruptMessage]()
 
         async def fetch(first: int) -> None:
-            for piece in pieces[first::REQUESTS_UNDER_WAY]:
-                for name, data in zip(piece, await self._payloads.sealed(piece), strict=True):
-                    try:
-                        if data is None:
-                            raise codec.CorruptMessage(
-                                "it is gone from Redis: check for an eviction policy, another client that deletes keys, or a "
-                                "server that lost its last writes"
-                            )
-                        fetched[name] = codec.decode(codec.unseal(data), Payload)
-                    except codec.CorruptMessage as error:
-                        damaged[name] = str(error)
+            for piece in requests[first::REQUESTS_UNDER_WAY]:
+                found.update(await self._payloads.read(piece))
 
-        await asyncio.gather(*(fetch(first) for first in range(REQUESTS_UNDER_WAY)))
-        if damaged:
+        await asyncio.gather(*map(fetch, range(REQUESTS_UNDER_WAY)))
+        if damaged := {name: str(error) for name, error in found.items() if isinstance(error, CorruptMessage)}:
             raise Damaged(damaged)
-        return fetched
+        return {name: payload for name, payload in found.items() if isinstance(payload, Payload)}
 
     async def commit(self, fence: int, step: int) -> bool:
         """Count a step as trained. Returns False if it was committed before. Raises `OutOfOrder`, `Fenced`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from services.protocol import codec
@@ -26,13 +27,6 @@ class _Submission(NamedTuple):
     sealed: bytes  # empty: its header alone is submitted
     ttl_s: int
     args: tuple[Any, ...]  # of the function that commits it
-
-
-class _Commit(NamedTuple):
-    """A record being appended to a rollout."""
-
-    ttl_s: int
-    args: tuple[Any, ...]  # of the function
 
 
 class TurnPlace(NamedTuple):
@@ -66,20 +60,15 @@ class Tickets(Facet):
         `order`: state of the prompt order after them. `epochs`: rows of the epochs that begin with them, by source. The first
         `requeued` of them come from the dead letters. `environments`: sources whose tickets are for environments.
         """
-        args: list[Any] = [part for item in (epochs or {}).items() for part in item]
-        for ticket in tickets:
-            args += (ticket.id, codec.encode(ticket))
-        return int(
-            await self._redis.call(
-                "issue", fence, cursor, order, requeued, _lanes(tickets, environments), len(epochs or {}), *args
-            )
-        )
+        rows = chain(*(epochs or {}).items())
+        args = (fence, cursor, order, requeued, _lanes(tickets, environments), len(epochs or {}))
+        return int(await self._redis.call("issue", *args, *rows, *_encoded(tickets)))
 
     async def order(self) -> tuple[bytes, dict[str, bytes]]:
         """Return the prompt order as `issue` last left it: its state, and the rows of each source's epoch. Empty before the
         first.
         """
-        found = await self._redis.ask(self._redis.commands.hgetall(self._keys.order))
+        found = await self._redis.ask(self._redis.client.hgetall(self._keys.order))
         raw = {name.decode(): value for name, value in found.items()}
         return raw.pop("state", b""), {name.removeprefix("rows:"): rows for name, rows in raw.items()}
 
@@ -88,17 +77,16 @@ class Tickets(Facet):
 
         Returns how many were issued now, not before. `environments`: sources whose tickets are for environments.
         """
-        args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
-        return int(await self._redis.call("issue_again", fence, _lanes(tickets, environments), *args))
+        return int(await self._redis.call("issue_again", fence, _lanes(tickets, environments), *_encoded(tickets)))
 
     async def reissue(self, count: int) -> list[tuple[str, int]]:
         """Return the first tickets that a restore interrupted and that were not issued again, with their issue sequence."""
-        found = await self._redis.ask(self._redis.commands.zrange(self._keys.reissue, 0, count - 1, withscores=True))
+        found = await self._redis.ask(self._redis.client.zrange(self._keys.reissue, 0, count - 1, withscores=True))
         return [(name.decode(), int(seq)) for name, seq in found]
 
     async def requeued(self, count: int) -> list[str]:
         """Return the first tickets that wait to be issued again."""
-        return [name.decode() for name in await self._redis.ask(self._redis.commands.zrange(self._keys.requeued, 0, count - 1))]
+        return [name.decode() for name in await self._redis.ask(self._redis.client.zrange(self._keys.requeued, 0, count - 1))]
 
     async def claim(
         self,
@@ -120,33 +108,21 @@ class Tickets(Facet):
 
         Returns the next scan position and the claims.
         """
-        reply = await self._redis.call(
-            "claim",
-            consumer,
-            version,
-            trainer_fence,
-            int(lease_s * 1000),
-            count,
-            scan,
-            int(adopt),
-            max_expiries,
-            BOOT,
-            ordinal(),
-            int(rollouts),
-            int(evaluates),
-        )
+        wanted = (int(lease_s * 1000), count, scan, int(adopt), max_expiries)
+        lane = (int(rollouts), int(evaluates))
+        reply = await self._redis.call("claim", consumer, version, trainer_fence, *wanted, BOOT, ordinal(), *lane)
         claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
         return reply[0].decode(), claims
 
     async def fences(self) -> set[str]:
         """Return the fences of all current claims."""
-        claims = await self._redis.ask(self._redis.commands.hgetall(self._keys.claims))
+        claims = await self._redis.ask(self._redis.client.hgetall(self._keys.claims))
         return {holder.rpartition(b"|")[2].decode() for holder in claims.values()}
 
     async def renew(self, consumer: str, claims: Sequence[Claim]) -> set[str]:
         """Renew leases. Returns the entries that are lost."""
-        args = [part for claim in claims for part in (claim.entry, claim.fence)]
-        return {entry.decode() for entry in await self._redis.call("renew", consumer, *args)}
+        held = chain(*((claim.entry, claim.fence) for claim in claims))
+        return {entry.decode() for entry in await self._redis.call("renew", consumer, *held)}
 
     async def release(self, consumer: str, claim: Claim, tokens: int = 0) -> bool:
         """Hand a ticket back; another pod may claim it at once. `tokens`: how many were saved of it, for the ledger."""
@@ -191,8 +167,8 @@ class Tickets(Facet):
             ("SET", self._keys.payload(group.payload), group.payload if shards else group.sealed, "EX", group.ttl_s, "NX")
             for group in whole
         ]
-        args = [arg for group in groups for arg in group.args]
-        return (await self._redis.send(*writes, self._redis.function("submit", *args)))[-1]
+        submit = self._redis.function("submit", *chain(*(group.args for group in groups)))
+        return (await self._redis.send(*writes, submit))[-1]
 
     async def save_partial(self, consumer: str, claim: Claim, data: bytes, ttl_s: int) -> bool:
         """Save the tokens so far of a ticket. Returns False if it was no longer held."""
@@ -200,21 +176,21 @@ class Tickets(Facet):
 
     async def load_partial(self, ticket: str) -> bytes | None:
         """Return the tokens so far of a ticket that was started before."""
-        return await self._redis.ask(self._redis.commands.get(self._keys.partial(ticket)))
+        return await self._redis.ask(self._redis.client.get(self._keys.partial(ticket)))
 
     async def commit_turn(self, consumer: str, claim: Claim, place: TurnPlace, record: bytes, ttl_s: int) -> bool:
         """Append a record to the history of a rollout. Returns False if the ticket was no longer held or the rollout has started
         again. Records that are appended at the same time share a request. Raises `OutOfOrder` if the record before it is missing.
         """
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, *place, record)
-        answer = await self._commits.ask(_Commit(ttl_s, args))
+        answer = await self._commits.ask((ttl_s, args))
         if answer < 0:
             raise OutOfOrder(f"record {place.place} of sample {place.sample} of ticket {claim.ticket_id} has none before it")
         return bool(answer)
 
-    async def _commit_turns(self, commits: Sequence[_Commit]) -> list[int]:
-        args = [arg for commit in commits for arg in commit.args]
-        return await self._redis.call("commit_turn", max(commit.ttl_s for commit in commits), *args)
+    async def _commit_turns(self, commits: Sequence[tuple[int, tuple[Any, ...]]]) -> list[int]:
+        """Append records, each given by its expiry in seconds and the arguments of the function."""
+        return await self._redis.call("commit_turn", max(ttl_s for ttl_s, _ in commits), *chain(*(args for _, args in commits)))
 
     async def restart_rollout(self, consumer: str, claim: Claim, sample: int, restarts: int, ttl_s: int) -> bool:
         """Delete the history of a rollout, which restarts for the `restarts`-th time. Returns False if the ticket was no longer
@@ -225,7 +201,7 @@ class Tickets(Facet):
 
     async def turns(self, ticket: str) -> dict[int, tuple[int, list[bytes]]]:
         """Return sample -> how often its rollout has started again, and its records since then, for samples that have any."""
-        found = await self._redis.ask(self._redis.commands.hgetall(self._keys.turns(ticket)))
+        found = await self._redis.ask(self._redis.client.hgetall(self._keys.turns(ticket)))
         restarts: dict[int, int] = {}
         records: dict[int, dict[int, bytes]] = {}
         for field, value in found.items():
@@ -238,6 +214,11 @@ class Tickets(Facet):
             sample: (restarts.get(sample, 0), [record for _, record in sorted(records.get(sample, {}).items())])
             for sample in {*restarts, *records}
         }
+
+
+def _encoded(tickets: Sequence[Ticket]) -> Iterator[str | bytes]:
+    """Return name and body of each ticket, one after the other."""
+    return chain.from_iterable((ticket.id, codec.encode(ticket)) for ticket in tickets)
 
 
 def _lanes(tickets: Sequence[Ticket], environments: Collection[str]) -> str:

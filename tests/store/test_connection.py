@@ -85,12 +85,12 @@ async def test_replies_are_returned_as_sent(line: Connection) -> None:
 
 async def test_plain_commands_return_values(line: Connection) -> None:
     await line.send(("HSET", "h", "f", "v"), ("ZADD", "z", 0.5, "a"), ("XADD", "x", "1-1", "f", "v"))
-    assert await line.ask(line.commands.hgetall("h")) == {b"f": b"v"}
-    assert await line.ask(line.commands.hmget("h", "f", "none")) == [b"v", None]
-    assert await line.ask(line.commands.zrange("z", 0, -1, withscores=True)) == [(b"a", 0.5)]
-    assert await line.ask(line.commands.zmscore("z", ["a", "none"])) == [0.5, None]
-    assert await line.ask(line.commands.xrange("x")) == [(b"1-1", {b"f": b"v"})]
-    assert await line.ask(line.commands.hscan("h", 0, count=10)) == (0, {b"f": b"v"})
+    assert await line.ask(line.client.hgetall("h")) == {b"f": b"v"}
+    assert await line.ask(line.client.hmget("h", "f", "none")) == [b"v", None]
+    assert await line.ask(line.client.zrange("z", 0, -1, withscores=True)) == [(b"a", 0.5)]
+    assert await line.ask(line.client.zmscore("z", ["a", "none"])) == [0.5, None]
+    assert await line.ask(line.client.xrange("x")) == [(b"1-1", {b"f": b"v"})]
+    assert await line.ask(line.client.hscan("h", 0, count=10)) == (0, {b"f": b"v"})
 
 
 async def test_a_cancelled_request_leaves_no_half_read_connection(line: Connection) -> None:

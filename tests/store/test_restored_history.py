@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.store import Store
-from services.store import restore as restores
+from services.store import Store, facet
 from services.store.snapshot_format import Snapshot
 from tests.store.test_evaluation import TTL_S, open_round, round_keys
 from tests.support import flow
@@ -82,7 +81,7 @@ async def test_entries_of_the_history_that_cannot_be_read_stay(
         for number, fields in enumerate(UNREADABLE):
             await store.client.xadd(stream, fields)  # type: ignore[arg-type]
             await store.client.xadd(stream, {"m": f'{{"{key}": {number}.0}}'})
-    monkeypatch.setattr(restores, "TOGETHER", 3)
+    monkeypatch.setattr(facet, "TOGETHER", 3)
     shown = list[str]()
     trainer = await store.run.attach_trainer()
     await store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: shown.append("alive"))

@@ -19,29 +19,9 @@ _BLOCK = re.compile(r"^(?:local function (\w+)|local (\w+)(?:, \w+)* =|register(
 _COMMAND = re.compile(r"(?:redis\.call\(|call_over\(\w+, )'([A-Z]+)'(?:, '([A-Z]+)')?")
 _KEY = re.compile(r"'(:[a-z:]+)'( \.\.)?")
 _READ = re.compile(r"redis\.call\('([A-Z]+)', prefix \.\. '(:[a-z:]+)'( \.\.)?")
-_READING = frozenset(
-    [
-        "EXISTS",
-        "GET",
-        "GETBIT",
-        "HEXISTS",
-        "HGET",
-        "HGETALL",
-        "HLEN",
-        "HMGET",
-        "LRANGE",
-        "TTL",
-        "XLEN",
-        "XPENDING",
-        "XRANGE",
-        "XREVRANGE",
-        "ZCARD",
-        "ZCOUNT",
-        "ZRANGE",
-        "ZRANGEBYSCORE",
-        "ZREVRANGE",
-        "ZSCORE",
-    ]
+_READING = re.compile(
+    "EXISTS|GET|GETBIT|HEXISTS|HGET|HGETALL|HLEN|HMGET|LRANGE|TTL|XLEN|XPENDING|XRANGE|XREVRANGE|ZCARD|ZCOUNT|ZRANGE|"
+    "ZRANGEBYSCORE|ZREVRANGE|ZSCORE"
 )
 _WORD = re.compile(r"\w+")
 _CONTAINERS = ("XGROUP",)  # commands whose first argument selects a subcommand
@@ -99,7 +79,7 @@ def _footprint(blocks: dict[str, str], start: str) -> Footprint:
     text = "\n".join(blocks[name] for name in sorted(seen))
     commands = {_command(*match.groups()) for match in _COMMAND.finditer(text)}
     everywhere = Counter(_key(*match.groups()) for match in _KEY.finditer(text))
-    reading = Counter(_key(name, joined) for command, name, joined in _READ.findall(text) if command in _READING)
+    reading = Counter(_key(name, joined) for command, name, joined in _READ.findall(text) if _READING.fullmatch(command))
     reads = {key for key in everywhere if everywhere[key] == reading[key]}
     return Footprint(frozenset(commands), frozenset(everywhere.keys() - reads), frozenset(reads))
 

@@ -48,6 +48,7 @@ class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store.connection.keys = Keys(f"t-{uuid.uuid4().hex[:12]}")
+        self.store = Store(self.store.connection)  # of another run
         self.version = 0  # the fleet's policy version
         self.waiting: dict[str, int] = {}  # unsettled groups and their oldest versions
         self.base = 0
