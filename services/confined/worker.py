@@ -67,6 +67,7 @@ class ConfinedWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._clearing: asyncio.Future[None] | None = None  # the last process that was ended, while it is reaped
 
     @property
     def pid(self) -> int | None:
@@ -114,7 +115,10 @@ class ConfinedWorker:
         return await read_frame(self._reader, kind)
 
     async def kill(self) -> None:
-        """End the process, if any, and reap it, even if the caller is cancelled meanwhile."""
+        """End the process, if any, and reap it, even if the caller is cancelled or the event loop is closed meanwhile.
+
+        Also wait for what an earlier call has not reaped yet.
+        """
         process, writer, scratch = self._process, self._writer, self._scratch
         self._process = self._reader = self._writer = self._scratch = None  # another may be started meanwhile
         if writer is not None:
@@ -122,7 +126,10 @@ class ConfinedWorker:
         if process is not None:
             process.terminate() if self._launch.guarded else process.kill()
         if process is not None or scratch is not None:
-            await asyncio.shield(asyncio.to_thread(_clear, process, scratch))
+            # Not a task, which would be cancelled before it begins if the loop is closed now.
+            self._clearing = asyncio.get_running_loop().run_in_executor(None, _clear, process, scratch)
+        if self._clearing is not None:
+            await asyncio.shield(self._clearing)
 
     async def end(self, error: BaseException) -> str:
         """End the process after an error, one of `LOST`, and return how it ended, in words."""
