@@ -52,12 +52,12 @@ def derived(config: RunConfig) -> RunConfig:
     if "row_tokens" not in config.trainer.model_fields_set:
         longest = total if config.environments else prompt + completion  # a rollout's segments fill the model's context
         row = max(_default(Trainer, "row_tokens"), longest)
-    return config.model_copy(
-        update={
-            "model": model.model_copy(update={"max_tokens": total}),
-            "data": data.model_copy(update={"max_prompt_tokens": prompt}),
-            "sampling": sampling.model_copy(update={"max_tokens": completion}),
-            "trainer": config.trainer.model_copy(update={"row_tokens": row}),
+    return config.with_values(
+        {
+            "model.max_tokens": total,
+            "data.max_prompt_tokens": prompt,
+            "sampling.max_tokens": completion,
+            "trainer.row_tokens": row,
         }
     )
 

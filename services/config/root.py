@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -193,6 +194,14 @@ class RunConfig(Section):
     """REST endpoints."""
     web: Web = DEFAULTS
     """The console as a web page."""
+
+    def with_values(self, values: Mapping[str, object]) -> Self:
+        """Return the configuration with other values of these keys, written as `section.key`; they are not validated."""
+        sections = dict[str, dict[str, object]]()
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=sections[name]) for name in sections})
 
     @property
     def slots(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -14,82 +13,38 @@ from services.runtime.process_tools import CONFIG_ENV
 RUNS = Path("runs")  # default of run.dir
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """Paths under `run.dir/run.name`."""
 
-    path: Path
-    given: Path | None = None  # path of the configuration, if it is not in the folder
-
-    @property
-    def config(self) -> Path:
-        """Path of the resolved configuration that services read."""
-        return self.given or self.path / "config.toml"
-
-    @property
-    def changes(self) -> Path:
-        """File with one line for each time that the run was resumed with other settings."""
-        return self.path / "changes.jsonl"
-
-    @property
-    def code(self) -> Path:
+    def __init__(self, path: Path, given: Path | None = None) -> None:
+        """`given`: path of the configuration, if it is not in the folder."""
+        self.path, self.given = path, given
+        self.config = given or path / "config.toml"
+        """The resolved configuration that services read."""
+        self.changes = path / "changes.jsonl"
+        """One line for each time that the run was resumed with other settings."""
+        self.code = path / "code"
         """Folder of the files that hold the verifiers' functions."""
-        return self.path / "code"
-
-    @property
-    def redis(self) -> Path:
+        self.redis = path / "redis"
         """Data folder of the run's own Redis server."""
-        return self.path / "redis"
-
-    @property
-    def token(self) -> Path:
-        """File with the bearer token for full access to the REST endpoints."""
-        return self.path / "api-token"
-
-    @property
-    def read_token(self) -> Path:
-        """File with the bearer token for read-only access to the REST endpoints."""
-        return self.path / "api-read-token"
-
-    @property
-    def redis_password(self) -> Path:
-        """File with the password that was part of the Redis address."""
-        return self.path / "redis-password"
-
-    @property
-    def logs(self) -> Path:
+        self.token, self.read_token = path / "api-token", path / "api-read-token"
+        """Bearer tokens of the REST endpoints, for full and for read-only access."""
+        self.redis_password = path / "redis-password"
+        """The password that was part of the Redis address."""
+        self.logs = path / "logs"
         """Folder with one log file per pod."""
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        """File with one line per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """File with one line per evaluation round."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.metrics = path / "metrics.jsonl"
+        """One line per step."""
+        self.evaluations = path / "evaluations.jsonl"
+        """One line per evaluation round."""
+        self.checkpoints = path / "checkpoints"
         """Folder of the checkpoints that the trainer resumes from."""
-        return self.path / "checkpoints"
-
-    @property
-    def summary(self) -> Path:
-        """File with the results of the run."""
-        return self.path / "summary.json"
-
-    @property
-    def condition(self) -> Path:
-        """File with the run's condition."""
-        return self.path / "condition.json"
-
-    @property
-    def report(self) -> Path:
-        """Image with charts of the run."""
-        return self.path / "report.png"
+        self.summary = path / "summary.json"
+        """The results of the run."""
+        self.condition = path / "condition.json"
+        """The run's condition."""
+        self.report = path / "report.png"
+        """Charts of the run."""
 
     @property
     def untrained(self) -> bool:

@@ -6,6 +6,7 @@ Guarantees: the output contains no control or invisible characters, except line 
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import msgspec
@@ -21,6 +22,11 @@ def printable(text: object, keep_lines: bool = False) -> str:
 def safe_json(text: str) -> str:
     """Escape every non-printable character in JSON as `\\uXXXX`, which keeps its meaning."""
     return re.sub(r"[^\x20-\x7e\n]", lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), text)
+
+
+def say(text: object) -> None:
+    """Print a line for people on standard error, made printable."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_json(value: Any, *, line: bool = False) -> None:

@@ -30,7 +30,7 @@ END_S = 5.0  # for the last poll and the last frame
 
 def at_its_port(config: RunConfig) -> RunConfig:
     """Return the configuration of a pod that serves its endpoints at the page's port."""
-    return config.model_copy(update={"api": config.api.model_copy(update={"port": config.web.port})})
+    return config.with_values({"api.port": config.web.port})
 
 
 def add_console(service: Service, describe: Describe = running) -> Watch:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from services.console.commands.own_server import owns_server, reading, usable
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
 from services.console.lock import LockHolder, holder
 from services.console.paths import RunPaths
+from services.console.printable import say
 from services.console.run import conditions
 from services.http.credentials import REDIS_PASSWORD_ENV, redis_login
 from services.operations.condition import Condition, condition
@@ -67,7 +67,7 @@ async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
     if not name:
         raise ConsoleError("--redis-url needs a run name: pass it as RUN", EXIT_CONFIG)
     if folder and not redis_url and owns_server(folder):
-        async with reading(folder, _say) as served:
+        async with reading(folder, say) as served:
             with usable(folder):
                 login = Login((folder.redis / "password").read_text(encoding="utf-8").strip())
             async with _store(served.url, name, login) as store:
@@ -84,10 +84,6 @@ async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
         attached = Attached(name, store, True, True, folder, found)
         runs = found is not None or bool(await store.fleet.members(attached.ttl_s))
         yield replace(attached, runs=runs)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 async def existing(attached: Attached) -> RunState:

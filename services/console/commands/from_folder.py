@@ -6,14 +6,13 @@ Guarantees: a running run is never shown from its folder: its Redis is then only
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from services.console import paths
 from services.console.display.text import show
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
 from services.console.paths import RunPaths
-from services.console.printable import print_json, printable
+from services.console.printable import print_json, printable, say
 from services.console.run import conditions
 from services.operations import figures
 from services.operations.history import recorded
@@ -30,7 +29,7 @@ def folder_instead(run: str, redis_url: str, error: ConsoleError) -> RunPaths:
     gone = error.code in (EXIT_REDIS, EXIT_CONFIG)
     if folder is None or not gone or folder.untrained or conditions.of(folder).word in ("running", "paused"):
         raise error
-    print(printable(error), file=sys.stderr, flush=True)
+    say(error)
     return folder
 
 

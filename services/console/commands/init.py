@@ -134,8 +134,7 @@ def _read(config: RunConfig, most_tokens: int) -> tuple[int, int]:
         return 0, 0
     if not (there("tokenizers") and there("jinja2")):
         return 0, 0
-    data = config.data.model_copy(update={"max_prompt_tokens": most_tokens, "long_prompts": "drop"})
-    read = PromptSource(config.model_copy(update={"data": data}))
+    read = PromptSource(config.with_values({"data.max_prompt_tokens": most_tokens, "data.long_prompts": "drop"}))
     return len(read), read.longest
 
 

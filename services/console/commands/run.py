@@ -9,7 +9,7 @@ import typer
 from services.console.options import File, Json, NamedRun, Overrides, RedisUrl, Yes
 from services.console.run import command
 from services.console.run import fork as forking
-from services.console.run.load import Options
+from services.console.run.place import Options
 
 
 def run(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.console.display.base import Display
+from services.console.display.plain import PlainDisplay
 from services.console.printable import printable
 from services.operations.condition import Condition, condition, last_resume
 from services.operations.figures import duration, prompts_failed
@@ -27,7 +27,7 @@ LOADING = {
 class Announcer:
     """Compares each poll with the previous one."""
 
-    def __init__(self, display: Display, note: Callable[[Condition], None], last_resumed: str = "") -> None:
+    def __init__(self, display: PlainDisplay, note: Callable[[Condition], None], last_resumed: str = "") -> None:
         """`note` receives each condition of the run. `last_resumed`: what its trainer reported at its previous start."""
         self._display, self._note = display, note
         self._condition: Condition | None = None

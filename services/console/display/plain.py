@@ -17,7 +17,7 @@ REPEAT_S = 60.0
 
 
 class PlainDisplay:
-    """Prints to standard output, flushing each line."""
+    """Prints to standard output, flushing each line. The live screen (screen.py) shows the same in its place."""
 
     def __init__(self, steps: int, tail: WarningsTail) -> None:
         self._steps, self._tail = steps, tail
@@ -41,13 +41,13 @@ class PlainDisplay:
         print(f"- {text}", flush=True)
 
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Print steps."""
+        """Print newly recorded steps."""
         for row in rows:
             self._rows.append(row)
             print(step_line(row, self._steps, left_s(self._rows, self._steps)), flush=True)
 
     def draw(self, poll: Poll, waiting: Mapping[str, float]) -> None:
-        """Print new warnings of the pods; lines are never redrawn."""
+        """Print new warnings of the pods; a poll itself is not shown. `waiting`: seconds until each dead child is restarted."""
         now = time.monotonic()
         for line in self._tail.poll():
             kind = ": ".join(line.split(": ")[:2])

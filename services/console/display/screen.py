@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.console.display.fleet import COLOURS, fleet_table, waiting_lines
+from services.console.display.plain import PlainDisplay
 from services.console.display.warnings_tail import WarningsTail
 from services.console.printable import printable
 from services.operations import figures
@@ -27,15 +28,16 @@ from services.operations.observe import Poll
 EVENTS = 6  # lines kept on the screen
 
 
-class ScreenDisplay:
+class ScreenDisplay(PlainDisplay):
     """Draws on a terminal. Use it as a context manager."""
 
     def __init__(
         self, run: str, steps: int, rows: Sequence[Mapping[str, float]], tail: WarningsTail, console: Console | None = None
     ) -> None:
         """`rows`: the steps recorded so far."""
-        self._run, self._steps, self._tail = run, steps, tail
-        self._rows = list(rows)
+        super().__init__(steps, tail)
+        self._run = run
+        self._rows.extend(rows)
         self._events: deque[str] = deque(maxlen=EVENTS)
         self._poll, self._waiting = Poll(), dict[str, float]()
         self._live = Live(console=console, auto_refresh=False, get_renderable=self.render)

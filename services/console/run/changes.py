@@ -42,17 +42,6 @@ def record(file: Path, step: int, found: Mapping[str, tuple[Any, Any]], forked_f
         lines.write(msgspec.json.encode(line) + b"\n")
 
 
-def earlier(file: Path, section: str) -> dict[str, list[Any]]:
-    """Return the values that keys of a section had before the run was resumed with others; those of a fork are another run's."""
-    found: dict[str, list[Any]] = {}
-    for text in _whole_lines(file):
-        line: dict[str, Any] = msgspec.json.decode(text)
-        for key, (before, _) in line["changes"].items() if "forked_from" not in line else ():
-            if key.startswith(section):
-                found.setdefault(key, []).append(before)
-    return found
-
-
 def take_back(file: Path, held: RunConfig) -> None:
     """Remove the last changes of the history if the run's configuration `held` does not have them, and a torn line after them."""
     kept = _whole_lines(file)

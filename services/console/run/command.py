@@ -31,20 +31,33 @@ from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleE
 from services.console.gpus import visible_gpus
 from services.console.lock import FolderLock, InUse
 from services.console.options import who
-from services.console.printable import print_json, printable
+from services.console.printable import print_json, say
 from services.console.run import conditions, summary
 from services.console.run.folder import RunFolder, resolve
 from services.console.run.launcher import Launcher, LaunchOutcome
-from services.console.run.load import Options, checked, placed_error, redis_of
-from services.console.run.mirror import EVALUATED, Mirror
-from services.console.run.place import as_started, claim_name, fresh_or_asked, judged_as_before, resumed_step, trained
+from services.console.run.mirror import RunRecords
+from services.console.run.place import (
+    Options,
+    administrator,
+    as_started,
+    checked,
+    claim_name,
+    fresh_or_asked,
+    judged_as_before,
+    placed_error,
+    redis_of,
+    resumed_step,
+    trained,
+)
 from services.console.run.plan import common_environment, max_generators, plan_units
 from services.console.run.redis_server import RedisServer, start_server
-from services.console.run.resumption import administrator, again, requeue_failed, written
+from services.console.run.resumption import again, requeue_failed, written
 from services.console.run.secrets import write_secret
 from services.console.run.terminal import Interrupts, lasting_output
 from services.http.credentials import api_tokens, holds_users
+from services.operations.condition import Condition
 from services.operations.control import reason
+from services.operations.inspection.ledger import audit
 from services.operations.observe import RunFeed
 from services.protocol.errors import StoreError
 from services.runtime.child_processes import ServicePlan
@@ -88,7 +101,7 @@ def _start(
     )
     url, password = redis_of(options, config)
     folder = RunFolder.of(config)
-    with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
+    with FolderLock(folder.path, ORPHANS_S, say=say) as lock:
         web_port = config.web.port or (free_port() if options.web else 0)
         config = as_started(config, gpus, web_port)
         options = fresh_or_asked(options, config, folder, lambda: asyncio.run(trained(folder, config, url, password)))
@@ -107,12 +120,13 @@ def _start(
         if options.fresh:
             folder.clear()
         with _redis(config, folder, url, password) as (config, server):
-            login = administrator(config, server.password if server else password)
-            config = written(config, folder, before, step, login)
+            password = server.password if server else password
+            config = written(config, folder, before, step, password)
             for sentence in loss_in_words(config):
                 print(f"loss: {sentence}", flush=True)
             environ = common_environment(os.environ, config, gpus)
             interrupts.check()
+            login = administrator(config, password)
             return asyncio.run(_Job(options, config, folder, planner, gpus, server, login, lock.fd, environ, step, ended).run())
 
 
@@ -154,13 +168,12 @@ class _Job:
             asyncio.get_running_loop().add_signal_handler(sig, self._interrupt)
         config = self.config
         store = await Store.connect(config.redis.url, config.run.name, self.login)
-        mirror, evaluations = Mirror(self.folder.metrics), Mirror(self.folder.evaluations, EVALUATED)
         try:
-            return await self._see_through(store, mirror, evaluations)
+            return await self._see_through(store, RunRecords(self.folder))
         finally:
             await store.close()
 
-    async def _see_through(self, store: Store, mirror: Mirror, evaluations: Mirror) -> int:
+    async def _see_through(self, store: Store, records: RunRecords) -> int:
         began = time.monotonic()
         await store.run.resumed("")
         if failed := await requeue_failed(store, self.restore):
@@ -170,9 +183,7 @@ class _Job:
         observer = RunFeed(store, self.config.fleet.ttl_s)
         before = summary.read(self.folder.summary)
         async for poll in observer.poll_to_end():
-            mirror.add(poll.records)
-            evaluations.add(poll.evaluations)
-        evaluations.outlive(mirror)
+            records.add(poll)
         if await store.run.set_steps(self.config.run.steps):
             async for _ in observer.poll_to_end():
                 pass
@@ -184,19 +195,18 @@ class _Job:
                 return EXIT_OK
             outcome, restarts = LaunchOutcome("finished", how, EXIT_OK), {}
         else:
-            outcome, restarts = await self._launch(observer, mirror, evaluations)
-        totals = {**before.get("restarts", {})}
-        for child, count in restarts.items():
-            totals[child] = totals.get(child, 0) + count
+            outcome, restarts = await self._launch(observer, records)
+        restarts = {child: before.get("restarts", {}).get(child, 0) + count for child, count in restarts.items()}
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
-        conditions.note(self.folder, conditions.after(outcome.status, outcome.message))
-        await self._conclude(observer, mirror, evaluations, summary.Concluded(outcome.status, wall_s, totals))
+        conditions.note(self.folder, Condition(outcome.status, "" if outcome.status == "stopped" else outcome.message))
+        concluded = summary.Concluded(outcome.status, wall_s, before.get("restarts", {}) | restarts)
+        await self._conclude(observer, records, concluded)
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
 
-    async def _launch(self, observer: RunFeed, mirror: Mirror, evaluations: Mirror) -> tuple[LaunchOutcome, dict[str, int]]:
-        config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
+    async def _launch(self, observer: RunFeed, records: RunRecords) -> tuple[LaunchOutcome, dict[str, int]]:
+        config, rows = self.config, records.steps.in_order()
         with contextlib.ExitStack() as stack:
             tail = WarningsTail(self.folder.logs)
             if self.options.screen and not self.options.as_json and sys.stdout.isatty():
@@ -223,8 +233,7 @@ class _Job:
                 config.generator.count,
                 limit,
                 observer,
-                mirror,
-                evaluations,
+                records,
                 display,
                 logs=self.folder.logs,
                 environ=self.environ,
@@ -249,23 +258,20 @@ class _Job:
             raise KeyboardInterrupt
 
     def _plan(self, generators: int) -> Sequence[ServicePlan]:
-        counted = self.config.generator.model_copy(update={"count": generators})
-        config = self.config.model_copy(update={"generator": counted})
+        config = self.config.with_values({"generator.count": generators})
         return self.planner(config, self.folder.config.resolve(), self.gpus)
 
-    async def _conclude(self, observer: RunFeed, mirror: Mirror, evaluations: Mirror, ended: summary.Concluded) -> None:
+    async def _conclude(self, observer: RunFeed, records: RunRecords, ended: summary.Concluded) -> None:
         """Write the run's results into its folder, and print them."""
-        rows = [mirror.rows[step] for step in sorted(mirror.rows)]
-        state, audited = observer.last.state, None
+        rows, state, audited = records.steps.in_order(), observer.last.state, None
         if state is not None:
             with contextlib.suppress(StoreError, RedisError):
-                audited = await audit_run(observer.store)
-        evaluated = [evaluations.rows[version] for version in sorted(evaluations.rows)]
-        result = summary.summarise(self.config, rows, state, audited, ended, evaluated)
+                audited = await audit(observer.store)
+        result = summary.summarise(self.config, rows, state, audited, ended, records.rounds.in_order())
         self.ended.append(result)
         self._write_results(result, bool(rows))
-        for fault in filter(None, (mirror.fault, evaluations.fault)):
-            print(f"{printable(fault)}; rerun the same command to add what it lacks", file=sys.stderr, flush=True)
+        for fault in filter(None, (records.steps.fault, records.rounds.fault)):
+            say(f"{fault}; rerun the same command to add what it lacks")
         print(f"{ended.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
         if ended.status == "stopped":
             print(f"  resume it with: {shlex.join(['grpo', *again(sys.argv[1:])])}", flush=True)
@@ -283,16 +289,4 @@ class _Job:
 
                 write_report(self.folder.metrics, result, self.folder.report)
         except OSError as error:
-            print(f"the summary in {self.folder.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-async def audit_run(store: Store) -> summary.Audited:
-    """Account for every ticket of a run."""
-    from services.operations.inspection.ledger import audit
-
-    found = await audit(store)
-    return summary.Audited(found.lost, found.doubled, found.outcomes["stale"], found.as_dict())
+            say(f"the summary in {self.folder.path} cannot be written: {error.strerror}")

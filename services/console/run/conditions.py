@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Literal
 
 import msgspec
 
@@ -31,11 +30,6 @@ def note(folder: RunPaths, condition: Condition) -> None:
         temporary.replace(folder.condition)
 
 
-def after(status: Literal["stopped", "finished", "failed"], message: str) -> Condition:
-    """Return how a start that ended with `status` leaves the run."""
-    return Condition(status, "" if status == "stopped" else message)
-
-
 def of(folder: RunPaths) -> Condition:
     """Return the run's condition."""
     found, noted = holder(folder.path), _read(folder)
@@ -47,7 +41,7 @@ def of(folder: RunPaths) -> Condition:
 def left(folder: RunPaths) -> Condition | None:
     """Return how the last start of the run ended; None if it was never started."""
     if (noted := _read(folder)) is None:
-        return _of_summary(folder)
+        return None
     if noted.condition.word in ("running", "paused"):
         return Condition("stopped", "grpo run was killed")
     return noted.condition
@@ -58,12 +52,3 @@ def _read(folder: RunPaths) -> _Noted | None:
         return msgspec.json.decode(folder.condition.read_bytes(), type=_Noted)
     except (OSError, msgspec.MsgspecError):
         return None
-
-
-def _of_summary(folder: RunPaths) -> Condition | None:
-    """Return how a run of an earlier version ended."""
-    try:
-        status = msgspec.json.decode(folder.summary.read_bytes(), type=dict[str, Any]).get("status")
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return next((Condition(word) for word in ("stopped", "finished", "failed") if word == status), None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import ConfigError, RunConfig, digest, load_resolved, to_toml
@@ -19,11 +18,11 @@ from services.console.doctor import Finding, fault
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.paths import RunPaths
 from services.console.run.secrets import kept_secret
+from services.runtime.checkpoints import CheckpointFolder
 
 SHOWN = 4  # differing keys that a message names
 
 
-@dataclass(frozen=True)
 class RunFolder(RunPaths):
     """The folder `run.dir/run.name` of a run."""
 
@@ -60,6 +59,15 @@ class RunFolder(RunPaths):
         except ConfigError:
             return False
 
+    def trained_steps(self) -> int:
+        """Return how many steps the run has trained, by its latest checkpoint."""
+        checkpoints = CheckpointFolder(self.checkpoints)
+        steps = [saved.step for saved in checkpoints.complete()]
+        named = checkpoints.named().removeprefix("step-")
+        if named.isdigit() and int(named) in steps:
+            return int(named) + 1
+        return max(steps, default=-1) + 1
+
     def _refusal(self, what: str, remedy: str) -> str:
         return f"{self.path} contains {what}; {remedy} or delete it with --fresh"
 
@@ -92,35 +100,24 @@ class RunFolder(RunPaths):
         return config
 
 
-def resolve(
-    config: RunConfig,
-    folder: RunFolder,
-    redis_url: str = "",
-    password_file: str = "",
-    backend: str = "",
-    web_port: int = 0,
-    memory_share: float | None = None,
-) -> RunConfig:
+def resolve(config: RunConfig, folder: RunFolder, redis_url: str = "", password_file: str = "") -> RunConfig:
     """Return the configuration that services receive, with Redis, the secrets and the trainer's host on this machine."""
-    redis = {
-        "url": redis_url or config.redis.url,
-        "password_file": password_file or config.redis.password_file,
-    }
-    tokens = {
-        "token_file": config.api.token_file or str(folder.token.resolve()),
-        "read_token_file": config.api.read_token_file or str(folder.read_token.resolve()),
-    }
-    options = config.generator.engine_options | ({} if memory_share is None else {"gpu_memory_utilization": memory_share})
-    sync = {"host": config.sync.host or "127.0.0.1", "backend": backend or config.sync.backend}
-    return config.model_copy(
-        update={
-            "redis": config.redis.model_copy(update=redis),
-            "api": config.api.model_copy(update=tokens),
-            "generator": config.generator.model_copy(update={"engine_options": options}),
-            "sync": config.sync.model_copy(update=sync),
-            "web": config.web.model_copy(update={"port": web_port or config.web.port}),
+    return config.with_values(
+        {
+            "redis.url": redis_url or config.redis.url,
+            "redis.password_file": password_file or config.redis.password_file,
+            "api.token_file": config.api.token_file or str(folder.token.resolve()),
+            "api.read_token_file": config.api.read_token_file or str(folder.read_token.resolve()),
+            "sync.host": config.sync.host or "127.0.0.1",
         }
     )
+
+
+def check_steps(config: RunConfig, trained: int, restore: int | None = None) -> None:
+    """Raise `ConsoleError` if run.steps is less than `trained`. `restore`: the checkpoint up to which that is."""
+    if config.run.steps < trained:
+        what = "the run has trained" if restore is None else f"up to checkpoint {restore} the run has trained"
+        raise ConsoleError(f"run.steps = {config.run.steps}, but {what} {trained}: raise it", EXIT_CONFIG)
 
 
 def check_redis(config: RunConfig, url: str) -> Iterator[Finding]:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 from services.console.display.announcer import Announcer
-from services.console.display.base import Display
+from services.console.display.plain import PlainDisplay
 from services.console.errors import EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_STOPPED
 from services.console.printable import printable
 from services.console.run import supervision
-from services.console.run.mirror import Mirror
+from services.console.run.mirror import RunRecords
 from services.console.run.plan import TRAINER, wanted_generators
 from services.console.run.redis_server import RedisServer
 from services.operations import figures
@@ -63,9 +63,8 @@ class Launcher:
         count: int,
         limit: int,
         observer: RunFeed,
-        mirror: Mirror,
-        evaluations: Mirror,
-        display: Display,
+        records: RunRecords,
+        display: PlainDisplay,
         *,
         logs: Path,
         environ: Mapping[str, str],
@@ -77,7 +76,7 @@ class Launcher:
         `note` receives each condition of the run.
         """
         self.observer, self.display, self.server = observer, display, server
-        self.mirror, self.evaluations = mirror, evaluations
+        self.records = records
         self.plan, self._count, self._limit = plan, count, limit
         self._logs, self._environ, self._lock_fd = logs, environ, lock_fd
         self.children: list[ChildService] = []
@@ -151,19 +150,16 @@ class Launcher:
 
     def _take_in(self, poll: Poll) -> None:
         self._announcer.announce(poll)
-        self.display.steps(self.mirror.add(poll.records))
-        self.evaluations.outlive(self.mirror)
-        for record in self.evaluations.add(poll.evaluations):
+        steps, rounds = self.records.add(poll)
+        self.display.steps(steps)
+        for record in rounds:
             self.display.event(figures.evaluation_line(record))
-        self._report_unwritten(self.mirror.fault or self.evaluations.fault)
-        now = time.monotonic()
-        self.display.draw(poll, {name: max(0.0, due - now) for name, due in self._due.items()})
-
-    def _report_unwritten(self, why: str) -> None:
-        if bool(why) != bool(self._unwritten):
+        if bool(why := self.records.fault) != bool(self._unwritten):
             lasting = f"{printable(why)}; the run continues, and its records are written once that is possible"
             self.display.event(lasting if why else "the run's records are written again")
         self._unwritten = why
+        now = time.monotonic()
+        self.display.draw(poll, {name: max(0.0, due - now) for name, due in self._due.items()})
 
     def _keep_redis(self) -> None:
         if self.server is None or self.server.alive or time.monotonic() < self._redis_due:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from services.console.paths import RunPaths
 from services.operations.history import EVALUATED, STEP, History
+from services.operations.observe import Poll
 
-__all__ = ["EVALUATED", "Mirror"]
+Record = dict[str, float]
 
 
 class Mirror:
@@ -36,11 +38,15 @@ class Mirror:
             file.truncate(self._length)
 
     @property
-    def rows(self) -> dict[int, dict[str, float]]:
+    def rows(self) -> dict[int, Record]:
         """The records so far, by number."""
         return self._history.rows
 
-    def add(self, records: Iterable[dict[str, float]]) -> list[dict[str, float]]:
+    def in_order(self) -> list[Record]:
+        """Return the records so far by ascending number."""
+        return [self.rows[number] for number in sorted(self.rows)]
+
+    def add(self, records: Iterable[Record]) -> list[Record]:
         """Append the records whose number is new, and return them."""
         added = []
         for record in records:
@@ -88,5 +94,23 @@ class Mirror:
         self._length = len(data)
 
 
-def _line(row: dict[str, float]) -> bytes:
+def _line(row: Record) -> bytes:
     return msgspec.json.encode(row) + b"\n"
+
+
+class RunRecords:
+    """The files of a run's steps and of its evaluation rounds, which are undone together by a restore."""
+
+    def __init__(self, folder: RunPaths) -> None:
+        self.steps, self.rounds = Mirror(folder.metrics), Mirror(folder.evaluations, EVALUATED)
+
+    @property
+    def fault(self) -> str:
+        """Why a file lacks records; "" if both have all."""
+        return self.steps.fault or self.rounds.fault
+
+    def add(self, poll: Poll) -> tuple[list[Record], list[Record]]:
+        """Append what a poll found, and return the new steps and rounds."""
+        steps, rounds = self.steps.add(poll.records), self.rounds.add(poll.evaluations)
+        self.rounds.outlive(self.steps)
+        return steps, rounds

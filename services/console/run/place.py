@@ -1,38 +1,99 @@
-"""What stands under a run's name, in its folder and in a Redis that several runs share, and what becomes of it.
+"""What must hold before `grpo run` starts anything: its options and configuration, its folder, and its name in a shared Redis.
 
-`grpo doctor` and `grpo run` use the same checks, which only read.
+`grpo doctor` uses the same checks of folder and name, which only read.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from services.config import ConfigError, RunConfig, digest
+from services.config.load import load_with_places
+from services.config.places import KeyPlaces
+from services.config.secrets import split_password
 from services.console.code import with_kept_code
 from services.console.doctor import Finding, note, ok, told
+from services.console.doctor.preflight import LOSS, Check, CheckAgain, faults_of
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.gpus import forced_backend, memory_share
 from services.console.lock import holder
 from services.console.options import confirm
-from services.console.run.folder import RunFolder, resolve
-from services.console.run.load import Options
+from services.console.printable import printable, say
+from services.console.run.folder import RunFolder, check_redis, check_steps, resolve
 from services.console.run.redis_server import start_server
-from services.console.run.resumption import administrator, check_steps, trained_by_files
+from services.http.credentials import redis_password
 from services.operations.inspection.checkpoints import restorable
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointError, CheckpointFolder
-from services.store import Store
+from services.store import RunState, Store
 from services.store.client import Login
 
 FOLDER = "run folder"
 
 
+@dataclass(frozen=True)
+class Options:
+    """The command-line options of `grpo run`."""
+
+    file: Path
+    overrides: Sequence[str] = ()
+    redis_url: str = ""
+    screen: bool = True
+    fresh: bool = False
+    resume: str = ""  # `latest`, or the step of a checkpoint
+    web: bool = False  # serve the web console
+    yes: bool = False  # do not ask
+    as_json: bool = False  # print the summary as JSON at the end, and everything else on standard error
+
+
+def redis_of(options: Options, config: RunConfig) -> tuple[str, str]:
+    """Return the address of the run's Redis, empty for its own server, and its password."""
+    return split_password(options.redis_url or config.redis.url)
+
+
+def placed_error(error: StoreError, options: Options, url: str, places: KeyPlaces) -> StoreError:
+    """Return an error about Redis with the key that says where it is, unless that is an option of the command."""
+    if options.redis_url:
+        return error
+    said = str(error)
+    return StoreError(places.told(said if said.startswith("redis.url = ") else f"redis.url = {url!r}: {said}"))
+
+
+def checked(options: Options, check: Check, again: CheckAgain) -> tuple[RunConfig, KeyPlaces]:
+    """Load the configuration and check everything that the run needs. Return it, and where its keys are set.
+
+    A run that has begun resumes with the data and functions that it began with, which its services compare: `again` checks the
+    rest. Prints notes. Raises `ConfigError` with all faults.
+    """
+
+    def begun(config: RunConfig) -> RunConfig | None:
+        return None if options.fresh else RunFolder.of(config).held()
+
+    def needed(config: RunConfig) -> list[Finding]:
+        redis = check_redis(config, redis_of(options, config)[0])
+        held = None if RunFolder.of(config).untrained else begun(config)
+        return [*redis, *(check(config) if held is None else again(config, held))]
+
+    loaded, found = faults_of(lambda before: load_with_places(options.file, options.overrides, before=before), needed, begun)
+    faults = [one.line for one in found if one.state == "fault"]
+    if faults or loaded is None:
+        raise ConfigError(*faults)
+    for one in found:
+        if one.state == "note" and one.what != LOSS:  # which is described once the run is about to start
+            print(f"note: {printable(one.line)}", flush=True)
+    return loaded
+
+
 def as_started(config: RunConfig, gpus: Sequence[str], web_port: int = 0) -> RunConfig:
     """Return the configuration with what this machine determines. Raise `ConsoleError` if the run does not fit on it."""
-    backend, share = forced_backend(config, gpus), memory_share(config, gpus)
-    return resolve(config, RunFolder.of(config), backend=backend, web_port=web_port, memory_share=share)
+    values: dict[str, object] = {"web.port": web_port or config.web.port}
+    if backend := forced_backend(config, gpus):
+        values["sync.backend"] = backend
+    if (share := memory_share(config, gpus)) is not None:
+        values["generator.engine_options"] = config.generator.engine_options | {"gpu_memory_utilization": share}
+    return resolve(config.with_values(values), RunFolder.of(config))
 
 
 def folder(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
@@ -47,7 +108,7 @@ def folder(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
             yield note(FOLDER, f"{place.path} holds another configuration that has trained no step: grpo run replaces it")
             return
         place.check(with_kept_code(wanted, held)[0])
-        check_steps(config, trained_by_files(place))
+        check_steps(config, place.trained_steps())
     except (ConsoleError, ConfigError) as error:
         yield told(FOLDER, error)
         return
@@ -99,11 +160,7 @@ def judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
         return config
     config, changed = with_kept_code(config, held)
     for path in changed:
-        print(
-            f"{path} has changed since the run began; the run continues with the copy in {folder.code}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{path} has changed since the run began; the run continues with the copy in {folder.code}")
     return config
 
 
@@ -145,18 +202,26 @@ def fresh_or_asked(options: Options, config: RunConfig, folder: RunFolder, steps
 
 async def trained(folder: RunFolder, config: RunConfig, url: str, password: str) -> int:
     """Return how many steps the run of this name has trained, by its Redis."""
-    own = not url and (folder.redis / "password").exists()
-    server = start_server(folder.redis, folder.path.name) if own else None
+    server = start_server(folder.redis, folder.path.name) if not url and (folder.redis / "password").exists() else None
     try:
-        if server is None and not url:
-            return 0
-        login = Login(server.password) if server else administrator(config, password)
-        store = await Store.connect(server.url if server else url, config.run.name, login)
-        try:
-            state = await store.run.state()
-        finally:
-            await store.close()
+        if server is not None:
+            url, password = server.url, server.password
+        state = await state_of(config, url, password) if url else None
+        return state.committed_step + 1 if state else 0
     finally:
         if server is not None:
             server.stop()
-    return state.committed_step + 1 if state else 0
+
+
+async def state_of(config: RunConfig, url: str, password: str) -> RunState | None:
+    """Return the run's state in the Redis at `url`."""
+    store = await Store.connect(url, config.run.name, administrator(config, password))
+    try:
+        return await store.run.state()
+    finally:
+        await store.close()
+
+
+def administrator(config: RunConfig, password: str = "") -> Login:
+    """Return the login that loads the functions and deletes old data, which none of the run's own users may do."""
+    return Login(password or redis_password(config) or "", ca_file=config.redis.ca_file)

@@ -12,19 +12,10 @@ import msgspec
 
 from services.config import RunConfig
 from services.operations import figures
+from services.operations.inspection.ledger import AuditReport
 from services.store import RunState
 
 ENDS = 10  # steps over which the first and the last reward are averaged
-
-
-@dataclass(frozen=True)
-class Audited:
-    """The results of an audit."""
-
-    lost: int
-    doubled: int
-    stale: int
-    places: Mapping[str, Any]  # the complete report
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ def summarise(
     config: RunConfig,
     rows: Sequence[Mapping[str, float]],
     state: RunState | None,
-    audit: Audited | None,
+    audit: AuditReport | None,
     ended: Concluded,
     evaluated: Sequence[Mapping[str, float]] = (),
 ) -> dict[str, Any]:
@@ -61,14 +52,14 @@ def summarise(
         "doubled": audit.doubled if audit else None,
         "max_lag": max(lags, default=None),
         "max_staleness": config.admission.max_staleness,
-        "stale_dropped": audit.stale if audit else None,
+        "stale_dropped": audit.outcomes["stale"] if audit else None,
         "generators": int(max(fleet, default=config.generator.count)),
         "syncs": state.published_version + 1 if state else 0,
         "tokens_per_s_generated": figures.average_rate(rows, figures.GENERATED),
         "tokens_per_s_trained": figures.average_rate(rows, figures.TRAINED),
         "wall_s": round(ended.wall_s, 3),
         "restarts": dict(ended.restarts),
-        "audit": dict(audit.places) if audit else None,
+        "audit": audit.as_dict() if audit else None,
         "evaluations": len(evaluated),
         "evaluation_last": dict(evaluated[-1]) if evaluated else None,
     }

@@ -15,7 +15,6 @@ from services.console.run.folder import RunFolder
 from services.console.run.redis_server import RedisServer
 from services.console.run.resumption import next_step
 from services.store import Store
-from services.store.client import Login
 from tests.console.commands.test_fork import checkpoint
 from tests.support.console import config_file, grpo
 from tests.support.harness import small_config
@@ -68,9 +67,9 @@ def test_a_change_that_a_killed_start_did_not_make_is_taken_back(tmp_path: Path,
     with monkeypatch.context() as killed:
         killed.setattr(RunFolder, "write", _kill)
         with pytest.raises(KeyboardInterrupt):
-            resumption.written(now, folder, before, None, Login())
+            resumption.written(now, folder, before, None, "")
     assert lines() == [{"run.steps": [4, 9]}], "the start was killed before the run had them"
-    resumption.written(last, folder, before, None, Login())
+    resumption.written(last, folder, before, None, "")
     made = [{"optimizer.betas": [[0.9, 0.95], [0.8, 0.9]], "run.steps": [4, 12]}]
     assert lines() == made
     with folder.changes.open("ab") as file:
@@ -105,24 +104,24 @@ def _kill(*_: object) -> None:
 async def test_run_steps_must_cover_the_steps_already_trained(tmp_path: Path, server: RedisServer, store: Store) -> None:
     """A run continues after the checkpoint to restore, after the last step in Redis, or after the latest checkpoint."""
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", "run.steps=45")
-    folder, login = RunFolder.of(config), Login(server.password)
-    assert await next_step(config, login, folder, None) == 0
+    folder, password = RunFolder.of(config), server.password
+    assert await next_step(config, password, folder, None) == 0
     for step in (20, 50):
         checkpoint(config, step)
     with pytest.raises(ConsoleError, match=r"run\.steps = 45, but the run has trained 51: raise it"):
-        await next_step(config, login, folder, None)
+        await next_step(config, password, folder, None)
     (folder.checkpoints / "latest").write_text("step-00000020")
-    assert await next_step(config, login, folder, None) == 21, "the run was restored"
+    assert await next_step(config, password, folder, None) == 21, "the run was restored"
     await store.run.create(digest(config), "data", 60, config.slots)
     await store.client.hset(store.keys.run, "committed_step", 59)
     with pytest.raises(ConsoleError, match="but the run has trained 60"):
-        await next_step(config, login, folder, None)
-    assert await next_step(config, login, folder, 40) == 41
+        await next_step(config, password, folder, None)
+    assert await next_step(config, password, folder, 40) == 41
     await store.run.request_restore(44)
-    assert await next_step(config, login, folder, None) == 45
+    assert await next_step(config, password, folder, None) == 45
     await store.run.request_restore(50)
     with pytest.raises(ConsoleError, match=r"run\.steps = 45, but up to checkpoint 50 the run has trained 51: raise it"):
-        await next_step(config, login, folder, None)
+        await next_step(config, password, folder, None)
 
 
 def test_without_redis_changes_are_recorded_or_rejected(tmp_path: Path) -> None:

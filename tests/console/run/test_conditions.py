@@ -37,11 +37,3 @@ def test_a_noted_condition_is_ignored_once_outdated(
     assert conditions.of(folder) == stopped
     with FolderLock(tmp_path, readers=True):
         assert conditions.of(folder) == stopped, "a reader does not count as running it"
-
-
-def test_a_run_of_an_earlier_version_is_read_from_its_summary(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.summary.write_text('{"status": "failed"}')
-    assert conditions.of(folder) == Condition("failed")
-    folder.condition.write_text("{torn")
-    assert conditions.of(folder) == Condition("failed")

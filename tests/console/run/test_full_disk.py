@@ -15,8 +15,9 @@ import pytest
 
 from services.console.display.plain import PlainDisplay
 from services.console.display.warnings_tail import WarningsTail
+from services.console.paths import RunPaths
 from services.console.run.launcher import Launcher
-from services.console.run.mirror import EVALUATED, Mirror
+from services.console.run.mirror import Mirror, RunRecords
 from services.operations.observe import Poll
 from services.runtime.child_processes import ChildProcess, ProcessPlan, ServicePlan
 from tests.support.harness import wait_until
@@ -44,14 +45,13 @@ class OneStepAPoll:
 
 def launcher(folder: Path) -> tuple[Launcher, OneStepAPoll]:
     observer: Any = OneStepAPoll()
-    mirrors = Mirror(folder / "metrics.jsonl"), Mirror(folder / "evaluations.jsonl", EVALUATED)
     display = PlainDisplay(10, WarningsTail(folder / "logs"))
     return Launcher(
         lambda _: [WAITS],
         1,
         1,
         observer,
-        *mirrors,
+        RunRecords(RunPaths(folder)),
         display,
         logs=folder / "logs",
         environ=dict(os.environ),

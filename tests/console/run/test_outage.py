@@ -40,7 +40,7 @@ async def test_it_is_not_restarted_before_redis_is_back(tmp_path: Path) -> None:
     plan = ServicePlan("dataprep-0", (ProcessPlan("dataprep-0", ("/bin/sh", "-c", f"exit {EXIT_REDIS}")),))
     events, observer = list[str](), Away()
     launcher = Launcher(
-        lambda _: [plan], 0, 1, cast("Any", observer), cast("Any", None), cast("Any", None),
+        lambda _: [plan], 0, 1, cast("Any", observer), cast("Any", None),
         cast("Any", SimpleNamespace(event=events.append)), logs=tmp_path, environ={}, lock_fd=2, server=None,
     )  # fmt: skip
     running = asyncio.create_task(launcher.run())

@@ -12,7 +12,7 @@ import pytest
 from services.config import RunConfig, digest
 from services.console.errors import ConsoleError
 from services.console.gpus import forced_backend, memory_share, sharing, visible_gpus
-from services.console.run.folder import RunFolder, resolve
+from services.console.run.place import as_started
 from services.console.run.plan import common_environment, max_generators, plan_units, wanted_generators
 from services.runtime.child_processes import ServicePlan
 from services.store.records import RunState, Scale
@@ -155,6 +155,6 @@ def test_engines_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
     given = config(tmp_path, "generator.engine=vllm", "generator.engine_options.gpu_memory_utilization=0.3")
     assert memory_share(given, ["0"]) is None
     assert memory_share(config(tmp_path), ["0"]) is None, "a custom engine has its own options"
-    shared = resolve(pair, RunFolder.of(pair), memory_share=0.45)
+    shared = as_started(pair, ["0"])
     assert shared.generator.engine_options == {"gpu_memory_utilization": 0.45}
     assert digest(shared) == digest(pair)

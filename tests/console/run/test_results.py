@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from services.console.run import summary
-from services.console.run.mirror import EVALUATED, Mirror
-from services.console.run.summary import Audited, Concluded, in_words, summarise
+from services.console.run.mirror import Mirror
+from services.console.run.summary import Concluded, in_words, summarise
 from services.operations import figures
+from services.operations.history import EVALUATED
+from services.operations.inspection.ledger import PLACES, AuditReport, assess
 from services.operations.observe import BATCH, RunFeed
 from services.store import RunState, Store
 from tests.support import flow
@@ -24,6 +26,11 @@ STATE = RunState(4, 16, 3, 40, 3, 3, 2, -1, "dataprep-0", {}, "", "", "data", "c
 
 def row(step: int, time_s: float, **values: float) -> dict[str, float]:
     return {"step": step, "time_s": time_s, **values}
+
+
+def audited(**ledger: int) -> AuditReport:
+    empty = dict.fromkeys((*PLACES, "slots_used", "outstanding", "unpublished"), 0)
+    return assess("small", empty | {f"ledger:{name}": count for name, count in ledger.items()})
 
 
 def test_each_step_is_mirrored_once(tmp_path: Path) -> None:
@@ -145,8 +152,8 @@ async def test_an_observer_counts_failed_prompts_like_the_summary(store: Store) 
 
 
 def test_a_summary_says_how_many_prompts_failed(tmp_path: Path) -> None:
-    audited = Audited(0, 0, 0, {"outcomes": {"failed": 18}})
-    found = summarise(small_config(tmp_path), [], STATE, audited, Concluded("finished", 1.0, {}))
+    failed = audited(issued=18, failed=18)
+    found = summarise(small_config(tmp_path), [], STATE, failed, Concluded("finished", 1.0, {}))
     assert in_words(found)[-1] == "18 prompts failed and will not be trained on (see grpo inspect deadletter)"
 
 
@@ -171,15 +178,16 @@ def test_a_summary_matches_hand_computed_values(tmp_path: Path) -> None:
     ]
     rows[5].pop(figures.REWARD)
     rows[3]["fleet/generators"] = 2.0
-    found = summarise(config, rows, STATE, Audited(0, 0, 5, {"issued": 9}), Concluded("finished", 30.0, {"trainer": 1}))
+    found = summarise(config, rows, STATE, audited(issued=9, trained=4, stale=5), Concluded("finished", 30.0, {"trainer": 1}))
     assert found["reward_first"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5)  # of 11 steps, less than a half each
     assert found["reward_last"] == pytest.approx((7 + 8 + 9 + 10 + 11) / 5)
     expected = {
         "run": "small", "seed": 7, "steps": 3, "lost": 0, "doubled": 0, "max_lag": 2.0, "max_staleness": 2, "stale_dropped": 5,
         "generators": 2, "syncs": 4, "tokens_per_s_generated": None, "tokens_per_s_trained": 100.0, "wall_s": 30.0,
-        "restarts": {"trainer": 1}, "audit": {"issued": 9}, "status": "finished",
+        "restarts": {"trainer": 1}, "status": "finished",
     }  # fmt: skip
     assert expected.items() <= found.items()
+    assert found["audit"]["issued"] == 9
     summary.write(tmp_path / "summary.json", found)
     assert summary.read(tmp_path / "summary.json") == found
     assert "largest lag 2 of 2, 0 tickets lost, 0 duplicated, 5 dropped as stale" in in_words(found)[1]

@@ -15,8 +15,7 @@ from services.console import options as shared
 from services.console.doctor import Finding, note, ok
 from services.console.run import command
 from services.console.run.folder import RunFolder
-from services.console.run.load import Options, checked
-from services.console.run.place import fresh_or_asked
+from services.console.run.place import Options, checked, fresh_or_asked
 from services.console.run.redis_server import start_server
 from services.console.run.resumption import again
 from services.store import Store
