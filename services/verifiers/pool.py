@@ -92,7 +92,7 @@ class VerifierPool:
         First delete what workers of killed processes left behind.
         """
         await asyncio.to_thread(sweep)
-        outcomes = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        outcomes = await asyncio.gather(*(worker.warm_up() for worker in self._workers), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 await self.close()
@@ -114,7 +114,7 @@ class VerifierPool:
         try:
             if not worker.alive:
                 self.counts.restarts += 1
-                await worker.start()
+                await worker.warm_up()
             return await worker.score(self._trimmed(job, worker.needs[job.source]))
         except VerifierFailure:
             self.counts.failures += 1
@@ -156,14 +156,14 @@ class VerifierPool:
         """Restart a dead worker. If that fails, the next group tries again and reports the reason."""
         self.counts.restarts += 1
         try:
-            await worker.start()
+            await worker.warm_up()
         except VerifierFailure:
             self.counts.failures += 1
         finally:
             self._idle.put_nowait(worker)
 
 
-class ScoringWorker:
+class ScoringWorker(ConfinedWorker):
     """One worker process, which scores one group at a time and can be started again.
 
     Guarantees: every exchange ends within its limit, with verdicts or with a `VerifierFailure`, after which the process is dead.
@@ -171,26 +171,15 @@ class ScoringWorker:
 
     def __init__(self, setup: Setup, verifiers: Mapping[str, Sequence[tuple[str, VerifierConfig]]], freedoms: Freedoms) -> None:
         """`verifiers`: source -> its verifiers by name."""
+        super().__init__(Launch("services.verifiers.worker", freedoms.inherited, freedoms.withheld, prints=freedoms.prints))
         self._setup, self._verifiers = setup, verifiers
-        module = "services.verifiers.worker"
-        self._worker = ConfinedWorker(Launch(module, freedoms.inherited, freedoms.withheld, prints=freedoms.prints))
         self.needs: dict[str, list[str]] = {}
         """Source -> fields of a group that its verifiers request, once started."""
 
-    @property
-    def pid(self) -> int | None:
-        """Process id, or None if there is no process."""
-        return self._worker.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process is running."""
-        return self._worker.alive
-
-    async def start(self) -> None:
+    async def warm_up(self) -> None:
         """Start the process and wait until it is warm. Raises `VerifierFailure`."""
         try:
-            hello = await self._worker.start(self._setup, Hello)
+            hello = await self.start(self._setup, Hello)
         except NotStarted as error:
             raise VerifierFailure(f"a verifier worker {error}") from None
         if hello.error:
@@ -207,7 +196,7 @@ class ScoringWorker:
         try:
             async with asyncio.timeout(allowed_s):
                 for name, verifier in verifiers:
-                    verdict = await (self._worker.receive(Verdict) if verdicts else self._worker.exchange(job, Verdict))
+                    verdict = await (self.receive(Verdict) if verdicts else self.exchange(job, Verdict))
                     verdicts[name] = verdict
                     if found := verdict.error or fault_of(verdict, count, verifier.bounds):
                         fault = fault or f"verifier {name!r} failed: {found}"
@@ -215,7 +204,7 @@ class ScoringWorker:
                         break
         except LOST as error:
             name, verifier = verifiers[min(len(verdicts), len(verifiers) - 1)]
-            why = await self._worker.end(error)
+            why = await self.end(error)
             raise VerifierFailure(f"verifier {name!r}, timeout_s = {verifier.timeout_s:g}: {why}") from None
         except BaseException:  # also cancellation: its answer to this group would be taken for the next group's
             await self.kill()
@@ -223,10 +212,6 @@ class ScoringWorker:
         if fault:
             raise VerifierFailure(fault)
         return verdicts
-
-    async def kill(self) -> None:
-        """End the process, if any, and reap it."""
-        await self._worker.kill()
 
 
 def _encodable(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
@@ -18,18 +18,13 @@ import msgspec
 from services.config.data import Source
 from services.config.verifiers import HttpConfig, JudgeConfig, VerifierConfig
 from services.verifiers.base import Job, VerifierFailure
-from services.verifiers.connection import GIVE_UP_S, MOST_REQUESTS, ServiceConnection, Silence
+from services.verifiers.connection import GIVE_UP_S, MOST_REQUESTS, ServiceConnection
 from services.verifiers.http import HttpVerifier
 from services.verifiers.results import Verdict, fault_of
 from services.verifiers.together import together
 
-
-class RemoteScorer(Protocol):
-    """Scores groups by calling a service."""
-
-    async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
-        """Return the verdict on a group. Raises `VerifierFailure`, and ValueError with the reason."""
-        ...
+if TYPE_CHECKING:
+    from services.verifiers.judge import JudgeVerifier
 
 
 class RemotePool:
@@ -48,7 +43,7 @@ class RemotePool:
         self._sources = {source.name: source for source in sources}
         self._http: httpx.AsyncClient | None = None
         self._connections: dict[str, ServiceConnection] = {}
-        self._scorers: dict[str, RemoteScorer] = {}
+        self._scorers: dict[str, HttpVerifier | JudgeVerifier] = {}
 
     async def start(self) -> None:
         """Read tokens and compile templates; no service needs to be up yet. Raises `VerifierFailure`."""
@@ -59,12 +54,16 @@ class RemotePool:
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx.AsyncClient(timeout=None, limits=kept, cookies=no_cookies)
         for name, verifier in self._verifiers:
-            connection = self._connections[name] = ServiceConnection(
-                name, verifier, self._http, self._give_up_s, self._most_requests
-            )
+            connection = ServiceConnection(name, verifier, self._http, self._give_up_s, self._most_requests)
+            self._connections[name] = connection
             try:
                 connection.start()
-                self._scorers[name] = _scorer(name, verifier, connection)
+                if isinstance(verifier, HttpConfig):
+                    self._scorers[name] = HttpVerifier(name, verifier, connection)
+                else:
+                    from services.verifiers.judge import JudgeVerifier  # needs jinja2, which only generators install
+
+                    self._scorers[name] = JudgeVerifier(name, verifier, connection)
             except (ValueError, VerifierFailure) as error:
                 await self.close()
                 raise VerifierFailure(f"verifier {name!r}: {error}") from None
@@ -102,11 +101,3 @@ class RemotePool:
         if fault := fault_of(verdict, len(fields["completions"]), verifier.bounds):
             raise VerifierFailure(f"verifier {name!r} failed: {fault}")
         return verdict
-
-
-def _scorer(name: str, verifier: HttpConfig | JudgeConfig, connection: ServiceConnection) -> RemoteScorer:
-    if isinstance(verifier, HttpConfig):
-        return HttpVerifier(name, verifier, connection)
-    from services.verifiers.judge import JudgeVerifier  # needs jinja2, which only generators install
-
-    return JudgeVerifier(name, verifier, connection)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple
 
 from services.config import RunConfig
 from services.config.data import Source
 from services.config.secrets import variable_of
-from services.config.verifiers import RemoteVerifier, VerifierConfig, named
+from services.config.verifiers import RemoteVerifier, named
 from services.verifiers.base import Job, Scores, VerifierFailure
 from services.verifiers.connection import GIVE_UP_S
 from services.verifiers.pool import Freedoms, PoolCounts, VerifierPool
@@ -36,17 +36,18 @@ class Scoring:
         """`workers`: of each pool; 0: as configured. `prints`: show what verifiers print; `give_up_s`: how
         long a service may be away; 0: `GIVE_UP_S`."""
         verifiers = named(config.verifiers)
+        local = [(name, each) for name, each in verifiers if not isinstance(each, RemoteVerifier)]
         self._sources = {source.name for source in sources}
         workers = workers or config.generator.verifier_workers
         tokens = frozenset(variable_of(each.token) for each in config.verifiers if isinstance(each, RemoteVerifier))
         self.pools: list[VerifierPool] = []
         for network in (False, True):
-            chosen = [(name, each) for name, each in verifiers if _is_local(each) and _networked(each) == network]
+            chosen = [(name, each) for name, each in local if (each.kind == "python" and each.network) == network]
             if chosen:
-                freedoms = replace(_freedoms([each for _, each in chosen], network, prints), withheld=tokens)
+                variables = frozenset(name for _, each in chosen if each.kind == "python" for name in each.variables)
+                freedoms = Freedoms(network, variables, prints, tokens)
                 self.pools.append(VerifierPool(chosen, workers, sources, freedoms, config.sampling.max_tokens))
-        remote = [(name, each) for name, each in verifiers if not _is_local(each)]
-        self._remote = RemotePool(remote, sources, give_up_s or GIVE_UP_S)
+        self._remote = RemotePool(verifiers, sources, give_up_s or GIVE_UP_S)
 
     async def start(self) -> None:
         """Start all workers and wait until they are warm. Raises `VerifierFailure`, e.g. for a function that cannot be loaded."""
@@ -77,21 +78,4 @@ class Scoring:
     @property
     def counts(self) -> PoolCounts:
         """Counters of all workers since they started."""
-        total = PoolCounts()
-        for counts in (pool.counts for pool in self.pools):
-            total.groups, total.failures = total.groups + counts.groups, total.failures + counts.failures
-            total.restarts, total.busy_s = total.restarts + counts.restarts, total.busy_s + counts.busy_s
-        return total
-
-
-def _is_local(verifier: VerifierConfig) -> bool:
-    return not isinstance(verifier, RemoteVerifier)
-
-
-def _networked(verifier: VerifierConfig) -> bool:
-    return verifier.kind == "python" and verifier.network
-
-
-def _freedoms(verifiers: Sequence[VerifierConfig], network: bool, prints: bool) -> Freedoms:
-    own = [verifier for verifier in verifiers if verifier.kind == "python"]
-    return Freedoms(network, frozenset(name for each in own for name in each.variables), prints=prints)
+        return PoolCounts(*map(sum, zip(*(astuple(pool.counts) for pool in self.pools), strict=True)))

@@ -254,7 +254,7 @@ async def test_a_verifier_that_raises_keeps_its_worker():
 async def test_a_worker_is_reaped_although_its_end_is_cancelled():
     async with running(verifier("exact")) as pool:
         (worker,) = pool._workers
-        process, folder = worker._worker._process, worker._worker._scratch
+        process, folder = worker._process, worker._scratch
         assert process is not None
         assert folder is not None
         ending = asyncio.create_task(worker.kill())
@@ -371,7 +371,7 @@ def test_the_scratch_folder_is_deleted_with_its_process(tmp_path: Path, monkeypa
     setup = Setup([("exact", exact.model_dump(mode="json"))], [SOURCE.model_dump(mode="json")])
     worker = ScoringWorker(setup, {"main": [("exact", exact)]}, Freedoms())
     with asyncio.Runner() as runner:
-        runner.run(worker.start())
+        runner.run(worker.warm_up())
         (folder,) = tmp_path.iterdir()
         assert Path(f"/proc/{worker.pid}/cwd").resolve() == folder
         if platform.machine() in ("x86_64", "aarch64"):
