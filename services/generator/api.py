@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from services.generator.loop import GeneratorLoop
 from services.generator.serving import REQUEST_BYTES, NotServed
 from services.http.endpoints import WaitS, disconnected
-from services.http.models import Draining, Reason
+from services.http.models import UNEXPLAINED, Draining, Reason
 from services.operations.control import reason, until_none
 from services.rollouts.holding import ROOM
 from services.runtime.service import Service
@@ -29,13 +29,12 @@ def add_routes(service: Service, loop: GeneratorLoop) -> None:
         return [held.ticket.id for held in loop.tickets.held.values()]
 
     @router.post("/drain", dependencies=[service.app.state.guard])
-    async def drain(request: Reason | None = None, wait_s: WaitS = 0.0) -> Draining:
+    async def drain(request: Reason = UNEXPLAINED, wait_s: WaitS = 0.0) -> Draining:
         """Claim no more tickets; finish or hand back those in progress, leave the fleet and exit.
 
         With `wait_s`, respond when no ticket is in progress or the time is up. Who requested it, and why, is part of the pod's
         status and of its log.
         """
-        request = request or Reason()
         service.say(draining=reason(request.why, request.who))
         log.info("drain requested", by=service.status.draining)
         loop.draining.set()

@@ -76,10 +76,8 @@ def _check_parameters(request: Request) -> None:
 
 async def limit_body(request: Request, call_next: Any) -> Response:
     """Refuse requests whose body is too long, or has no Content-Length. This is a middleware."""
-    length, limit = (
-        request.headers.get("content-length", "0"),
-        request.app.state.body_limits.get(request.url.path, BODY_LIMIT_BYTES),
-    )
+    length = request.headers.get("content-length", "0")
+    limit = request.app.state.body_limits.get(request.url.path, BODY_LIMIT_BYTES)
     if not length.isascii() or not length.isdigit() or int(length) > limit or "transfer-encoding" in request.headers:
         return problem(413, f"the body must have a Content-Length of at most {limit} bytes")
     return await call_next(request)

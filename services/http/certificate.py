@@ -6,6 +6,7 @@ half-written or does not match the other, the previous certificate stays in use 
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,13 +76,10 @@ def shared_name(given: Api) -> str:
 
 
 def _stamp(files: Sequence[Path]) -> Stamp:
-    """Return a value that changes when a file is written, replaced, or linked elsewhere. A missing file gives ()."""
-    return tuple(_stamp_of(path) for path in files)
-
-
-def _stamp_of(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    """Return a value that changes when a file is written, replaced, or linked elsewhere. A missing file gives nothing."""
+    found = list[tuple[int, ...]]()
+    for path in files:
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            found.append((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size))
+    return tuple(found)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from services.config import ConfigError, RunConfig
 from services.protocol.keys import user_name
 from services.store.client import Login
-
-if TYPE_CHECKING:
-    from services.config import ConfigError, RunConfig
 
 API_TOKEN_ENV = "GRPO_API_TOKEN"
 API_READ_TOKEN_ENV = "GRPO_API_READ_TOKEN"
@@ -31,15 +28,15 @@ def api_tokens(config: RunConfig) -> ApiTokens:
     """Return the bearer tokens. Raise `ConfigError` if there is no operate token, or if both scopes share one."""
     operate = _read("api.token_file", config.api.token_file, API_TOKEN_ENV)
     if not operate:
-        raise _error(f"no API token: set api.token_file or the environment variable {API_TOKEN_ENV}")
+        raise ConfigError(f"no API token: set api.token_file or the environment variable {API_TOKEN_ENV}")
     read = _read("api.read_token_file", config.api.read_token_file, API_READ_TOKEN_ENV)
     if config.api.read_token_file and not read:
-        raise _error(
+        raise ConfigError(
             f"api.read_token_file = {config.api.read_token_file!r} is empty: write a token into it, or remove the key to "
             "allow reading without a token"
         )
     if read == operate:
-        raise _error(
+        raise ConfigError(
             "api.read_token_file and api.token_file contain the same token, so every reader could operate the run: change one"
         )
     return ApiTokens(operate, read)
@@ -47,18 +44,14 @@ def api_tokens(config: RunConfig) -> ApiTokens:
 
 def redis_login(config: RunConfig, kind: str) -> Login:
     """Return the Redis login of this kind of service: its own user if redis.password_file is a folder."""
-    return login_of(config.run.name, kind, config.redis.password_file, config.redis.ca_file)
-
-
-def login_of(run: str, kind: str, password_file: str, ca_file: str) -> Login:
-    """Do the same as `redis_login`, given the keys that it reads."""
-    if not (password_file and Path(password_file).is_dir()):
-        return Login(_read("redis.password_file", password_file, REDIS_PASSWORD_ENV), ca_file=ca_file)
-    path = Path(password_file) / kind
-    password = _read(f"redis.password_file = {password_file!r}: its file {kind}", str(path), "")
+    file, ca_file = config.redis.password_file, config.redis.ca_file
+    if not holds_users(config):
+        return Login(_read("redis.password_file", file, REDIS_PASSWORD_ENV), ca_file=ca_file)
+    path, user = Path(file) / kind, user_name(config.run.name, kind)
+    password = _read(f"redis.password_file = {file!r}: its file {kind}", str(path), "")
     if not password:
-        raise _error(f"redis.password_file: {path} is empty: write into it the password of the user {user_name(run, kind)}")
-    return Login(password, user_name(run, kind), ca_file)
+        raise ConfigError(f"redis.password_file: {path} is empty: write into it the password of the user {user}")
+    return Login(password, user, ca_file)
 
 
 def holds_users(config: RunConfig) -> bool:
@@ -72,12 +65,6 @@ def redis_password(config: RunConfig) -> str | None:
     return _read("redis.password_file", file, REDIS_PASSWORD_ENV) or None
 
 
-def _error(message: str) -> ConfigError:
-    from services.config import ConfigError  # takes longer to import than most commands run
-
-    return ConfigError(message)
-
-
 def _read(key: str, path: str, variable: str) -> str:
     if not path:
         return os.environ.get(variable, "").strip()
@@ -85,4 +72,4 @@ def _read(key: str, path: str, variable: str) -> str:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         where = key if "=" in key else f"{key} = {path!r}"
-        raise _error(f"{where} cannot be read: {error}") from None
+        raise ConfigError(f"{where} cannot be read: {error}") from None

@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 
 from services.http.models import (
+    UNEXPLAINED,
     Desired,
     PodState,
     Reason,
@@ -94,24 +95,23 @@ def control_router(service: Service) -> APIRouter:
     async def state() -> State:
         """Return the state of this pod and of the run, and the desired state with who set it and why."""
         run = await service.view.refresh()
-        status = service.status
-        pod = PodState(**{name: getattr(status, name) for name in status.__struct_fields__})
+        pod = PodState.model_validate(service.status, from_attributes=True)
         return State(run=service.config.run.name, pod=pod, state=run)
 
     @router.post("/pause", dependencies=[guard])
-    async def pause(request: Reason | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
+    async def pause(request: Reason = UNEXPLAINED, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
         """Pause a role, by default this service's, until it is resumed. Pods that start later are paused too.
 
         Generators freeze their requests in flight; dataprep and the trainer pause between two steps.
         """
-        one, request = selected(role), request or Reason()
+        one = selected(role)
         left = await control.pause([one], request.why, request.who, wait_s)
         return Desired(role=one, paused=True, why=reason(request.why, request.who), waiting_for=left)
 
     @router.post("/resume", dependencies=[guard])
-    async def resume(request: Reason | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
+    async def resume(request: Reason = UNEXPLAINED, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
         """Resume a role, by default this service's."""
-        one, request = selected(role), request or Reason()
+        one = selected(role)
         left = await control.resume([one], request.why, request.who, wait_s)
         return Desired(role=one, paused=False, why=reason(request.why, request.who), waiting_for=left)
 
@@ -141,23 +141,20 @@ def add_run_routes(service: Service) -> None:
         return await audit(store)
 
     @router.post("/run/pause", dependencies=guard)
-    async def pause(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
+    async def pause(reason: Reason = UNEXPLAINED, wait_s: WaitS = 0.0) -> RunDesire:
         """Pause every role."""
-        reason = reason or Reason()
         left = await control.pause(ROLES, reason.why, reason.who, wait_s)
         return RunDesire(run=run, desired="paused", waiting_for=left)
 
     @router.post("/run/resume", dependencies=guard)
-    async def resume(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
+    async def resume(reason: Reason = UNEXPLAINED, wait_s: WaitS = 0.0) -> RunDesire:
         """Resume every role."""
-        reason = reason or Reason()
         left = await control.resume(ROLES, reason.why, reason.who, wait_s)
         return RunDesire(run=run, desired="running", waiting_for=left)
 
     @router.post("/run/stop", dependencies=guard, responses=problems(409))
-    async def stop(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
+    async def stop(reason: Reason = UNEXPLAINED, wait_s: WaitS = 0.0) -> RunDesire:
         """End the run after the step in training: checkpoint, export, exit. 409: the run is being restored."""
-        reason = reason or Reason()
         return RunDesire(run=run, desired="stopping", waiting_for=await control.stop(reason.why, reason.who, wait_s))
 
     service.app.include_router(router)
@@ -176,21 +173,19 @@ def add_checkpoint_routes(service: Service) -> None:
         return await asyncio.to_thread(inspect_checkpoints, root, run.steps, kept.every_steps, kept.keep)
 
     @router.post("/checkpoint", dependencies=[service.app.state.guard], responses=problems(404))
-    async def checkpoint(reason: Reason | None = None, wait_s: WaitS = 0.0) -> AskedCheckpoint:
+    async def checkpoint(reason: Reason = UNEXPLAINED, wait_s: WaitS = 0.0) -> AskedCheckpoint:
         """Write a checkpoint as soon as no step is in training. Repeated requests before then result in one checkpoint.
 
         With `wait_s`, the response is sent when the checkpoint is written, has failed, or the time is up; see `saved`.
         """
-        reason = reason or Reason()
         return await control.checkpoint(reason.why, reason.who, wait_s)
 
     @router.post("/restore", dependencies=[service.app.state.guard], responses=problems(404))
-    async def restore(step: Number, reason: Reason | None = None, wait_s: WaitS = 0.0) -> AskedRestore:
+    async def restore(step: Number, reason: Reason = UNEXPLAINED, wait_s: WaitS = 0.0) -> AskedRestore:
         """Restore the run to the checkpoint of a step. Later steps are trained again.
 
         The trainer restarts for this, so this process may exit before it can confirm the restore.
         """
-        reason = reason or Reason()
         return await control.restore(step, reason.why, reason.who, wait_s)
 
     service.app.include_router(router)

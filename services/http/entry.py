@@ -7,11 +7,11 @@ cannot fix exits with a code and one line (EXIT_* below). The first connection t
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -26,10 +26,9 @@ import structlog
 from services.config import ConfigError, RunConfig, load_resolved
 from services.http.credentials import api_tokens, redis_login
 from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, RedisUnreachable, StoreError
-from services.protocol.messages import PodStatus
 from services.runtime import logs
 from services.runtime.exits import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_UNLOADED, one_line
-from services.runtime.loops import FATAL, Broken, Loop
+from services.runtime.loops import FATAL, Broken, Loop, is_set_within
 from services.runtime.process_tools import CONFIG_ENV
 from services.store import Store
 
@@ -135,23 +134,11 @@ def start_limit_s() -> float:
 async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator[Service]:
     """Open a service with its store connected, its REST endpoints up and SIGTERM handled."""
     from services.http.api import serve  # these import FastAPI, which a cluster's hooks and trainer nodes do without
-    from services.runtime.service import Service
+    from services.runtime.service import Service, new_status
 
     tokens = api_tokens(config)
     store = await connect(kind, config)
-    status = PodStatus(
-        kind=kind,
-        name=name,
-        boot=secrets.token_hex(4),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        url="",
-        phase="starting",
-        version=-1,
-        world=0,
-        gauges={},
-    )
-    service = Service(kind, config, store, status)
+    service = Service(kind, config, store, new_status(kind, name, "starting"))
     loop = asyncio.get_running_loop()
     before = {sig: signal.getsignal(sig) for sig in (signal.SIGTERM, signal.SIGINT)}
     handled = threading.current_thread() is threading.main_thread()  # other threads cannot; the trainer handles its own
@@ -181,8 +168,6 @@ class Arguments:
 
 def arguments(kind: str, argv: list[str] | None = None) -> Arguments:
     """Parse a service's command line; the environment variables GRPO_CONFIG and GRPO_POD provide defaults."""
-    import argparse
-
     parser = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=f"Run the {kind} service of a run.")
     parser.add_argument(
         "--config", default=os.environ.get(CONFIG_ENV), help=f"resolved configuration (TOML); default ${CONFIG_ENV}"
@@ -211,8 +196,7 @@ async def rest(kind: str, given: Arguments) -> bool:
         while (state := await service.view.refresh()) and state.finished:
             if service.stopping.is_set():
                 return True
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(service.stopping.wait(), REST_POLL_S)
+            await is_set_within(service.stopping, REST_POLL_S)
         return service.stopping.is_set()
 
 
@@ -261,9 +245,7 @@ async def _live(kind: str, given: Arguments, work: Callable[[Arguments], Awaitab
 def report(error: BaseException) -> int:
     """Print an actionable error and return its exit code. Only EXIT_FAILED is worth a retry."""
     print(f"{ERROR_PREFIX}{one_line(str(error))}", file=sys.stderr, flush=True)
-    if isinstance(error, Broken):
+    if isinstance(error, Broken | Fenced | OutOfOrder):  # out of step with the run: a new process reads the state again
         return EXIT_FAILED
-    if isinstance(error, Fenced | OutOfOrder):
-        return EXIT_FAILED  # out of step with the run: a new process reads the state again
     redis = isinstance(error, StoreError) and not isinstance(error, DifferentRun)
     return EXIT_REDIS if redis else EXIT_CONFIG

@@ -8,17 +8,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.store.records import Role, RunState
 
-WHY = Field(default="", max_length=200, description="Reason, recorded with the desired state.")
-WHO = Field(default="", max_length=100, description="Who makes the request, recorded with the desired state.")
-
 
 class Reason(BaseModel):
     """Who makes a request, and why. Both are recorded with the desired state."""
 
     model_config = ConfigDict(extra="forbid")
 
-    why: str = WHY
-    who: str = WHO
+    why: str = Field(default="", max_length=200, description="Reason, recorded with the desired state.")
+    who: str = Field(default="", max_length=100, description="Who makes the request, recorded with the desired state.")
+
+
+UNEXPLAINED = Reason()
+"""The reason in a request without a body."""
 
 
 class LoopHealth(BaseModel):
@@ -76,14 +77,10 @@ class State(BaseModel):
     state: RunState | None
 
 
-class ScaleRequest(BaseModel):
+class ScaleRequest(Reason):
     """Desired number of generators. 0: the run waits until there is one."""
 
-    model_config = ConfigDict(extra="forbid")
-
     replicas: int = Field(ge=0, le=2**31, strict=True)
-    why: str = WHY
-    who: str = WHO
 
 
 class Scaled(BaseModel):

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from services.operations.control import InvalidRequest, Refused
-from services.protocol.errors import Busy, NotFound, OutOfOrder, StoreError
+from services.protocol.errors import NotFound, OutOfOrder, StoreError
 
 log = structlog.get_logger()
 
@@ -49,7 +49,8 @@ _MEANINGS = {
     503: "Redis does not respond, or the run is being copied or restored: try again.",
 }
 
-_STATUSES = {NotFound: 404, Refused: 409, InvalidRequest: 422}
+_STATUSES = {NotFound: 404, Refused: 409, OutOfOrder: 409, InvalidRequest: 422, StoreError: 503, RedisError: 503}
+"""What an error of ours answers."""
 
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -60,7 +61,8 @@ def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of an endpoint with these errors, in addition to those common to all endpoints of its kind."""
-    return {status: {"model": Problem, "description": _MEANINGS[status]} for status in statuses}
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
 
 
 def install(app: FastAPI) -> None:
@@ -69,8 +71,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     for kind in _STATUSES:
         app.add_exception_handler(kind, _on_known_error)
-    app.add_exception_handler(StoreError, _on_store_error)
-    app.add_exception_handler(RedisError, _on_store_error)
     app.add_exception_handler(Exception, _on_bug)
     app.openapi = lambda: _document(app)
 
@@ -79,16 +79,15 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers, detail = dict(error.headers or {}), error.detail
     if detail == HTTPStatus(error.status_code).phrase:  # the framework's own, of a path or method that no endpoint has
-        detail = f"{detail}: {request.method} {request.url.path[:200]}; {_remedy(headers.get('Allow', ''))}"
+        allowed = headers.get("Allow", "")
+        remedy = f"use {allowed}" if allowed else "/openapi.json lists the endpoints of this service, docs/reference/rest.md all"
+        detail = f"{detail}: {request.method} {request.url.path[:200]}; {remedy}"
     return problem(error.status_code, detail, headers)
 
 
-def _remedy(allowed: str) -> str:
-    return f"use {allowed}" if allowed else "/openapi.json lists the endpoints of this service, and docs/reference/rest.md all"
-
-
 async def _on_known_error(_: Request, error: Exception) -> Response:
-    return problem(next(status for kind, status in _STATUSES.items() if isinstance(error, kind)), str(error))
+    status = next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
+    return problem(status, str(error), {"Retry-After": "1"} if status == 503 else None)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
@@ -111,12 +110,6 @@ def _fault(fault: dict[str, Any]) -> str:
             return f"{'.'.join([*there, last])}: {fault['msg']}"
 
 
-async def _on_store_error(_: Request, error: Exception) -> Response:
-    if isinstance(error, OutOfOrder) and not isinstance(error, Busy):
-        return problem(409, str(error))
-    return problem(503, str(error), {"Retry-After": "1"})
-
-
 async def _on_bug(request: Request, error: Exception) -> Response:
     log.error("request failed", method=request.method, path=request.url.path, exc_info=error)
     return problem(500, f"internal error ({type(error).__name__}): see the log of the service")
@@ -132,24 +125,9 @@ def _document(app: FastAPI) -> dict[str, Any]:
             schemas.pop(name, None)
         for path, methods in document["paths"].items():
             for method, operation in methods.items():
-                _complete(operation, method, guarded=path.startswith("/v1/"))
+                statuses = [400, *(422 for status in operation["responses"] if status == "422")]
+                if path.startswith("/v1/"):
+                    statuses += [401, 503] if method == "get" else [401, 403, 413, 503]
+                operation["responses"] |= {str(status): answer for status, answer in problems(*statuses).items()}
         app.openapi_schema = document
     return app.openapi_schema
-
-
-def _complete(operation: dict[str, Any], method: str, guarded: bool) -> None:
-    always = [400]
-    if guarded:
-        always += [401, 503] if method == "get" else [401, 403, 413, 503]
-    for status in always:
-        operation["responses"].setdefault(str(status), {"description": _MEANINGS[status]})
-    for status, answer in operation["responses"].items():
-        if int(status) >= 400 and _is_problem(answer):
-            answer["description"] = _MEANINGS.get(int(status), answer["description"])
-            answer["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
-
-
-def _is_problem(answer: dict[str, Any]) -> bool:
-    """Return whether an error response is a `Problem`; health endpoints have their own models."""
-    schemas = [content.get("schema", {}).get("$ref", "") for content in answer.get("content", {}).values()]
-    return all(schema.rpartition("/")[2] in ("", "Problem", "HTTPValidationError") for schema in schemas)

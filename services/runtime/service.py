@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -72,7 +76,7 @@ class Service:
         """
         if self.status.phase == "draining":
             changes.pop("phase", None)
-        changed = replace_status(self.status, **changes)
+        changed = msgspec.structs.replace(self.status, **changes)
         urgent = any(getattr(changed, name) != getattr(self.status, name) for name in URGENT)
         self.status = changed
         if urgent:
@@ -112,18 +116,12 @@ class Service:
 
     async def created(self, limit_s: float | None = None) -> bool:
         """Wait until the run exists, which dataprep creates. Returns False if told to stop first, or after `limit_s`."""
-        exists, told = asyncio.create_task(self._exists()), asyncio.create_task(self._told_to_stop())
+        exists, told = asyncio.create_task(self.view.created()), asyncio.create_task(self.stopping.wait())
         try:
             await asyncio.wait([exists, told], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             return exists.done()
         finally:
             await end_tasks([exists, told])
-
-    async def _exists(self) -> None:
-        await self.view.created()
-
-    async def _told_to_stop(self) -> None:
-        await self.stopping.wait()
 
     async def _listen(self, loop: Loop) -> None:
         loop.limit_s = float("inf")  # a quiet subscription is not a fault; a broken connection raises
@@ -131,7 +129,7 @@ class Service:
 
     async def _heartbeat(self, loop: Loop) -> None:
         while True:
-            status = replace_status(self.status, gauges=self.status.gauges | self.activity.gauges())
+            status = msgspec.structs.replace(self.status, gauges=self.status.gauges | self.activity.gauges())
             self.claimers = await self.store.fleet.beat(status, self.config.fleet.ttl_s)
             loop.progress()
             await self.notifications.wait("heartbeat", timeout=self.config.fleet.heartbeat_s)
@@ -144,7 +142,6 @@ class Service:
         await asyncio.Event().wait()
 
 
-def replace_status(status: PodStatus, **changes: object) -> PodStatus:
-    """Return a copy of a status with some fields changed."""
-    fields = {name: getattr(status, name) for name in status.__struct_fields__}
-    return PodStatus(**{**fields, **changes})
+def new_status(kind: str, name: str, phase: str) -> PodStatus:
+    """Return the status of this process as a pod that holds nothing yet and has no address."""
+    return PodStatus(kind, name, secrets.token_hex(4), socket.gethostname(), os.getpid(), "", phase, -1, 0, {})

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
-import socket
 from collections.abc import AsyncGenerator, Callable
 
 from services.config import RunConfig
 from services.http.api import serve
 from services.http.credentials import api_tokens
 from services.http.endpoints import add_checkpoint_routes, add_run_routes
-from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop, end_tasks
-from services.runtime.service import Service
+from services.runtime.service import Service, new_status
 from services.store import Store
 from services.web.pages import add_page
 from services.web.watch import Describe, Watch, running
@@ -58,19 +54,7 @@ async def show(
     they know that the console was stopped; otherwise they connect again. `add` adds the page to the service.
     """
     config = at_its_port(config)
-    status = PodStatus(
-        kind="web",
-        name="web",
-        boot=secrets.token_hex(4),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        url="",
-        phase="ready",
-        version=-1,
-        world=0,
-        gauges={},
-    )
-    service = Service("web", config, store, status)
+    service = Service("web", config, store, new_status("web", "web", "ready"))
     async with serve(service, api_tokens(config)) as url, _watching(service, add(service, describe), until, last):
         say(url)
         await until.wait()
