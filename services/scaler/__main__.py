@@ -70,8 +70,11 @@ class ReleaseFollower:
     def __init__(self, service: Service, settings: ScalerSettings, cluster: KubernetesApi) -> None:
         self._service, self._settings = service, settings
         self._generators = cluster.workload("Deployment", settings.deployment) if settings.deployment else None
-        self._trainer = cluster.workload(settings.trainer_kind, settings.trainer) if settings.trainer else None
-        self._judge = cluster.workload("Deployment", settings.judge) if settings.judge else None
+        others = (
+            (settings.trainer_kind, settings.trainer, settings.trainer_replicas),
+            ("Deployment", settings.judge, settings.judge_replicas),
+        )
+        self._others = [(cluster.workload(kind, name), replicas) for kind, name, replicas in others if name]
         self._cluster, self._notes = cluster, dict[str, str]()
         self._begun = False  # the first number has been set, before the run existed
 
@@ -89,12 +92,15 @@ class ReleaseFollower:
         """Compare once, and set the differences. Raises `WorkloadChanged` after a concurrent change."""
         self._notes = await self._cluster.notes(self._settings.notes)
         if state is not None and state.finished:
-            for workload in (self._generators, self._trainer, self._judge):
+            for workload in (self._generators, *(workload for workload, _ in self._others)):
                 if workload is not None and not self._settings.keep:
                     await self._empty(workload)
             return
-        await self._size(self._trainer, self._settings.trainer_replicas)
-        await self._size(self._judge, self._settings.judge_replicas)
+        for workload, whole in self._others:
+            seen = await workload.replicas()
+            replicas = whole_or_none(whole, seen.count, self._noted(workload, seen))
+            await self._scale(workload, seen, replicas, "the number in the values")
+            await self._clear(workload)
         if self._generators is None:
             if state is not None and state.scale.object:
                 await self._service.store.run.followed_object("")
@@ -106,9 +112,7 @@ class ReleaseFollower:
     async def _agree(self, generators: Workload, scale: Scale) -> None:
         seen, run = await generators.replicas(), self._service.store.run
         decision = decide(scale, seen.count, seen.uid, self._settings.replicas, self._noted(generators, seen))
-        if decision.replicas is not None:
-            await generators.scale(decision.replicas, seen)
-            log.info("generators scaled", replicas=decision.replicas, why=scale.why)
+        await self._scale(generators, seen, decision.replicas, scale.why)
         if decision.requested is not None:
             await run.scale_generators(decision.requested, "the Deployment was scaled")
             log.info("the Deployment was scaled", replicas=decision.requested)
@@ -121,21 +125,16 @@ class ReleaseFollower:
     async def _begin(self, generators: Workload) -> None:
         """Set the first number while dataprep still reads the prompts, so that generators load meanwhile."""
         seen = await generators.replicas()
-        if untouched(seen.count, self._noted(generators, seen)) and seen.count != self._settings.replicas:
-            await generators.scale(self._settings.replicas, seen)
-            log.info("generators scaled", replicas=self._settings.replicas, why="initial number")
+        if untouched(seen.count, self._noted(generators, seen)):
+            await self._scale(generators, seen, self._settings.replicas, "initial number")
         await self._clear(generators)
         self._begun = True
 
-    async def _size(self, workload: Workload | None, whole: int) -> None:
-        """Scale the trainer or the judge to the number in the values, unless an operator scaled it to 0."""
-        if workload is None:
-            return
-        seen = await workload.replicas()
-        if (replicas := whole_or_none(whole, seen.count, self._noted(workload, seen))) is not None:
+    async def _scale(self, workload: Workload, seen: Replicas, replicas: int | None, why: str) -> None:
+        """Set the replicas, unless they are None or those that were seen."""
+        if replicas is not None and replicas != seen.count:
             await workload.scale(replicas, seen)
-            log.info("scaled to the number in the values", name=workload.name, replicas=replicas)
-        await self._clear(workload)
+            log.info("scaled", name=workload.name, replicas=replicas, why=why)
 
     async def _empty(self, workload: Workload) -> None:
         """Free the GPUs of a finished run. Interrupted anywhere, it is repeated, or undone if a run needs them meanwhile."""
@@ -143,9 +142,7 @@ class ReleaseFollower:
         if self._noted(workload, seen, EMPTIED):
             return
         await self._note(workload, seen, EMPTYING)
-        if seen.count:
-            await workload.scale(0, seen)
-            log.info("scaled to zero, since the run has finished", name=workload.name)
+        await self._scale(workload, seen, 0, "the run has finished")
         await self._note(workload, seen, EMPTIED)
 
     def _noted(self, workload: Workload, seen: Replicas, *stages: str) -> bool:
