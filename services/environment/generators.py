@@ -9,7 +9,6 @@ Waits for: a generator that can sample. Unblocked by: the fleet's heartbeats (`f
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from services.protocol.generation import GenerationRequest
 from services.protocol.messages import PodStatus, Ticket
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.rollouts.records import unpack_partial
-from services.runtime.loops import Loop
+from services.runtime.loops import Loop, is_set_within
 from services.runtime.service import Service
 
 log = structlog.get_logger()
@@ -147,8 +146,7 @@ class GeneratorFleet:
                     return pod
             if able:
                 return min(able, key=lambda pod: self._asked[pod.member])
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), FOLLOW_S)
+            await is_set_within(self._changed, FOLLOW_S)
 
     async def _ask(self, pod: PodStatus, body: bytes) -> Posted | None:
         """Return a generator's answer, or None if it left the fleet or cannot be reached."""

@@ -197,7 +197,8 @@ class LiveRollout:
                 )
                 await self.append(self.recorder.turns[-1])
         if self.place.ticket.trace:
-            told = gen_ai.inference("chat", sampling, len(call.tokens), len(generated.tokens), [generated.finish])
+            limits, read = (sampling.temperature, sampling.max_tokens), len(call.tokens)
+            told = gen_ai.inference("chat", *limits, read, len(generated.tokens), [generated.finish])
             told["gen_ai.conversation.id"] = self.place.name
             self._trace("turn", began, told)
         if generated.finish == "length" and len(generated.tokens) >= min(room, self.sampling.max_tokens):

@@ -142,7 +142,8 @@ class GroupWorker:
         if not trace:
             return
         sampled, finish = sum(len(each.tokens) for each in completions), [each.finish for each in completions]
-        told = gen_ai.inference("text_completion", sampling, len(held.ticket.prompt), sampled, finish)
+        limits, read = (sampling.temperature, sampling.max_tokens), len(held.ticket.prompt)
+        told = gen_ai.inference("text_completion", *limits, read, sampled, finish)
         tracing.record("generate", trace, held.started, generated, told, version=self._engine.version)
         tracing.record("verify", trace, generated, scored, reward=sum(rewards) / len(rewards))
 

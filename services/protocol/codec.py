@@ -38,6 +38,14 @@ def decode(data: bytes | memoryview, type: type[T]) -> T:
         raise CorruptMessage(f"not a {getattr(type, '__name__', type)}: {error}") from None
 
 
+def readable(data: bytes | memoryview | None, type: type[T]) -> T | None:
+    """Return the message that `data` holds, or None if it holds none."""
+    try:
+        return None if data is None else decode(data, type)
+    except CorruptMessage:
+        return None
+
+
 def seal(data: bytes) -> bytes:
     """Return the bytes followed by their checksum. It detects damage, not deliberate tampering."""
     return data + crc32(data).to_bytes(SEAL_BYTES, "little")

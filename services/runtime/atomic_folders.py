@@ -100,7 +100,7 @@ def finish(partial: Path, final: Path, manifest: FolderManifest, objection: Call
     try:
         _write(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         for path in [*partial.rglob("*"), partial]:
-            _sync(path)
+            sync(path)
         if problem := objection():
             raise FolderError(problem)
         final = _resolved(final)
@@ -109,7 +109,7 @@ def finish(partial: Path, final: Path, manifest: FolderManifest, objection: Call
         if final.exists():
             final.rename(aside)  # deleted under another name, so that the final name is complete or absent
         partial.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
         discard(aside)
     except OSError as error:
         raise FolderError(explain(final, error)) from error
@@ -129,7 +129,7 @@ def replace(path: Path, data: bytes) -> None:
     try:
         _write(fresh, data)
         fresh.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise FolderError(explain(path, error)) from error
 
@@ -210,8 +210,8 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
-    """Force a file, or a folder's entries, to disk."""
+def sync(path: Path) -> None:
+    """Force a file, or a folder's entries, to disk. Raises `OSError`."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

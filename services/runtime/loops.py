@@ -8,6 +8,7 @@ one-line message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -92,21 +93,24 @@ def after(ready: asyncio.Event, body: Callable[[Loop], Awaitable[None]]) -> Call
     return run
 
 
+async def is_set_within(event: asyncio.Event, limit_s: float) -> bool:
+    """Return whether an event is set within so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):  # `wait_for` of Python 3.11 may swallow a cancellation
+            await event.wait()
+    return event.is_set()
+
+
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they are done, repeating the cancellation, even if this call is cancelled meanwhile.
+    """Cancel tasks and wait until they are done, repeating the cancellation.
 
     Before Python 3.12, `asyncio.wait_for` loses a cancellation that arrives together with its result, and redis-py sends with it.
     """
-    ending, interrupted = set(tasks), None
-    while pending := {task for task in ending if not task.done()}:
+    pending = set(tasks)
+    while pending:
         for task in pending:
             task.cancel()
-        try:
-            await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-        except asyncio.CancelledError as error:  # a task that is left would work on, with parts that are closed
-            interrupted = error
-    for task in ending:
-        if not task.cancelled():
-            task.exception()  # mark it as seen; awaiting the task still raises it
-    if interrupted is not None:
-        raise interrupted
+        done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # mark it as seen; awaiting the task still raises it

@@ -7,7 +7,7 @@ or the tickets in progress.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +20,6 @@ from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, K
 from services.store.records import HeaderEntry, read_claim, read_header
 from services.store.step_records import find_record
 
-T = TypeVar("T")
 Sort = Literal["order", "version", "weight"]
 
 
@@ -136,10 +135,10 @@ class Inspection(Facet):
     async def kept_step(self, step: int) -> KeptStep | None:
         """Return a step that was prepared and is not retired, complete."""
         raw = await self._redis.ask(self._redis.client.hgetall(self._keys.step(step)))
-        plan = _message(raw.get(b"plan"), StepPlan)
+        plan = codec.readable(raw.get(b"plan"), StepPlan)
         if plan is None:
             return None
-        ranks = [_message(raw.get(f"rank:{rank}".encode()), RankPlan) or RankPlan([]) for rank in range(plan.ranks)]
+        ranks = [codec.readable(raw.get(f"rank:{rank}".encode()), RankPlan) or RankPlan([]) for rank in range(plan.ranks)]
         return KeptStep(plan, frozenset(raw.get(b"fresh", b"").decode().split()), ranks)
 
     async def retired_step(self) -> int:
@@ -161,14 +160,7 @@ class Inspection(Facet):
 
 
 def _group(name: str, header: bytes, payload: bytes | None, uses: bytes | None) -> GroupRecord:
-    return GroupRecord(name, (payload or b"").decode(errors="replace"), int(uses or 0), _message(header, Header))
-
-
-def _message(raw: bytes | None, type: type[T]) -> T | None:
-    try:
-        return None if raw is None else codec.decode(raw, type)
-    except codec.CorruptMessage:
-        return None
+    return GroupRecord(name, (payload or b"").decode(errors="replace"), int(uses or 0), codec.readable(header, Header))
 
 
 def _drop(raw: bytes | None) -> Drop | None:

@@ -257,13 +257,8 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
 def read_claim(entry: bytes, fence: bytes, ticket_id: bytes, body: bytes) -> Claim:
     """Read a claim as the function returns it."""
     name = ticket_id.decode(errors="replace")
-    try:
-        ticket = codec.decode(body, Ticket)
-    except codec.CorruptMessage:
-        ticket = None
-    if ticket is not None and ticket.id != name:
-        ticket = None
-    return Claim(entry.decode(), int(fence), name, body, ticket)
+    ticket = codec.readable(body, Ticket)
+    return Claim(entry.decode(), int(fence), name, body, ticket if ticket and ticket.id == name else None)
 
 
 def read_header(entry: bytes, fields: list[bytes]) -> HeaderEntry:
@@ -273,11 +268,9 @@ def read_header(entry: bytes, fields: list[bytes]) -> HeaderEntry:
     ticket, payload = (named.get(name, b"").decode(errors="replace") for name in (b"ticket", b"payload"))
     try:
         header, fault = codec.decode(body, Header), ""
-        if (header.ticket, header.payload) != (ticket, payload):
-            header, fault = (
-                None,
-                f"header names ticket {header.ticket} and payload {header.payload}, but its entry names {ticket} and {payload}",
-            )
     except codec.CorruptMessage as error:
         header, fault = None, str(error)
+    if header and (header.ticket, header.payload) != (ticket, payload):
+        its = f"ticket {header.ticket} and payload {header.payload}"
+        header, fault = None, f"header names {its}, but its entry names {ticket} and {payload}"
     return HeaderEntry(entry.decode(), ticket, payload, body, header, fault)

@@ -7,7 +7,6 @@ Waits for: the fleet's heartbeats. Unblocked by: `LOOK_S`, the end of the run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from services.operations.cost import Account, read_account, write_account
 from services.protocol.errors import StoreError
 from services.runtime.activity import DEVICES
 from services.runtime.atomic_folders import FolderError
-from services.runtime.loops import Loop
+from services.runtime.loops import Loop, is_set_within
 from services.store import Store
 
 log = structlog.get_logger()
@@ -66,7 +65,5 @@ async def keep_account(
             until = min(until, time.monotonic() + OTHERS_S)
             await asyncio.sleep(LOOK_S)
             continue
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await stopping.wait()
+        await is_set_within(stopping, LOOK_S)
     done.set()

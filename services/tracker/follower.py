@@ -11,9 +11,7 @@ Unblocked by: `POLL_S`; the end of the run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +26,8 @@ from services.operations.figures import aliases
 from services.operations.history import EVALUATED, INCARNATION, STEP, Cursor
 from services.operations.observe import BATCH, RunFeed
 from services.protocol.errors import StoreError
-from services.runtime.loops import Loop
+from services.runtime.atomic_folders import replace
+from services.runtime.loops import Loop, is_set_within
 from services.store import Store
 from services.tracker.metrics import TrackerMetrics
 
@@ -101,9 +100,7 @@ class Follower:
                 continue
             if last:
                 break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S if written else RETRY_S):
-                    await self._stopping.wait()
+            await is_set_within(self._stopping, POLL_S if written else RETRY_S)
         if not written:
             log.warning(
                 "records left in Redis, to be written on resume", tracker=self.name, written_to_step=position.steps.number
@@ -176,9 +173,7 @@ class Follower:
 
     def _save(self, position: Position) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        fresh = self._path.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(msgspec.json.encode(position))
-        fresh.replace(self._path)
+        replace(self._path, msgspec.json.encode(position))
 
 
 def open_tracker(name: str, config: RunConfig, folder: Path, identity: str) -> Tracker:

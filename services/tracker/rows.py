@@ -72,7 +72,7 @@ class LoggedRows:
 
     def add(self, group: EndedGroup, payload: Payload | None, gaps: Gaps | None = None) -> None:
         """Add the rows of a group. `gaps`: those of its step."""
-        header = group.header if isinstance(group.header, Header) else _message(group.header, Header)
+        header = group.header if isinstance(group.header, Header) else codec.readable(group.header, Header)
         outcome, _, reason = group.outcome.partition(":")
         shared: dict[str, Any] = {
             "group": group.ticket,
@@ -86,7 +86,8 @@ class LoggedRows:
             "scores": [],
         }
         if header is None:
-            self._rows.append(shared | self._of_ticket(group.header))
+            ticket = codec.readable(group.header, Ticket) if isinstance(group.header, bytes) else None
+            self._rows.append(shared | (self._of_ticket(ticket) if ticket else {}))
             return
         for name in ("source", "seq", "prompt_tokens", "generator", "generate_s", "score_s"):
             shared[name] = getattr(header, name)
@@ -101,11 +102,8 @@ class LoggedRows:
                     row |= own
         self._rows += rows
 
-    def _of_ticket(self, body: bytes | Header) -> dict[str, Any]:
-        """Return source, place in the order of issue and prompt from a ticket."""
-        ticket = _message(body, Ticket)
-        if ticket is None:
-            return {}
+    def _of_ticket(self, ticket: Ticket) -> dict[str, Any]:
+        """Return source, place in the order of issue and prompt of a ticket."""
         prompt = self._reader.text(ticket.prompt)
         return {"source": ticket.source, "seq": ticket.seq, "prompt": prompt, "prompt_tokens": len(ticket.prompt)}
 
@@ -127,13 +125,6 @@ def _fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def _message(raw: bytes | Header, kind: Any) -> Any:
-    try:
-        return codec.decode(raw, kind) if isinstance(raw, bytes) else None
-    except codec.CorruptMessage:
-        return None
-
-
 def _places(header: Header) -> list[list[int]]:
     """Return the places of each rollout's segments; without `rollout`, segment i is rollout i."""
     if not header.rollout:
@@ -149,19 +140,19 @@ def _figures(header: Header, kind: Kind) -> Iterator[dict[str, Any]]:
     """Yield the header's values for each rollout; what it lacks is None."""
     given, places = _advantages(header.rewards, kind), _places(header)
     defaults = {"turns": 1, "tool_s": 0.0, "tool_calls": 0, "malformed_calls": 0}
-
-    for i in range(len(header.rewards)):
-        own: dict[str, Any] = {"sample": i, "advantage": given[i] if given else None}
-        for name in ("solved", "truncated"):
-            own[name] = _at(getattr(header, name), i)
-        for name, default in defaults.items():
-            values = getattr(header, name)
-            own[name] = _at(values, i) if values else default
-        own["reward"] = header.rewards[i]
-        own["length"], own["tool_tokens"] = _over(header.lengths, places[i], sum), _over(header.tool_tokens, places[i], sum)
-        own["oldest"], own["newest"] = _over(header.oldest, places[i], min), _over(header.newest, places[i], max)
-        own["scores"] = [(name, scores[i]) for name, scores in header.scores.items() if i < len(scores)]
-        yield own
+    columns = {name: getattr(header, name) for name in ("solved", "truncated", *defaults)}
+    for i, reward in enumerate(header.rewards):
+        yield {
+            "sample": i,
+            "advantage": given[i] if given else None,
+            **{name: _at(values, i) if values else defaults.get(name) for name, values in columns.items()},
+            "reward": reward,
+            "length": _over(header.lengths, places[i], sum),
+            "tool_tokens": _over(header.tool_tokens, places[i], sum),
+            "oldest": _over(header.oldest, places[i], min),
+            "newest": _over(header.newest, places[i], max),
+            "scores": [(name, scores[i]) for name, scores in header.scores.items() if i < len(scores)],
+        }
 
 
 def _at(values: Sequence[Any], i: int) -> Any:

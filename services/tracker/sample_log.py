@@ -10,7 +10,6 @@ Waits for: committed steps, groups that were dropped, and the disk. Unblocked by
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from services.operations.inspection.text import TextReader
 from services.operations.samples.folder import SAMPLES, LogPosition, LogStatus
 from services.protocol.errors import StoreError
 from services.protocol.payloads import Payload
-from services.runtime.loops import Loop
+from services.runtime.loops import Loop, is_set_within
 from services.store import Store
 from services.store.records import RunState
 from services.tracker.ended import EndedGroups, pieces
@@ -77,9 +76,7 @@ class SampleLog:
                 continue
             if last:
                 break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._stopping.wait()
+            await is_set_within(self._stopping, POLL_S)
         self.done.set()
 
     async def _advance(self, writer: PartWriter, loop: Loop, last: bool) -> bool:

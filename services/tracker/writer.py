@@ -7,7 +7,6 @@ completions.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from services.operations.samples.folder import (
     name_of,
     superseded,
 )
-from services.runtime.atomic_folders import replace
+from services.runtime.atomic_folders import replace, sync
 from services.tracker.rows import column
 
 log = structlog.get_logger()
@@ -38,18 +37,8 @@ MERGED = 16  # files of similar size that are merged into one
 MERGED_BYTES = 64 << 20  # maximum size of a merged file, which is read whole
 PART_OF_KEPT = 16  # a file has at most this part of all completions, so that deleting the oldest deletes no more
 ROW_GROUP_BYTES = 2 << 20  # of rows that are read together for a page, before compression
-_REPEATED = [
-    "group",
-    "outcome",
-    "reason",
-    "source",
-    "prompt",
-    "generator",
-    "payload",
-    "notes",
-    "logprobs.list.element",
-    "gaps.list.element",
-]
+_TEXTS = ["group", "outcome", "reason", "source", "prompt", "generator", "payload", "notes"]
+_REPEATED = [*_TEXTS, "logprobs.list.element", "gaps.list.element"]
 """Columns with a dictionary. Without one, zstd makes tokens and the other numbers smaller, and in less time."""
 _PACKED = {"compression": "zstd", "compression_level": 1, "use_dictionary": _REPEATED}
 
@@ -109,10 +98,8 @@ class PartWriter:
     def _alike(self, parts: Sequence[Part]) -> bool:
         small = sum(part.size_bytes for part in parts) <= MERGED_BYTES
         few = sum(part.rows for part in parts) * PART_OF_KEPT <= self._keep
-        of_share = len({part.position.share for part in parts}) == 1
-        return (
-            small and few and of_share and len({len(f"{part.batches - 1:x}") if part.batches > 1 else 0 for part in parts}) == 1
-        )
+        digits = {(part.position.share, len(f"{part.batches - 1:x}") if part.batches > 1 else 0) for part in parts}
+        return small and few and len(digits) == 1
 
     def _put(self, table: Any, first: int, last: int, position: LogPosition) -> Part:
         path = self.folder.path / name_of(first, last)
@@ -120,14 +107,9 @@ class PartWriter:
         table = table.replace_schema_metadata({METADATA: msgspec.json.encode(position)})
         rows = max(1, ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes))
         pq.write_table(table, fresh, row_group_size=rows, **_PACKED)
-        with fresh.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(fresh)
         fresh.rename(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)
         part = Part(path, first, last, table.num_rows, path.stat().st_size, position)
         self.folder.parts.append(part)
         return part

@@ -7,7 +7,6 @@ Waits for: Redis, at most `POLL_LIMIT_S`, and an open page. Unblocks: the pages,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from array import array
 from collections import Counter
@@ -25,7 +24,7 @@ from services.operations.history import EVALUATED, STEP, History
 from services.operations.observe import POLL_LIMIT_S, Member, RunFeed
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
-from services.runtime.loops import Loop, end_tasks
+from services.runtime.loops import Loop, end_tasks, is_set_within
 from services.store import RunState, Store
 from services.store.evaluation import EvaluationState
 from services.store.records import Scale
@@ -84,8 +83,7 @@ class Watch:
             loop.limit_s = LOOP_LIMIT_S
             await self.poll(loop.progress)
             await self.feed.publish("frame", self.frame())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), POLL_EVERY_S)
+            await is_set_within(stopping, POLL_EVERY_S)
             loop.limit_s = float("inf")
         if self.feed.watchers:
             await self.poll()

@@ -9,7 +9,6 @@ Waits for: services, the run's state, signals. Unblocked by: a tick of `TICK_S`;
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from services.operations.observe import POLL_EVERY_S, Poll, RunFeed
 from services.protocol.errors import StoreError
 from services.runtime.child_processes import ChildService, ServicePlan
 from services.runtime.exits import EXIT_UNLOADED, most_telling
+from services.runtime.loops import is_set_within
 
 TICK_S = 0.1
 OWN_END_S = 25.0  # time for services to exit on their own once the run has finished
@@ -145,8 +145,7 @@ class Launcher:
             if self.observer.fault and not silent and self.server is None:
                 self.display.event(f"Redis does not respond: {self.observer.fault}")
             silent = self.observer.fault
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quit.wait(), POLL_EVERY_S)
+            await is_set_within(self._quit, POLL_EVERY_S)
 
     def _take_in(self, poll: Poll) -> None:
         self._announcer.announce(poll)

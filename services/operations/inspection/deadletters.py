@@ -140,11 +140,8 @@ def _entry_id(text: str) -> str:
 def _decoded(body: bytes) -> tuple[str, dict[str, Any] | None]:
     """Decode a body as a ticket or a header. At most one of them fits, because their fields differ in type."""
     for kind, type in (("ticket", Ticket), ("header", Header)):
-        try:
-            message = codec.decode(body, type)
-        except codec.CorruptMessage:
-            continue
-        return kind, {name: _plain(getattr(message, name)) for name in message.__struct_fields__}
+        if message := codec.readable(body, type):
+            return kind, {name: _plain(getattr(message, name)) for name in message.__struct_fields__}
     return "bytes", None
 
 

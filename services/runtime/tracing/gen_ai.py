@@ -6,32 +6,21 @@ The conventions are still in development; the names are those of version 1.41 (h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 Attribute = str | int | float | Sequence[str]
 PROVIDER = "grpo"
 
 
-class SamplingSettings(Protocol):
-    """How completions are sampled."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens of a completion."""
-        ...
-
-    @property
-    def temperature(self) -> float:
-        """0: greedy."""
-        ...
-
-
-def inference(operation: str, sampling: SamplingSettings, read: int, sampled: int, finish: Sequence[str]) -> dict[str, Attribute]:
+def inference(
+    operation: str, temperature: float, max_tokens: int, read: int, sampled: int, finish: Sequence[str]
+) -> dict[str, Attribute]:
     """Return the attributes of a call to the policy.
 
     Args:
         operation: `chat` for a turn, `text_completion` for the completions of a prompt.
-        sampling: How it was sampled.
+        temperature: 0 is greedy sampling.
+        max_tokens: Maximum number of tokens of a completion.
         read: Tokens of the prompt.
         sampled: Tokens of all completions.
         finish: Why each completion ended.
@@ -40,8 +29,8 @@ def inference(operation: str, sampling: SamplingSettings, read: int, sampled: in
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.choice.count": len(finish),
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": temperature,
+        "gen_ai.request.max_tokens": max_tokens,
         "gen_ai.usage.input_tokens": read,
         "gen_ai.usage.output_tokens": sampled,
         "gen_ai.response.finish_reasons": list(finish),

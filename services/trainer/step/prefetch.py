@@ -10,7 +10,6 @@ Waits for: the plan of the next step, which it polls every `POLL_S`. Unblocked b
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from services.protocol.codec import CorruptMessage
 from services.protocol.errors import StoreError
 from services.protocol.messages import RankPlan, StepPlan
 from services.protocol.payloads import Payload
-from services.runtime.loops import end_tasks
+from services.runtime.loops import end_tasks, is_set_within
 from services.runtime.portal import Portal
 from services.store import Store
 from services.trainer.step.batches import PackedRow, PlanMismatch
@@ -134,9 +133,7 @@ class Prefetch:
             except StoreError:
                 if last:
                     raise
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):  # wait_for of Python 3.11 may swallow a cancellation
-                        await due.wait()
+                await is_set_within(due, POLL_S)
         payloads = await self._store.steps.payloads(_payloads(ours))
         rows = await asyncio.to_thread(self._build, ours, payloads)
         return Fetched(plan, ours, rows, time.perf_counter() - started)
