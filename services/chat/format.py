@@ -16,6 +16,8 @@ from services.chat.calls import MalformedCall, Parser, ToolCall
 from services.chat.json_calls import deepseek, hermes, llama3, mistral
 from services.chat.messages import BadMessages
 from services.chat.pythonic import pythonic
+from services.chat.reply import MARKS as MARKS_OF_REASONING
+from services.chat.reply import opening_of, split_reply
 from services.chat.templates import TemplateRejection, chat_template
 from services.chat.tokenizers import load_tokenizer
 from services.chat.xml_calls import glm4, qwen3_coder
@@ -74,7 +76,7 @@ class ChatFormat:
         self._template = chat_template(model_folder, data)
         source = self._template.source if self._template else ""
         self.family = family_of(source, tool_format)
-        self.thinks = "</think>" in source
+        self.thinks = any(end in source for _, end in MARKS_OF_REASONING)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -139,8 +141,8 @@ class ChatFormat:
         return self._special.get(ids[-1], "") if finish == "stop" and len(ids) else ""
 
     def opens_thinking(self, rendering: str) -> bool:
-        """Return whether a rendering ends with the tag that begins the reasoning, so that the model does not sample it."""
-        return self.thinks and rendering.rstrip().endswith("<think>")
+        """Return whether a rendering ends with the mark that begins the reasoning, so that the model does not sample it."""
+        return self.thinks and bool(opening_of(rendering))
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, thinking: bool = False) -> Parsed:
         """Return the contents of sampled text; tool calls only if there are tools. `thinking`: it begins within the reasoning."""
@@ -154,12 +156,15 @@ class ChatFormat:
         return Parsed(found.content.strip() if found.calls else text, reasoning, found.calls, "")
 
     def _reasoning(self, text: str, thinking: bool) -> tuple[str, str]:
-        """Return the reasoning and the rest. Text without an end marker is reasoning as a whole."""
-        begun = thinking or text.lstrip().startswith("<think>")
-        if not self.thinks or not (begun or "</think>" in text):
+        """Return the reasoning and the rest. Text that is cut off within the reasoning is reasoning as a whole."""
+        if not self.thinks:
             return "", text
-        before, _, after = text.partition("</think>")
-        return before.strip().removeprefix("<think>").strip(), after.lstrip("\n")
+        opening = MARKS_OF_REASONING[0][0]
+        before, after = split_reply(opening + text if thinking else text)
+        reasoning = before.strip()
+        for begin, _ in MARKS_OF_REASONING:
+            reasoning = reasoning.removeprefix(begin)
+        return reasoning.strip(), after.lstrip("\n") if before else after
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self._encoded(text, self._template is None))

@@ -143,7 +143,7 @@ class ConfinedWorker:
             return f"the worker wrote garbage to its pool and was killed ({error})"
         if code is None:
             return "the worker did not answer and was killed"
-        if code == -signal.SIGALRM:
+        if code in (-signal.SIGALRM, -signal.SIGPROF):
             return "a call exceeded its time limit and its worker was killed"
         return f"the worker died, {_signal_name(-code) if code < 0 else f'exit status {code}'}"
 

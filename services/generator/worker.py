@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from services.chat.reply import completion_texts
 from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
 from services.protocol.messages import Header, Ticket
@@ -79,7 +80,7 @@ class GroupWorker:
         completions = await self._generate(held, sampling)
         generated = time.monotonic()
         tokens = [completion.tokens.tolist() for completion in completions]
-        texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        texts = completion_texts(self._tokenizer, ticket.prompt, tokens)
         finish = [completion.finish for completion in completions]
         found = await self.verifiers.score(Job(ticket.source, texts, ticket.answer, ticket.row, finish, tokens))
         rewards = combine(found.scores, self._config.verifiers)

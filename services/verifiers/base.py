@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from services.chat.reply import reply_of
 from services.config.data import ReasoningGymSource, Source
 from services.config.verifiers import VerifierConfig, named
 from services.protocol.entries import decode_entry
@@ -28,6 +29,10 @@ class VerifierFailure(Exception):
         self.reason, self.final = reason, final
 
 
+class Overtime(BaseException):
+    """A call took too long. It is no `Exception`, so that no library takes it for one of its own."""
+
+
 class Job(msgspec.Struct, array_like=True):
     """A group of n finished completions to score."""
 
@@ -37,6 +42,11 @@ class Job(msgspec.Struct, array_like=True):
     row: str = ""  # of the ticket
     finish: list[str] = []  # [n] stop | length
     tokens: list[list[int]] = []  # [n] token ids; empty unless a verifier requests them
+
+    @property
+    def replies(self) -> list[str]:
+        """The replies [n] of the completions, which is what they say after their reasoning (services/chat/reply.py)."""
+        return [reply_of(text) for text in self.completions]
 
     def fields(self, source: Source) -> dict[str, Any]:
         """Return the fields that a custom verifier may request. Raises `msgspec.DecodeError` or ValueError for a damaged
@@ -52,6 +62,7 @@ class Job(msgspec.Struct, array_like=True):
             "row": row.columns,
             "source": self.source,
             "completions": self.completions,
+            "replies": self.replies,
             "finish": self.finish,
             "tokens": self.tokens,
         }

@@ -24,6 +24,7 @@ class CompletionText(msgspec.Struct):
 
     text: str
     finish: Annotated[str, _text("`stop`, or `length` if it reached the maximum number of tokens")]
+    reply: Annotated[str, _text("what the text says after its reasoning; empty if it was cut off in it")]
 
 
 class ScoreRequest(msgspec.Struct):
@@ -60,7 +61,8 @@ class HttpVerifier:
 
     async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
         """Return the verdict on a group of n completions. Raises `VerifierFailure`, and ValueError with the reason."""
-        completions = [CompletionText(*pair) for pair in zip(fields["completions"], fields["finish"], strict=True)]
+        columns = (fields[name] for name in ("completions", "finish", "replies"))
+        completions = [CompletionText(*each) for each in zip(*columns, strict=True)]
         request = ScoreRequest(self._name, fields["source"], fields["prompt"], fields["answer"], fields["row"], completions)
         answer = await self._connection.ask(self._url, msgspec.json.encode(request), silence)
         try:

@@ -1,6 +1,7 @@
 """One verifier inside a worker process: it is loaded, its parameter names show its inputs, and it is called.
 
-Guarantees: no call exceeds its limit: the kernel's timer ends the process even inside a C loop that never returns to Python.
+Guarantees: no call exceeds its limit: the kernel's timer ends the process even inside a C loop that never returns to Python. With
+a built-in verifier that says so, a completion that takes too long scores 0, and the others of its group keep their scores.
 A verifier's module is imported only if the run uses it, since some import a computer algebra system.
 """
 
@@ -17,7 +18,7 @@ from typing import Any, cast
 from services.config.data import Source
 from services.config.verifiers import PythonConfig, VerifierConfig
 from services.runtime.own_code import Unusable, imported
-from services.verifiers.base import Job
+from services.verifiers.base import Job, Overtime
 from services.verifiers.results import Verdict, read_results
 from services.verifiers.together import together
 
@@ -31,7 +32,9 @@ BUILTIN: dict[str, str] = {
 """Kind -> `module:Class`. The class takes (config, Source), or for `length` the maximum length, and has the method `score`."""
 ASYNC_GRACE_S = 1.0
 """An asynchronous call is cancelled at its limit; one that blocks the event loop instead ends its process this much later."""
-OF_ONE = {"completion": "completions", "tokens": "tokens", "finish": "finish"}
+OVERTIME_S = 2.0
+"""A call that does not end after `Overtime`, because it never returns to Python, ends its process this much later."""
+OF_ONE = {"completion": "completions", "reply": "replies", "tokens": "tokens", "finish": "finish"}
 """Parameters whose value differs between completions -> the list that has all values."""
 OF_ALL = ("prompt", "answer", "row", "source")
 """Parameters whose value is the same for all completions of a group."""
@@ -57,7 +60,9 @@ class LoadedVerifier:
         self._source, self._limit_s = source, config.timeout_s
         self._whole = config.kind == "python" and config.scope == "group"
         self._own = own is not None
-        self._call: Callable[..., Any] = builtin(config, source, max_tokens).score if own is None else own
+        made: Any = builtin(config, source, max_tokens) if own is None else None
+        self._interrupted: bool = getattr(made, "scores_overtime", False)
+        self._call: Callable[..., Any] = own or made.score
         self.needs = _parameters(self._call, self._whole)
         """Names of the parameters that it requests."""
         called = self._call.func if isinstance(self._call, partial) else self._call
@@ -90,12 +95,27 @@ class LoadedVerifier:
             raise TimeoutError(f"a call took longer than timeout_s = {self._limit_s:g}") from None
 
     def _timed(self, calls: int, function: Callable[[], Any]) -> Any:
-        """Call a function. Past the time limit of `calls` calls SIGALRM, with its default action, ends the process."""
-        signal.setitimer(signal.ITIMER_REAL, self._limit_s * calls + ASYNC_GRACE_S * self.is_async)
+        """Call a function. Past the time limit of `calls` calls SIGALRM, with its default action, ends the process.
+
+        A verifier that scores a completion 0 which takes too long is interrupted by `Overtime` instead; the process ends only if
+        it then uses the processor for `OVERTIME_S` more.
+        """
+        limit_s = self._limit_s * calls + ASYNC_GRACE_S * self.is_async
+        if self._interrupted:
+            signal.signal(signal.SIGALRM, _interrupt)
+            signal.setitimer(signal.ITIMER_PROF, limit_s + OVERTIME_S)
+        signal.setitimer(signal.ITIMER_REAL, limit_s, OVERTIME_S / 4 if self._interrupted else 0)
         try:
             return function()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            if self._interrupted:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _interrupt(*_: object) -> None:
+    raise Overtime
 
 
 def _drawn(results: Any) -> Any:
@@ -155,4 +175,4 @@ def _parameters(function: Callable[..., Any], whole: bool) -> frozenset[str]:
 
 
 def _columns(job: Job) -> dict[str, Any]:
-    return {"completions": job.completions, "tokens": job.tokens, "finish": job.finish}
+    return {"completions": job.completions, "replies": job.replies, "tokens": job.tokens, "finish": job.finish}

@@ -77,7 +77,8 @@ class RemotePool:
             fields = job.fields(self._sources[job.source])
         except (msgspec.DecodeError, ValueError) as error:
             raise VerifierFailure(f"the ticket's row or answer cannot be read: {error}") from None
-        fields["completions"] = [text.encode("utf-8", "replace").decode() for text in job.completions]  # no lone surrogates
+        for name in ("completions", "replies"):
+            fields[name] = [text.encode("utf-8", "replace").decode() for text in fields[name]]  # no lone surrogates
         verdicts = await together([self._verdict(name, verifier, fields) for name, verifier in asked])
         return dict(zip((name for name, _ in asked), verdicts, strict=True))
 

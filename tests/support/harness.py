@@ -98,6 +98,9 @@ class PlainTokenizer:
     def __len__(self) -> int:
         return 128
 
+    def convert_tokens_to_ids(self, token: str) -> None:
+        """Return None: it has no special tokens."""
+
     def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [" ".join(map(str, tokens)) for tokens in sequences]
 

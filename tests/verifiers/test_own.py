@@ -176,7 +176,7 @@ async def scores(own: Path, function: str, *overrides: str, completions: tuple[s
     ("function", "overrides", "expected"),
     [
         ("length", [], [1.0, 4.0]),
-        ("whatever", [], [7.0, 7.0]),
+        ("whatever", [], [8.0, 8.0]),
         ("scaled", ["options={factor = 2, offset = 1}"], [3.0, 9.0]),
         ("Loaded", [], [1.0, 0.0]),
         ("Loaded", ['options={word = "f"}'], [0.0, 1.0]),

@@ -9,23 +9,24 @@ from services.config.data import ReasoningGymSource, Source
 from services.config.verifiers import ExactConfig, LengthConfig, ReasoningGymConfig, RegexConfig
 from services.protocol.entries import decode_entry
 from services.runtime.reasoning_tasks import import_factory
+from services.verifiers.base import Overtime
 
 PLACEHOLDER = "{answer}"
 
 
 class Extractor:
-    """Extracts the first group of the pattern's last match, stripped; without a pattern, the whole completion."""
+    """Extracts the first group of the pattern's last match, stripped; without a pattern, the whole text."""
 
     def __init__(self, pattern: str) -> None:
         """`pattern` has a group; the configuration checks that."""
         self._pattern = re.compile(pattern) if pattern else None
 
-    def __call__(self, completion: str) -> str | None:
+    def __call__(self, text: str) -> str | None:
         """Return the answer, or None if the pattern does not match."""
         if self._pattern is None:
-            return completion.strip()
+            return text.strip()
         found = None
-        for match in self._pattern.finditer(completion):
+        for match in self._pattern.finditer(text):
             found = match.group(1)
         return None if found is None else found.strip()
 
@@ -36,9 +37,9 @@ class ExactVerifier:
     def __init__(self, config: ExactConfig, source: Source) -> None:
         self._extract = Extractor(config.extract)
 
-    def score(self, completion: str, answer: str) -> float:
+    def score(self, reply: str, answer: str) -> float:
         """Return 1.0 or 0.0."""
-        return float(self._extract(completion) == answer.strip())
+        return float(self._extract(reply) == answer.strip())
 
 
 class RegexVerifier:
@@ -72,6 +73,8 @@ class ReasoningGymVerifier:
     The ticket's answer holds the task's entry.
     """
 
+    scores_overtime = True
+
     def __init__(self, config: ReasoningGymConfig, source: Source) -> None:
         if not isinstance(source, ReasoningGymSource):
             raise ValueError(
@@ -81,14 +84,15 @@ class ReasoningGymVerifier:
         self._task = import_factory().create_dataset(source.task, **source.arguments)
         self._entry = lru_cache(maxsize=8)(decode_entry)
 
-    def score(self, completion: str, answer: str) -> float:
+    def score(self, reply: str, answer: str) -> float:
         """Return the task's score of the extracted answer; a missing answer is passed as None, as the task expects.
 
-        0.0 if the task's scorer raises because of the answer, as some do for a text of another form; raises if it raises anyway.
+        0.0 if the task's scorer raises or takes too long because of the answer, as some do for a text of another form; raises if
+        it raises anyway.
         """
-        found, entry = self._extract(completion), self._entry(answer)
+        found, entry = self._extract(reply), self._entry(answer)
         try:
             return float(self._task.score_answer(found, entry))
-        except Exception:  # code of the library's many authors
+        except (Exception, Overtime):  # code of the library's many authors
             self._task.score_answer(entry.get("answer"), entry)
             return 0.0

@@ -36,7 +36,7 @@ async def test_a_group_is_one_request_with_all_fields_of_its_prompt(service: Fla
         "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}],
         "answer": "4",
         "row": {"level": 3, "topic": "sums"},
-        "completions": [{"text": "a", "finish": "stop"}, {"text": "bbb", "finish": "stop"}],
+        "completions": [{"text": "a", "finish": "stop", "reply": "a"}, {"text": "bbb", "finish": "stop", "reply": "bbb"}],
     }
 
 
