@@ -14,8 +14,8 @@ from services.config.data import FileSource, ReasoningGymSource, Source
 from services.config.verifiers import OWN, VerifierConfig, verifier_names
 from services.protocol.entries import decode_entry, encode_entry
 from services.verifiers.base import combine
-from services.verifiers.builtin import quantity
-from services.verifiers.builtin.math import marked_answer
+from services.verifiers.builtin.answers import final_statement, marked_answer
+from services.verifiers.builtin.statements import Number, Relation, Statement, read
 from services.verifiers.loaded import BUILTIN, builtin
 from tests.support.verifiers import verifier
 
@@ -53,7 +53,7 @@ def math() -> Any:
         ("-47", "so it is -47"),
         ("-47", r"\boxed{-47}"),
         ("-47", "= − 47"),
-        ("4", "10-4 leaves 10-4"),
+        ("6", "10-4 leaves 10-4"),
         ("50", r"\boxed{50\%}"),
         ("50%", r"\boxed{0.5}"),
         ("0.5", r"\boxed{50\%}"),
@@ -146,37 +146,44 @@ def test_math_rejects_an_unreadable_gold_answer(math: Any):
 
 
 def test_marked_answer_takes_the_later_mark():
-    assert marked_answer(r"#### 5 and then \boxed{6}") == "6"
-    assert marked_answer("\\boxed{6}\n#### 5") == "5"
-    assert marked_answer("\\boxed 7") == "7"
+    assert marked_answer(r"#### 5 and then \boxed{6}") == ("box", "6")
+    assert marked_answer("\\boxed{6}\n#### 5") == ("heading", "5")
+    assert marked_answer("<answer>\n5 </answer>") == ("tag", "5")
+    assert marked_answer("\\boxed 7") == ("box", "7")
     assert marked_answer("nothing marked") is None
-    assert marked_answer("\\boxed{" + "1+" * 1000 + "1}") == ""
-    assert marked_answer("\\boxed{6} or \\boxed{7") == ""
+    assert marked_answer("\\boxed{" + "1+" * 1000 + "1}") == ("box", "")
+    assert marked_answer("\\boxed{6} or \\boxed{7") == ("box", "")
+    assert marked_answer("\\boxed{6} or \\boxed{7}") == ("box", "6, 7")
+    assert marked_answer("\\boxed{6} apples, later \\boxed{7}") == ("box", "7")
+
+
+def _number(text: str) -> Number:
+    """Return the number that a text states, alone or as the value of an equation."""
+    found = read(text)
+    if isinstance(found, Relation) and found.assigned is not None:
+        found = found.assigned[1]
+    assert isinstance(found, Number)
+    return found
 
 
 @given(
     st.integers(-(10**12), 10**12),
     st.sampled_from(["{:d}", "{:,d}", "${:,d}", "{:d}.0", "{:d} km", r"\${:d}", "x = {:d}", "{:d}."]),
 )
-def test_quantity_reads_every_whole_number(value: int, form: str):
-    found = quantity.read(form.format(value))
-    assert found is not None
-    assert found.value == value
+def test_every_whole_number_is_read(value: int, form: str):
+    assert _number(form.format(value)).value == value
 
 
 @given(st.fractions(max_denominator=10**6))
-def test_quantity_reads_every_fraction(value: Fraction):
-    found = quantity.read(f"{value.numerator}/{value.denominator}")
-    assert found is not None
-    assert found.value == value
+def test_every_fraction_is_read(value: Fraction):
+    assert _number(f"{value.numerator}/{value.denominator}").value == value
 
 
 @given(st.text(max_size=300))
-def test_quantity_reads_or_rejects_any_text(text: str):
-    found = [quantity.read(text), quantity.last_in(text), quantity.first_in(text)]
-    assert all(one is None or isinstance(one.value, Fraction) for one in found)
+def test_any_text_is_read_or_rejected(text: str):
+    assert all(found is None or isinstance(found, Statement) for found in (read(text), final_statement(text)))
     marked = marked_answer(text)
-    assert marked is None or marked in text
+    assert marked is None or marked[1] in text
 
 
 def test_exact_compares_stripped_text():
