@@ -213,9 +213,13 @@ class JudgeConfig(RemoteVerifier):
     prompt: str | list[PromptMessage]
     """Jinja2 template of the question, with the variables `question`, `prompt` (messages), `answer`, `row`, `completion`, and
     `completions` with `scope = "group"`; or a list of messages, each a `role` and a template as `content`."""
-    verdict: Capture = r"(?i)score[\s:=*]*(-?\d+(?:\.\d+)?)"
+    verdict: Capture = (
+        r"(?i)\bscore[\s:=*]*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|\.\d)"
+        r"(?=\s*(?:$|[\n.,;!)\]*\"'|(]|[-–—]\s|/\s*\d|(?:out\s+)?of\s+\d|points?\b|because\b|since\b))"
+    )
     """Regular expression whose first group is the score, a number; the last match counts. With `scope = "group"` the last n
-    matches are the scores of the n completions. Ignored with `json_schema`."""
+    matches are the scores of the n completions. Ignored with `json_schema`. By default a statement such as `Score: 7`,
+    `**Score:** 0.5` or `score = 7/10`, but no number in a sentence that goes on, such as `a score 10 is not deserved`."""
     json_schema: dict[str, Any] = {}
     """JSON schema to which the endpoint constrains the reply, which then contains the number `score`, or with `scope = "group"`
     the list `scores`. Empty: the reply is text."""

@@ -1,7 +1,8 @@
 """The verifier `judge`: a language model behind an OpenAI-compatible endpoint is asked for a verdict.
 
-Guarantees: a score is the mean of at least half of the requested votes; a vote without a readable score, or with one outside the
-range, does not count, and is never a zero.
+Guarantees: a score is the mean of at least half of the requested votes; a vote without a readable score, with one outside the
+range, or whose reply was cut off or filtered, does not count, and is never a zero. Judges get what completions reply after their
+reasoning, and what counts of a judge is what it replies after its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from services.chat.messages import text_of
+from services.chat.reply import reply_of
 from services.config.verifiers import JudgeConfig
 from services.verifiers.connection import ServiceConnection, Silence
 from services.verifiers.numeric import MOST_SCORE
@@ -26,10 +29,16 @@ NOTE_CHARACTERS = NOTE_BYTES // 8
 """Maximum number of characters kept of all votes on a completion: JSON takes up to six bytes for one."""
 
 
+COMPLETE = (None, "stop", "end_turn", "eos", "stop_sequence")
+"""Why a reply ended that says everything it was going to say."""
+_GOES_ON = re.compile(r"\d|\.\d|,\d{3}|[eE][-+]?\d")
+"""What follows a number of which a pattern found only a part."""
+
+
 class ChatMessage(msgspec.Struct):
     """A model's reply."""
 
-    content: str | None = None
+    content: str | list[dict[str, Any]] | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -66,7 +75,7 @@ class JudgeVerifier:
 
     async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
         """Return the verdict on a group of n completions. Raises `VerifierFailure`, and ValueError with the reason."""
-        completions: Sequence[str] = fields["completions"]
+        completions: Sequence[str] = fields["replies"]
         variables = {"question": question_of(fields["prompt"]), **{name: fields[name] for name in ("prompt", "answer", "row")}}
         if self._config.scope == "group":
             scores, note = await self._ask({**variables, "completions": completions}, len(completions), silence)
@@ -108,12 +117,14 @@ class JudgeVerifier:
             raise BadResult(f"answered with something other than a chat completion: {error}") from None
         if not choices:
             raise BadResult("answered with a chat completion without choices")
-        text = choices[0].message.content or ""
-        cut = " (finish_reason is length: raise request.max_tokens)" if choices[0].finish_reason == "length" else ""
+        text, reason = text_of("choices[0].message", choices[0].message.content), choices[0].finish_reason
+        if reason not in COMPLETE:
+            remedy = ": raise request.max_tokens" if reason == "length" else ""
+            return Vote(text, [], f"the reply ended early (finish_reason is {reason}{remedy})")
         try:
-            return Vote(text, self._read(text, count))
+            return Vote(text, self._read(reply_of(text), count))
         except ValueError as error:
-            return Vote(text, [], f"{error} in {shown(text[-READ_CHARACTERS:])}{cut}")
+            return Vote(text, [], f"{error} in {shown(text[-READ_CHARACTERS:])}")
 
     def _read(self, text: str, count: int) -> list[float]:
         """Return the scores in a reply. Raises ValueError."""
@@ -137,10 +148,14 @@ class JudgeVerifier:
             raise ValueError(f"{error}") from None
 
     def _from_text(self, text: str, count: int) -> list[float]:
-        found = [match[1] for match in self._verdict.finditer(text[-READ_CHARACTERS:])]
+        text = text[-READ_CHARACTERS:]
+        found = list(self._verdict.finditer(text))
         if not found:
             raise ValueError("no match of `verdict`")
-        return [float(score or "nan") for score in found[-count:]]
+        for match in found[-count:]:
+            if _GOES_ON.match(text, match.end(1)):
+                raise ValueError(f"`verdict` matches only a part of the number {text[match.start(1) : match.end(1) + 8]!r}")
+        return [float(match[1] or "nan") for match in found[-count:]]
 
 
 def _mean(votes: Sequence[float]) -> float:
