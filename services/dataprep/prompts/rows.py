@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -89,7 +91,7 @@ def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where:
     """Read one record of a source. `where` is its place, for messages. Raises `DataError`."""
     prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
     columns = _columns(record, source, where) if needs.columns else None
-    if not needs.answer and record.get(source.answer_field) is None:
+    if not needs.answer and _missing(record.get(source.answer_field)):
         return PromptRow(prompt, "", where, columns)
     answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, needs, where)
     if source.answer_pattern:
@@ -201,12 +203,25 @@ def _is_message(value: Any) -> bool:
 
 
 def _answer(value: Any, name: str, needs: Needs, where: str) -> str:
-    """Return an answer as text: a number as JSON, and also any other value if nothing compares with it."""
+    """Return an answer as text: a number as its shortest decimal, and any other value as JSON if nothing compares with it."""
     if isinstance(value, str):
         return value
-    if not needs.answer or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and not _missing(value):
+        return _decimal(value)
+    if not needs.answer:
         return json.dumps(value, ensure_ascii=False, default=str)
     raise DataError(f"{where}: field {name!r} must be a string or a number, not {_short(value)}: fix the row")
+
+
+def _missing(value: Any) -> bool:
+    """Return whether a value stands for no answer: null, and NaN and infinity, with which tables fill gaps."""
+    return value is None or (isinstance(value, float | Decimal) and not math.isfinite(value))
+
+
+def _decimal(number: float | Decimal) -> str:
+    """Return a finite number without an exponent; a float that is whole, as an integer."""
+    whole = isinstance(number, float) and number.is_integer()
+    return str(int(number)) if whole else format(Decimal(str(number)), "f")
 
 
 def _reasoning_gym(source: ReasoningGymSource, needs: Needs) -> Iterator[PromptRow]:
