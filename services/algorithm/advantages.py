@@ -15,12 +15,20 @@ Kind = Literal["centered", "standard", "maxrl", "rloo"]
 
 STD_EPSILON = 1e-8
 """Added to the standard deviation (docs/semantics.md)."""
+EQUAL_SHARE = 1e-6
+"""Rewards that differ by at most this share of the largest magnitude are equal: several times what float32 resolves."""
+
+
+def equal(rewards: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return for groups of rewards [..., n] whether all rewards of the group are equal [...]."""
+    r = np.asarray(rewards, dtype=np.float64)
+    return r.max(axis=-1) - r.min(axis=-1) <= EQUAL_SHARE * np.abs(r).max(axis=-1)
 
 
 def advantages(rewards: Sequence[float] | np.ndarray, kind: Kind) -> np.ndarray:
     """Return the advantages [..., n] float64 of the rewards [..., n] of groups of n; formulas in docs/semantics.md.
 
-    Rewards are taken relative to the first, so that a large common part does not round away their differences, and equal rewards
+    Rewards are taken relative to the first, so that a large common part does not round away their differences. `equal` rewards
     have advantages 0, exactly.
 
     `maxrl` is defined for rewards that are not negative. A group of mean 0 or below has advantages 0, since dividing by a
@@ -44,7 +52,7 @@ def advantages(rewards: Sequence[float] | np.ndarray, kind: Kind) -> np.ndarray:
         found = np.where(positive, (found / np.where(positive, first + means, 1.0)).clip(-1.0, n - 1.0), 0.0)
     elif kind == "rloo":
         found *= n / (n - 1)  # r_i - mean of the others = (r_i - mean) n / (n - 1)
-    return found
+    return np.where(equal(r)[..., None], 0.0, found)
 
 
 def trained(truncated: Sequence[bool] | np.ndarray, mask_truncated: bool) -> np.ndarray:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from services.algorithm import histograms
+from services.algorithm.advantages import equal
 from services.protocol.messages import Header, RankPlan, Sample
 
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
@@ -29,7 +30,7 @@ CONSTANT: tuple[str, ...] = ("zero", "solved", "nonzero")
 
 def constant_kind(header: Header) -> str:
     """Return which of `CONSTANT` a group is, or "" if its rewards differ."""
-    if max(header.rewards) != min(header.rewards):
+    if not equal(header.rewards):
         return ""
     if header.rewards[0] == 0:
         return "zero"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.algorithm.advantages import Kind, advantages, trained
+from services.algorithm.advantages import Kind, advantages, equal, trained
 from services.config.training import Advantage
 
 rewards = st.lists(st.floats(0, 10).map(lambda x: round(x, 3)), min_size=2, max_size=16)
@@ -76,7 +76,16 @@ def test_maxrl_never_flips_the_sign():
 def test_a_large_common_offset_loses_no_precision(kind: Kind):
     """Rewards are exact in float64, as are their differences."""
     small = [0.25, 0.5, 0.0, 1.0]
-    assert advantages([1e9 + x for x in small], kind) == pytest.approx(advantages(small, kind), rel=1e-12)
+    assert advantages([2.0**16 + x for x in small], kind) == pytest.approx(advantages(small, kind), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["centered", "standard", "maxrl", "rloo"])
+def test_rewards_that_differ_by_rounding_are_equal(kind: Kind):
+    groups = [[0.1 + 0.2, 0.3, 0.3, 0.3], [1.0, 1.0, 1.0, 1.0000001], [1e9, 1e9 + 1, 1e9, 1e9], [-5.0, -5.0, -5.0, -5.000001]]
+    assert [advantages(rewards, kind).tolist() for rewards in groups] == [[0.0] * 4] * 4
+    assert advantages([*groups[:1], [0.0, 1.0, 0.0, 0.0]], kind)[1].any()
+    assert equal(groups).all()
+    assert not equal([[0.0, 1e-9, 0.0], [1.0, 1.00001, 1.0], [1.0, -1.0, 1.0]]).any()
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=16))
