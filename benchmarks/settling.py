@@ -53,7 +53,7 @@ def configured(folder: Path, server: RedisServer, groups: int) -> RunConfig:
         [data]
         max_prompt_tokens = 64
         chat_template = false
-        shuffle = false
+        curriculum = "in_order"
         [[data.sources]]
         kind = "jsonl"
         path = "{folder}/data.jsonl"

@@ -114,7 +114,16 @@ class Data(Section):
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a longer prompt: `error` stops the run before it starts; `drop` skips the row and logs how
     many were skipped."""
-    shuffle: bool = True
-    """Permute the rows of each epoch of a source, seeded by (run.seed, epoch)."""
-    curriculum: str = Field(default="", pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")
-    """`package.module:function` that selects and orders the rows of every epoch (docs/data.md). Empty: the seeded order."""
+    curriculum: str = Field(default="", pattern=r"^(in_order|[A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")
+    """Order of the rows in each epoch of a source. Empty: permuted, seeded by (run.seed, epoch). `in_order`: as the source has
+    them. `package.module:function`: as that function selects and orders them (docs/data.md)."""
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether the rows of an epoch are permuted before a function orders them."""
+        return self.curriculum != "in_order"
+
+    @property
+    def curriculum_function(self) -> str:
+        """The function that orders the rows, or "" if none does."""
+        return self.curriculum if ":" in self.curriculum else ""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator, model_validator
+from typing_extensions import TypedDict  # that of `typing` has no errors per field before Python 3.12
 
 from services.config.base import Section
 from services.config.data import Capture, FileSource, Source, pattern_of
@@ -192,13 +193,11 @@ class HttpConfig(RemoteVerifier):
     """`http`."""
 
 
-class PromptMessage(Section):
-    """A message of a judge's prompt."""
+class PromptMessage(TypedDict):
+    """A message of a judge's prompt, whose content is a Jinja2 template."""
 
     role: Literal["system", "user", "assistant"]
-    """Its role."""
     content: str
-    """Jinja2 template of its text."""
 
 
 class JudgeConfig(RemoteVerifier):

@@ -70,7 +70,7 @@ class JudgeVerifier:
         """Raises ValueError for a template that cannot be used."""
         self._config, self._connection = config, connection
         self._url = config.url.rstrip("/") + "/chat/completions"
-        self._templates = [(each.role, PromptTemplate(each.content, config.scope)) for each in config.messages]
+        self._templates = [(each["role"], PromptTemplate(each["content"], config.scope)) for each in config.messages]
         self._verdict = re.compile(config.verdict)
 
     async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:

@@ -64,7 +64,7 @@ def test_command_line_overrides_environment_overrides_file(file: Path) -> None:
 
 def test_values_need_no_quotes_and_have_toml_types(file: Path) -> None:
     config = settings(
-        file, "run.name=my-run", "optimizer.learning_rate=3e-5", "data.shuffle=false", 'sampling.stop=["a", "b"]',
+        file, "run.name=my-run", "optimizer.learning_rate=3e-5", "data.curriculum=in_order", 'sampling.stop=["a", "b"]',
         "verifiers.0.weight=0.5", "generator.engine_options.dtype=float32", GRPO__DATA__SYSTEM_PROMPT="be brief = yes",
     )  # fmt: skip
     assert (config.run.name, config.optimizer.learning_rate, config.data.shuffle) == ("my-run", 3e-5, False)
@@ -332,7 +332,7 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
         (["data.sources=[]"], "data.sources = []: list should have at least 1 item"),
         (["data.sources.0.name=a b"], "data.sources.0.name = 'a b': may have only letters, digits"),
         (["data.sources.0.weight=0"], "data.sources.0.weight = 0: input should be greater than 0"),
-        (["data.curriculum=easy_first"], "data.curriculum = 'easy_first': must be module:function"),
+        (["data.curriculum=easy_first"], "data.curriculum = 'easy_first': must be in_order or module:function"),
         ([f"data.sources=[{ROWS}, {ROWS}]"], 'two prompt sources have name = "main": give each source its own name'),
         (['verifiers.0.sources=["other"]'], 'verifiers.0.sources names "other", which is not a prompt source; choose from: main'),
         (

@@ -95,7 +95,7 @@ async def test_beyond_the_bound_filtered_groups_are_not_replaced(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "REPLACED_STEPS", 0)
-    overrides = ("filters.zero_std=true", "data.shuffle=false")
+    overrides = ("filters.zero_std=true", "data.curriculum=in_order")
     async with running(tmp_path, server, solved_if_even, *overrides) as run:
         plans = await run.train()
         assert [plan.groups for plan in plans] == [[f"0-{8 * step + i}" for i in (1, 3, 5, 7)] for step in range(4)]
@@ -110,7 +110,7 @@ async def test_steps_with_nothing_to_learn_are_skipped(
     def rewards(ticket: Ticket) -> list[float]:
         return [0.0] * 4 if ticket.index < 20 else spread(ticket)
 
-    overrides = ("filters.zero_std=true", "data.shuffle=false", "run.steps=2")
+    overrides = ("filters.zero_std=true", "data.curriculum=in_order", "run.steps=2")
     async with running(tmp_path, server, rewards, *overrides) as run:
         plans = await run.train()
         assert [plan.groups for plan in plans] == [[f"0-{i}" for i in range(20, 24)], [f"0-{i}" for i in range(24, 32)]]
@@ -177,7 +177,7 @@ async def test_a_requeued_dead_letter_is_trained(tmp_path: Path, server: RedisSe
     def rewards(ticket: Ticket) -> list[float]:
         return [float("nan")] * 4 if ticket.id in broken else spread(ticket)
 
-    async with running(tmp_path, server, rewards, "data.shuffle=false", "run.steps=5", "admission.max_staleness=0") as run:
+    async with running(tmp_path, server, rewards, "data.curriculum=in_order", "run.steps=5", "admission.max_staleness=0") as run:
         store = run.store
         fence = await store.run.attach_trainer()
         await store.steps.publish(fence, 0)

@@ -42,7 +42,7 @@ def values(folder: Path) -> dict[str, Any]:
 
     config = small_config(
         folder, None, "run.steps=100000", "generator.engine_options.token_s=0.1", "checkpoint.every_steps=5",
-        'verifiers=[{kind="regex", pattern="[0-4]"}]', "generator.drain_s=60", "data.shuffle=false",
+        'verifiers=[{kind="regex", pattern="[0-4]"}]', "generator.drain_s=60", "data.curriculum=in_order",
         "samples.keep=1000",
     )  # fmt: skip
     given = tomllib.loads(to_toml(config))

@@ -53,7 +53,7 @@ async def submit(store: Store, skip: int = 0, most: int = 100, **lies: Any) -> i
 
 
 async def steps_that_filters_leave_short_or_empty(folder: Path, server: RedisServer, seen: Seen) -> None:
-    overrides = ("filters.zero_std=true", "data.shuffle=false", "run.steps=9")
+    overrides = ("filters.zero_std=true", "data.curriculum=in_order", "run.steps=9")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "REPLACED_STEPS", 0)
         await _led(folder, server, seen, submit, *overrides)

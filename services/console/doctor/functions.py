@@ -26,7 +26,7 @@ REMOTE_GIVE_UP_S = 5.0  # for a service that does not answer
 
 def functions(config: RunConfig) -> Iterator[Finding]:
     """Import the custom curriculum, loss and engine that the run names, as its services will."""
-    named = {"data.curriculum": config.data.curriculum, "generator.engine": config.generator.engine}
+    named = {"data.curriculum": config.data.curriculum_function, "generator.engine": config.generator.engine}
     if IMPORT_PATH.fullmatch(config.loss.policy):
         named["loss.policy"] = config.loss.policy
     for key, name in named.items():

@@ -45,10 +45,10 @@ class Issuer:
             config.data.shuffle,
             config.slots,
             config.filters.exclude_pass_rate,
-            load_curriculum(config.data.curriculum),
+            load_curriculum(config.data.curriculum_function),
         )
         self._environments = config.sources_with_environment
-        self._needs_rates = bool(config.filters.exclude_pass_rate or config.data.curriculum)
+        self._needs_rates = bool(config.filters.exclude_pass_rate or config.data.curriculum_function)
         self._drafting = threading.Lock()
         self._began: float | None = None  # when the draft of an epoch's first prompts began
         self._cursor = 0  # position of `order`

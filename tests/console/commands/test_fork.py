@@ -235,8 +235,8 @@ def test_a_run_without_a_checkpoint_is_named(old: RunFolder, capsys: pytest.Capt
     [
         (["model.dtype=bfloat16"], "command line: model.dtype = 'bfloat16' cannot differ from 'float32' in a fork, since"),
         (
-            ["data.shuffle=false"],
-            "data.shuffle = False cannot differ from True in a fork, since the checkpoint continues the order",
+            ["data.curriculum=in_order"],
+            "data.curriculum = 'in_order' cannot differ from '' in a fork, since the checkpoint continues the order",
         ),
         (["run.seed=3"], "run.seed = 3 cannot differ from 0 in a fork"),
         (["replay.capacity=50"], "replay.capacity = 50 cannot differ from 100000 in a fork"),
