@@ -16,8 +16,10 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
+from services.config.secrets import read_token
+from services.config.verifiers import RemoteVerifier
+from services.verifiers.base import VerifierFailure
 from services.verifiers.results import SHOWN_CHARACTERS
-from services.verifiers.token import ServiceToken
 
 REPLY_BYTES = 16 << 20
 """Maximum number of bytes of a reply: that of a thousand completions with notes of the maximum size."""
@@ -43,6 +45,33 @@ class Unauthorized(Exception):
 
 class UnusableReply(Exception):
     """The service answered, but not with a result; a retry is useless."""
+
+
+class ServiceToken:
+    """The bearer token of a service, from the environment variable or the file that the configuration names.
+
+    It is sent to the service and appears nowhere else; `redacted` removes it from texts of the service, which may repeat it.
+    """
+
+    def __init__(self, config: RemoteVerifier) -> None:
+        self._place, self._value = config.token, ""
+
+    def read(self) -> None:
+        """Read it. Raises `VerifierFailure` for one that is missing or cannot be sent, and keeps the last one."""
+        if self._place:
+            try:
+                self._value = read_token(self._place)
+            except ValueError as error:
+                raise VerifierFailure(str(error)) from None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request."""
+        return {"Authorization": f"Bearer {self._value}"} if self._value else {}
+
+    def redacted(self, text: str) -> str:
+        """Return `text` without the token."""
+        return text.replace(self._value, "***") if self._value else text
 
 
 async def post(http: httpx.AsyncClient, url: str, body: bytes, token: ServiceToken, limit_s: float) -> bytes:

@@ -17,9 +17,8 @@ from collections.abc import Iterator
 import httpx
 
 from services.config.verifiers import RemoteVerifier
-from services.verifiers.attempt import Unauthorized, Unavailable, UnusableReply, post
+from services.verifiers.attempt import ServiceToken, Unauthorized, Unavailable, UnusableReply, post
 from services.verifiers.base import VerifierFailure
-from services.verifiers.token import ServiceToken
 
 GIVE_UP_S = 600.0
 """Seconds after which a ticket becomes a dead letter if the service cannot be reached, is overloaded or fails."""
