@@ -23,8 +23,8 @@ from services.http.certificate import shared_name
 from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.errors import StoreError
-from services.protocol.generation import GenerationRequest
 from services.protocol.messages import PodStatus, Ticket
+from services.protocol.payloads import GenerationRequest
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.rollouts.records import unpack_partial
 from services.runtime.loops import Loop, is_set_within

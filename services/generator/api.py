@@ -44,7 +44,7 @@ def add_routes(service: Service, loop: GeneratorLoop) -> None:
 
     @router.post("/generate", dependencies=[service.app.state.guard], response_class=Response, include_in_schema=False)
     async def generate(request: Request) -> Response:
-        """Complete a sequence of tokens for an environment (services/protocol/generation.py).
+        """Complete a sequence of tokens for an environment (services/protocol/payloads.py).
 
         503: ask another generator, or later; the response says why.
         """

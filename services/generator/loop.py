@@ -27,7 +27,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.serving import Serving, read_request
 from services.generator.worker import GroupWorker, RunningGroup
 from services.protocol.errors import RedisFull, StoreError
-from services.protocol.generation import GenerationRequest
+from services.protocol.payloads import GenerationRequest
 from services.rollouts.generated import Generated
 from services.rollouts.holding import ROOM, TicketHolder
 from services.runtime.loops import Loop

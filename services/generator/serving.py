@@ -15,8 +15,8 @@ from dataclasses import replace
 from services.config import RunConfig
 from services.generator.engines.base import Engine
 from services.protocol import codec
-from services.protocol.generation import GenerationRequest
 from services.protocol.messages import Ticket
+from services.protocol.payloads import GenerationRequest
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.rollouts.records import pack_partial, unpack_partial
 from services.weights.receiver import EngineDead

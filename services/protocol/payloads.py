@@ -1,6 +1,6 @@
 """Message types that hold tokens, as numpy arrays. Each names its producer and its consumers.
 
-Guarantees: as those of messages.py, whose schema version is theirs too.
+Guarantees: as those of messages.py, whose schema version is theirs too; requests to generators are not part of a run's streams.
 """
 
 from __future__ import annotations
@@ -76,3 +76,14 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     waited_s: float = 0.0  # since the rollout's turn before, or since it began
     sampled_s: float = 0.0  # until the policy had replied
     cut: bool = False  # whether a stop string of the request's own ends the message before `tokens` end
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Continue a sequence of tokens. Produced by environments, consumed by generators. The reply is a `Partial` of one."""
+
+    id: str  # unique among requests that run at a time; a repeated request has the same
+    prompt: np.ndarray  # [P] int32, the whole context
+    seed: int
+    max_tokens: int  # most tokens to sample, with those of `prefix`
+    prefix: bytes = b""  # `Partial` of one completion, to continue; empty: none
+    version: int | None = None  # policy version that is evaluated; None: the published one

@@ -16,9 +16,8 @@ from services.generator.serving import NotServed
 from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.errors import StoreError
-from services.protocol.generation import GenerationRequest
 from services.protocol.messages import Span
-from services.protocol.payloads import Partial
+from services.protocol.payloads import GenerationRequest, Partial
 from services.rollouts.generated import Generated
 from services.rollouts.records import pack_partial
 from services.runtime.loops import Broken, Loop
