@@ -171,13 +171,6 @@ def discard(partial: Path) -> None:
         partial.unlink() if partial.is_symlink() else shutil.rmtree(partial, ignore_errors=True)
 
 
-def check(folder: Path) -> FolderManifest:
-    """Return the manifest of a folder, comparing every byte. Raises `FolderError` if it is incomplete or damaged."""
-    manifest = read_manifest(folder)
-    verify(folder, manifest)
-    return manifest
-
-
 def remove(folders: Iterable[Path]) -> None:
     """Delete folders, ignoring errors. A folder whose deletion is interrupted no longer has its final name."""
     for folder in folders:

@@ -145,14 +145,18 @@ class CheckpointFolder:
 
     def complete(self) -> list[Saved]:
         """Return complete checkpoints, oldest step first, without reading their files."""
-        found = []
-        for folder in self.root.glob("step-*"):
-            if _step_of(folder.name) < NO_STEP and _exists(folder / atomic_folders.MANIFEST):
-                try:
-                    found.append(_saved(folder))
-                except CheckpointError as error:
-                    logger.warning("checkpoint ignored: %s", error)
+        found = list[Saved]()
+        for folder in self._steps(whole=True):
+            try:
+                found.append(_saved(folder))
+            except CheckpointError as error:
+                logger.warning("checkpoint ignored: %s", error)
         return sorted(found, key=lambda saved: saved.step)
+
+    def _steps(self, whole: bool) -> list[Path]:
+        """Return the folders of steps that have a manifest, or those that have none."""
+        folders = [folder for folder in self.root.glob("step-*") if _step_of(folder.name) < NO_STEP]
+        return [folder for folder in folders if _exists(folder / atomic_folders.MANIFEST) == whole]
 
     def written(self) -> dict[int, Path]:
         """Return folders of complete checkpoints by step, in order of writing."""
@@ -160,13 +164,7 @@ class CheckpointFolder:
 
     def unfinished(self) -> list[Path]:
         """Return folders of checkpoints that are being written, or were left partly written or partly deleted."""
-        marked = self.root.glob(f"step-*{atomic_folders.PARTIAL}")
-        bare = (
-            path
-            for path in self.root.glob("step-*")
-            if _step_of(path.name) < NO_STEP and not _exists(path / atomic_folders.MANIFEST)
-        )
-        return sorted({*marked, *bare})
+        return sorted({*self.root.glob(f"step-*{atomic_folders.PARTIAL}"), *self._steps(whole=False)})
 
     def named(self) -> str:
         """Return the name of the checkpoint in `latest`, or an empty string."""
@@ -230,7 +228,7 @@ class CheckpointFolder:
         if named < NO_STEP:
             first = [self.root / name]
             until = time.monotonic() + self.wait_s
-            while not _exists(self.root / name / atomic_folders.MANIFEST) and time.monotonic() < until:
+            while not _exists(first[0] / atomic_folders.MANIFEST) and time.monotonic() < until:
                 time.sleep(POLL_S)
         steps = {folder: _step_of(folder.name) for folder in [*first, *self._listed()]}
         return sorted(steps, key=lambda folder: (steps[folder] <= named, steps[folder]), reverse=True)

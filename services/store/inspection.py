@@ -104,12 +104,10 @@ class Inspection(Facet):
     async def issued_ticket(self, ticket: str) -> IssuedTicket | None:
         """Return a ticket that waits for a generator or an environment, or is with one."""
         stream, group = self._keys.tickets, "generators"
-        found = await self._find(stream, ticket)
-        if found is None:
+        if (found := await self._find(stream, ticket)) is None:
             stream, group = self._keys.rollout_tickets, "environments"
-            found = await self._find(stream, ticket)
-        if found is None:
-            return None
+            if (found := await self._find(stream, ticket)) is None:
+                return None
         entry, fields = found
         claim, pending, attempts, expiries = await self._redis.at_once(
             ("HGET", self._keys.claims, entry),

@@ -19,3 +19,10 @@ def write_checkpoint(root: Path, step: int, **facts: Any) -> Path:
     atomic_folders.finish(partial, final, FolderManifest(atomic_folders.records(partial), given | facts))
     atomic_folders.replace(root / "latest", final.name.encode())
     return final
+
+
+def checked(folder: Path) -> FolderManifest:
+    """Return the manifest of a folder after comparing every byte with it."""
+    manifest = atomic_folders.read_manifest(folder)
+    atomic_folders.verify(folder, manifest)
+    return manifest

@@ -1,7 +1,7 @@
 """Writes the trained model as a Hugging Face folder.
 
 Guarantees: the folder appears complete, with `manifest.json` as its completion marker, or not at all; the marker names the run,
-the step and the SHA-256 of every file, which `atomic_folders.check` compares; tied matrices are stored once; the folder loads
+the step and the SHA-256 of every file, which `atomic_folders.verify` compares; tied matrices are stored once; the folder loads
 with `from_pretrained`, samples by default as the run did, has the run's chat template, and serves in vLLM unchanged. Adapters are
 merged into the model. They are also stored next to it in peft's own format, for use on top of `model.path`.
 """

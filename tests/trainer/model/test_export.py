@@ -18,6 +18,7 @@ from services.config import RunConfig
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FolderError
 from services.trainer.model import export
+from tests.support.checkpoints import checked
 from tests.support.models.tiny_model import VOCABULARY, make_config
 
 
@@ -39,7 +40,7 @@ def write(module: Any, config: RunConfig, step: int, folder: Path) -> None:
 
 def test_the_manifest_names_run_step_and_hashes(module: Any, config: RunConfig, tmp_path: Path) -> None:
     write(module, config, 7, tmp_path / "model")
-    manifest = atomic_folders.check(tmp_path / "model")
+    manifest = checked(tmp_path / "model")
     assert manifest.facts == {"run": "exported", "step": 7, "model": "Qwen3ForCausalLM", "dtype": "float32"}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(manifest.files)
     assert {path.name for path in (tmp_path / "model").iterdir()} == {*manifest.files, atomic_folders.MANIFEST}
@@ -93,14 +94,14 @@ def test_a_kill_at_any_point_leaves_a_whole_export_or_none(module: Any, config: 
     call = 0
     while kill_at(call, lambda: write(module, config, 2, folder)):
         if folder.exists():
-            step = atomic_folders.check(folder).facts["step"]
+            step = checked(folder).facts["step"]
             weights = AutoModelForCausalLM.from_pretrained(folder).parameters() if not seen or seen[-1] != step else []
             assert all(bool((value == step).all()) for value in weights)
             seen.append(step)
         else:
             seen.append(None)
             with pytest.raises(FolderError, match="is incomplete"):
-                atomic_folders.check(folder)
+                checked(folder)
         if seen[-1] != 1:
             write(module, config, 1, folder)  # a later export replaces any leftovers
         call += 1
@@ -117,7 +118,7 @@ def test_damage_is_detected_by_the_reader(module: Any, config: RunConfig, tmp_pa
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     with pytest.raises(FolderError, match=r"model\.safetensors differs from the SHA-256 in manifest\.json"):
-        atomic_folders.check(tmp_path / "model")
+        checked(tmp_path / "model")
 
 
 def test_a_full_disk_is_explained_and_the_last_export_is_kept(module: Any, config: RunConfig, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_full_disk_is_explained_and_the_last_export_is_kept(module: Any, confi
     assert f"{folder} cannot be written" in problem
     assert "File too large" in problem
     assert "free space" in problem
-    assert atomic_folders.check(folder).facts["step"] == 1
+    assert checked(folder).facts["step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "what was written may be what fills the disk"
 
 

@@ -14,13 +14,13 @@ from services.config import ConfigError
 from services.config.loss import Loss
 from services.config.training import Lora
 from services.protocol.messages import RankPlan
-from services.runtime import atomic_folders
 from services.trainer.checkpoints import exporting
 from services.trainer.model import lora
 from services.trainer.model import policy_network as model
 from services.trainer.model.logprobs import token_logprobs
 from services.trainer.step import batches
 from services.trainer.step import deepspeed_engine as engine
+from tests.support.checkpoints import checked
 from tests.support.models.rank_worker import Job, launch
 from tests.support.models.tiny_model import VOCABULARY, make_config, make_model, make_payloads, make_samples
 from tests.trainer import literal, loss_variants
@@ -183,7 +183,7 @@ def test_an_export_of_the_checkpoint_equals_that_of_the_run(
     config = make_config(path, model={"dtype": dtype}, lora=OPTIONS | targets)
     folder = results["folder"][0] / name
     assert exporting.write(config, folder / "checkpoints", None, tmp_path / "export").step == 0
-    written, expected = (atomic_folders.check(one) for one in (tmp_path / "export", folder / "export"))
+    written, expected = (checked(one) for one in (tmp_path / "export", folder / "export"))
     assert written == expected, "every file is bitwise equal"
     named = json.loads((tmp_path / "export" / "adapter" / "adapter_config.json").read_text())["target_modules"]
     assert named == sorted(named), "not in the order of a set, which is another one in each process"
