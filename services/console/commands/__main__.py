@@ -23,7 +23,7 @@ from services.console.commands import compare, config, cost, doctor, export, ini
 from services.console.commands import inspect as inspection
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
 from services.console.options import DEFAULT_WAIT_S, SMOKE_WAIT_S, installed_version
-from services.console.printable import printable
+from services.console.printable import say
 from services.protocol.errors import DifferentRun, StoreError
 from services.runtime.atomic_folders import FolderError
 
@@ -111,29 +111,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = typer.main.get_command(app).main(args=given or ["--help"], prog_name="grpo", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):  # the latter at a question
         return EXIT_STOPPED
-    except ConfigError as error:
-        for fault in error.faults:
-            _report(fault)
-        return EXIT_CONFIG
-    except ConsoleError as error:
-        _report(error)
-        return error.code
-    except TyperException as error:
-        _report(_usage(error))
-        return EXIT_CONFIG
-    except DifferentRun as error:
-        _report(error)
-        return EXIT_CONFIG
-    except StoreError as error:
-        _report(error)
-        return EXIT_REDIS
-    except RedisError as error:
-        _report(f"Redis failed: {error}")
-        return EXIT_REDIS
-    except (OSError, FolderError) as error:
-        _report(str(error) or type(error).__name__)
-        return EXIT_FAILED
+    except (ConfigError, ConsoleError, TyperException, StoreError, RedisError, OSError, FolderError) as error:
+        messages, code = _explained(error)
+        for message in messages:
+            with contextlib.suppress(OSError):  # the exit code says it even if nobody reads the message
+                say(f"error: {' '.join(message.split())}")
+        return code
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _explained(error: Exception) -> tuple[Sequence[str], int]:
+    """Return what is wrong, one line each, and the exit code."""
+    match error:
+        case ConfigError():
+            return error.faults, EXIT_CONFIG
+        case ConsoleError():
+            return [str(error)], error.code
+        case TyperException():
+            return [_usage(error)], EXIT_CONFIG
+        case DifferentRun():
+            return [str(error)], EXIT_CONFIG
+        case StoreError():
+            return [str(error)], EXIT_REDIS
+        case RedisError():
+            return [f"Redis failed: {error}"], EXIT_REDIS
+        case _:
+            return [str(error) or type(error).__name__], EXIT_FAILED
 
 
 def _usage(error: TyperException) -> str:
@@ -151,11 +154,6 @@ def with_waits(argv: Sequence[str]) -> list[str]:
         if word == "--wait" and not after.replace(".", "", 1).isdigit():
             given.append(str(wait_s))
     return given
-
-
-def _report(error: object) -> None:
-    with contextlib.suppress(OSError):  # the exit code says it even if nobody reads the message
-        print("error:", printable(" ".join(str(error).split())), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

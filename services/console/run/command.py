@@ -269,7 +269,7 @@ class _Job:
                 audited = await audit(observer.store)
         result = summary.summarise(self.config, rows, state, audited, ended, records.rounds.in_order())
         self.ended.append(result)
-        self._write_results(result, bool(rows))
+        self._write_results(result, rows)
         for fault in filter(None, (records.steps.fault, records.rounds.fault)):
             say(f"{fault}; rerun the same command to add what it lacks")
         print(f"{ended.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
@@ -280,13 +280,13 @@ class _Job:
         if ended.status == "finished" and (model := self.folder.path / "model").is_dir():
             print(f"  {model}: the trained model, in Hugging Face format", flush=True)
 
-    def _write_results(self, result: Mapping[str, Any], plot: bool) -> None:
-        """Write the summary and, with `plot`, the report. On a full disk, say so: the run itself has ended."""
+    def _write_results(self, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the summary and, if there are steps, the report. On a full disk, say so: the run itself has ended."""
         try:
             summary.write(self.folder.summary, result)
-            if plot:
+            if rows:
                 from services.console.run.report import write_report
 
-                write_report(self.folder.metrics, result, self.folder.report)
+                write_report(rows, result, self.folder.report)
         except OSError as error:
             say(f"the summary in {self.folder.path} cannot be written: {error.strerror}")

@@ -1,7 +1,6 @@
 """Draws `report.png`: reward, staleness, throughput and completion length over the steps of a run.
 
-Guarantees: a step or key missing from `metrics.jsonl` leaves a gap or a note in its panel, never an error; the file is written
-atomically.
+Guarantees: a missing step or metric leaves a gap or a note in its panel, never an error; the file is written atomically.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from services.console.run.summary import ENDS, ends_of
@@ -20,28 +18,32 @@ from services.operations.figures import GENERATED, LAG_MAX, LAG_MEAN, LENGTH, RE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Rows = Sequence[Mapping[str, Any]]
+
 # Colours that colour-blind readers can tell apart, also in grey print (after Okabe and Ito, slightly darkened).
 BLUE, ORANGE, GREEN, GREY, INK, PALE = "#1f6fb4", "#d9822b", "#2a8c6d", "#9aa3ad", "#2b2f36", "#6b7480"
 
 
-def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> None:
-    """Draw `out` (PNG) from `metrics_path`, which holds one JSON object per step.
-
-    It uses these keys of `summary` if present: `run` (title), `model`, `generators`, `wall_s`, `status` (subtitle) and
-    `max_staleness` (line of the bound).
-    """
+def write_report(rows: Rows, summary: Mapping[str, Any], out: Path) -> None:
+    """Draw `out` (PNG) from the metrics of the steps in order, and the run's summary."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = read_rows(metrics_path)
     steps = np.array([row["step"] for row in rows], dtype=float)
     figure = Figure(figsize=(12, 7.4), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2, sharex=True)
-    _reward(panels[0][0], rows, steps)
-    _staleness(panels[0][1], rows, steps, summary.get("max_staleness"))
-    _throughput(panels[1][0], rows, steps)
-    _length(panels[1][1], rows, steps)
+    reward = {REWARD: (BLUE, "")}
+    if _smoothed(panels[0][0], "Reward", "mean of the trained completions", rows, steps, reward) and _within_one(rows):
+        panels[0][0].set_ylim(0, 1.02)
+    _staleness(panels[0][1], rows, steps, summary["max_staleness"])
+    rates = {GENERATED: (GREEN, "generated"), TRAINED: (ORANGE, "trained")}
+    if _smoothed(panels[1][0], "Throughput", "tokens per second", rows, steps, rates):
+        _from_zero(panels[1][0])
+        panels[1][0].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    lengths = {LENGTH: (INK, "")}
+    if _smoothed(panels[1][1], "Completion length", "mean tokens of the trained completions", rows, steps, lengths):
+        _from_zero(panels[1][1])
     for panel in panels.flat:
         _whole(panel.xaxis)
         panel.spines[["top", "right"]].set_visible(False)
@@ -60,40 +62,19 @@ def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> N
     temporary.replace(out)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the steps of `metrics.jsonl` in order. The last record of a repeated step counts; torn lines are skipped."""
-    rows: dict[int, dict[str, Any]] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            row = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int | float):
-            rows[int(row["step"])] = row
-    return [rows[step] for step in sorted(rows)]
-
-
-def title(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+def title(rows: Rows, summary: Mapping[str, Any]) -> str:
     """Return the run's name, its steps, and the first and last reward, each a mean over several steps."""
-    head = f"{summary.get('run', 'run')} · {len(rows)} step{'' if len(rows) == 1 else 's'}"
-    rewards = _column(rows, REWARD)
-    rewards = rewards[np.isfinite(rewards)]
-    if not len(rewards):
-        return head
-    ends = ends_of(len(rewards))
-    return f"{head} · reward {rewards[:ends].mean():.2f} → {rewards[-ends:].mean():.2f}"
+    first, last = summary["reward_first"], summary["reward_last"]
+    reward = "" if first is None else f" · reward {first:.2f} → {last:.2f}"
+    return f"{summary['run']} · {len(rows)} step{'' if len(rows) == 1 else 's'}{reward}"
 
 
-def subtitle(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Return the model, generators, duration and status, as far as known."""
-    parts = [str(summary["model"])] if summary.get("model") else []
-    if generators := summary.get("generators"):
-        parts.append(f"{generators} generator{'' if generators == 1 else 's'}")
-    if (seconds := summary.get("wall_s")) is not None:
-        parts.append(duration(seconds))
-    if summary.get("status"):
-        parts.append(str(summary["status"]))
-    if len(rows) > ENDS and np.isfinite(_column(rows, REWARD)).any():
+def subtitle(rows: Rows, summary: Mapping[str, Any]) -> str:
+    """Return the model, generators, duration and status."""
+    generators = summary["generators"]
+    parts = [summary["model"], f"{generators} generator{'' if generators == 1 else 's'}", duration(summary["wall_s"])]
+    parts.append(summary["status"])
+    if len(rows) > ENDS and summary["reward_first"] is not None:
         parts.append(f"rewards above: means of the first and last {ends_of(len(rows))} steps")
     return " · ".join(parts)
 
@@ -114,68 +95,56 @@ def _column(rows: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
     return np.array([float(value) if isinstance(value := row.get(key), int | float) else np.nan for row in rows])
 
 
-def _reward(panel: Axes, rows: Sequence[Mapping[str, Any]], steps: np.ndarray) -> None:
-    rewards, span = _column(rows, REWARD), _span(steps)
-    if not _headed(panel, "Reward", "mean of the trained completions", REWARD, rewards):
-        return
-    if span > 1:
-        panel.plot(steps, rewards, color=BLUE, alpha=0.32, linewidth=1.0, label="each step")
-    _line(panel, steps, smooth(rewards, span), BLUE, f"mean of {span} steps" if span > 1 else "each step")
-    if np.nanmin(rewards) >= 0 and np.nanmax(rewards) <= 1:
-        panel.set_ylim(0, 1.02)
-    panel.legend(loc="lower right", frameon=False, fontsize=9.5)
+def _smoothed(panel: Axes, name: str, unit: str, rows: Rows, steps: np.ndarray, shown: Mapping[str, tuple[str, str]]) -> bool:
+    """Draw metrics, key -> colour and label, each step and smoothed. Return whether any has a value."""
+    columns = {key: _column(rows, key) for key in shown}
+    if not _headed(panel, name, unit, *columns, columns=list(columns.values())):
+        return False
+    span = max(1, min(15, len(steps) // 6) | 1)
+    average = f"mean of {span} steps" if span > 1 else "each step"
+    for key, (colour, label) in shown.items():
+        if np.isfinite(columns[key]).any():
+            panel.plot(steps, columns[key], color=colour, alpha=0.3, linewidth=1.0)
+            _line(panel, steps, smooth(columns[key], span), colour, label or average)
+    panel.legend(loc="lower right", ncols=len(shown), frameon=False, fontsize=9.5)
+    return True
 
 
-def _staleness(panel: Axes, rows: Sequence[Mapping[str, Any]], steps: np.ndarray, bound: Any) -> None:
+def _staleness(panel: Axes, rows: Rows, steps: np.ndarray, bound: int) -> None:
     mean, largest = _column(rows, LAG_MEAN), _column(rows, LAG_MAX)
-    if not _headed(panel, "Staleness", "lag of the trained rollouts, in steps", LAG_MEAN, mean, largest):
+    if not _headed(panel, "Staleness", "lag of the trained rollouts, in steps", LAG_MEAN, columns=[mean, largest]):
         return
-    if isinstance(bound, int | float):
-        panel.axhline(bound, color=INK, linewidth=1.2, linestyle=(0, (4, 4)), zorder=5, label=f"bound {bound:g}")
+    panel.axhline(bound, color=INK, linewidth=1.2, linestyle=(0, (4, 4)), zorder=5, label=f"bound {bound}")
     if np.isfinite(largest).any():
         panel.plot(steps, largest, color=ORANGE, linewidth=1.4, drawstyle="steps-mid", label="largest")
     if np.isfinite(mean).any():
         _line(panel, steps, mean, BLUE, "mean")
-    top = np.nanmax([1.0, bound if isinstance(bound, int | float) else 0.0, *mean, *largest])
+    top = np.nanmax([1.0, bound, *mean, *largest])
     panel.set_ylim(-0.06 * top, 1.35 * top)  # with space above the lines for the legend
     _whole(panel.yaxis)
     panel.legend(loc="upper right", ncols=3, frameon=False, fontsize=9.5)
 
 
-def _throughput(panel: Axes, rows: Sequence[Mapping[str, Any]], steps: np.ndarray) -> None:
-    generated, trained = _column(rows, GENERATED), _column(rows, TRAINED)
-    if not _headed(panel, "Throughput", "tokens per second", GENERATED, generated, trained):
-        return
-    for values, colour, label in ((generated, GREEN, "generated"), (trained, ORANGE, "trained")):
-        if np.isfinite(values).any():
-            panel.plot(steps, values, color=colour, alpha=0.28, linewidth=1.0)
-            _line(panel, steps, smooth(values, _span(steps)), colour, label)
-    panel.set_ylim(bottom=0, top=panel.get_ylim()[1] * 1.12)
-    panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    panel.legend(loc="lower right", ncols=2, frameon=False, fontsize=9.5)
-
-
-def _length(panel: Axes, rows: Sequence[Mapping[str, Any]], steps: np.ndarray) -> None:
-    lengths = _column(rows, LENGTH)
-    if _headed(panel, "Completion length", "mean tokens of the trained completions", LENGTH, lengths):
-        panel.plot(steps, lengths, color=GREY, alpha=0.6, linewidth=1.0)
-        _line(panel, steps, smooth(lengths, _span(steps)), INK, "")
-        panel.set_ylim(bottom=0, top=panel.get_ylim()[1] * 1.12)
-
-
-def _span(steps: np.ndarray) -> int:
-    return max(1, min(15, len(steps) // 6) | 1)
-
-
-def _headed(panel: Axes, name: str, unit: str, key: str, *columns: np.ndarray) -> bool:
-    """Write a panel's title. Return whether any of its columns has a value; otherwise write that the key was not recorded."""
+def _headed(panel: Axes, name: str, unit: str, *keys: str, columns: Sequence[np.ndarray]) -> bool:
+    """Write a panel's title. Return whether any of its columns has a value; otherwise write that the first key is missing."""
     panel.set_title(name, loc="left", fontsize=12, fontweight="bold", color=INK, pad=9)
     panel.set_title(unit, loc="right", fontsize=9.5, color=PALE, pad=9)
     if any(np.isfinite(column).any() for column in columns):
         return True
-    panel.text(0.5, 0.5, f"{key} was not recorded", transform=panel.transAxes, ha="center", va="center", color=GREY, fontsize=11)
+    where = {"transform": panel.transAxes, "ha": "center", "va": "center"}
+    panel.text(0.5, 0.5, f"{keys[0]} was not recorded", color=GREY, fontsize=11, **where)
     panel.set_yticks([])
     return False
+
+
+def _within_one(rows: Rows) -> bool:
+    rewards = _column(rows, REWARD)
+    return bool(np.nanmin(rewards) >= 0 and np.nanmax(rewards) <= 1)
+
+
+def _from_zero(panel: Axes) -> None:
+    """Let the axis begin at 0, with space above the lines."""
+    panel.set_ylim(bottom=0, top=panel.get_ylim()[1] * 1.12)
 
 
 def _line(panel: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,10 @@ from services.console.run import report
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def write_steps(path: Path, rows: list[dict[str, float]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+SUMMARY = {
+    "run": "demo", "model": "build/arithmetic", "generators": 2, "wall_s": 187.0, "status": "finished", "max_staleness": 1,
+    "reward_first": 0.036, "reward_last": 0.756,
+}  # fmt: skip
 
 
 def full_row(step: int) -> dict[str, float]:
@@ -44,35 +44,18 @@ def full_row(step: int) -> dict[str, float]:
 )
 def test_any_metrics_file_gives_an_image(rows: list[dict[str, float]], tmp_path: Path) -> None:
     out = tmp_path / "report.png"
-    report.write_report(write_steps(tmp_path / "metrics.jsonl", rows), {"run": "demo", "max_staleness": 1}, out)
+    report.write_report(rows, SUMMARY, out)
     assert out.read_bytes().startswith(PNG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.png"]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
 
 
-def test_a_run_without_metrics_gives_an_image(tmp_path: Path) -> None:
-    report.write_report(tmp_path / "metrics.jsonl", {}, tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(PNG)
-
-
-def test_rows_are_sorted_deduplicated_and_torn_lines_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step":1,"a":1}\n{"step":0,"a":2}\n{"step":1.0,"a":3}\n{"step":2,"a"')
-    assert report.read_rows(path) == [{"step": 0, "a": 2}, {"step": 1.0, "a": 3}]
-
-
-def test_the_title_averages_ten_steps_at_each_end() -> None:
-    rows = [{"step": step, "reward/train/mean": step / 125} for step in range(100)]
-    assert report.title(rows, {"run": "demo"}) == "demo · 100 steps · reward 0.04 → 0.76"  # 4.5 / 125 and 94.5 / 125
-    assert report.title(rows[:1], {"run": "demo"}) == "demo · 1 step · reward 0.00 → 0.00"
-    assert report.title([], {}) == "run · 0 steps"
-
-
-def test_the_subtitle_lists_known_facts() -> None:
-    rows = [{"step": step, "reward/train/mean": 0.5} for step in range(11)]
-    summary = {"model": "build/arithmetic", "generators": 2, "wall_s": 187.0, "status": "finished"}
+def test_the_title_and_the_subtitle_are_of_the_summary() -> None:
+    rows = [{"step": step} for step in range(11)]
+    assert report.title(rows, SUMMARY) == "demo · 11 steps · reward 0.04 → 0.76"
+    assert report.title(rows[:1], SUMMARY | {"reward_first": None}) == "demo · 1 step"
     ends = "rewards above: means of the first and last 5 steps"
-    assert report.subtitle(rows, summary) == f"build/arithmetic · 2 generators · 3:07 · finished · {ends}"
-    assert report.subtitle([], {"generators": 1}) == "1 generator"
+    assert report.subtitle(rows, SUMMARY) == f"build/arithmetic · 2 generators · 3:07 · finished · {ends}"
+    assert report.subtitle([], SUMMARY | {"generators": 1}) == "build/arithmetic · 1 generator · 3:07 · finished"
 
 
 def test_smoothing_matches_hand_computed_values() -> None:
