@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from services.http.entry import Arguments, end_process, main, open_service
-from services.runtime.loops import Loop
 
 
 async def show_run(given: Arguments) -> None:
@@ -14,11 +15,7 @@ async def show_run(given: Arguments) -> None:
         service.stays = True
         watch = add_console(service)
         service.say(phase="ready")
-
-        async def follow(loop: Loop) -> None:
-            await watch.follow(service.stopping, loop)
-
-        await service.run(follow)
+        await service.run(partial(watch.follow, service.stopping))
 
 
 if __name__ == "__main__":

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from operator import attrgetter
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Query, Response
 from fastapi.security import HTTPAuthorizationCredentials
 from pydantic import BaseModel
 
-from services.config import RunConfig
 from services.http.authorization import BEARER, Scope, scope_of
 from services.operations.inspection.answer import MAX_PAGE
 from services.operations.inspection.ledger import OUTCOMES, PLACES
 from services.runtime.service import Service
 from services.web import series
-from services.web.feed import EventResponse, Feed, Full
+from services.web.feed import EventResponse, Full
 from services.web.watch import Watch
+
+FACTS = [
+    *("model.path", "run.steps", "admission.max_staleness", "admission.prompts_per_step", "sampling.group_size"),
+    *("generator.count", "fleet.scaling", "advantage.kind", "replay.capacity", "checkpoint.every_steps"),
+    *("evaluation.every_steps", "sync.backend"),
+]
+"""Configuration keys that give figures their context."""
 
 
 class StepMetricsEntry(BaseModel):
@@ -73,12 +79,20 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
     @router.get("/about")
     async def about() -> About:
         """Return the run's name, the configuration keys that give figures their context, and the labels of the ledger."""
-        return About(run=service.config.run.name, facts=_facts(service.config), places=PLACES, outcomes=OUTCOMES)
+        return About(
+            run=service.config.run.name,
+            facts={key: attrgetter(key)(service.config) for key in FACTS},
+            places=PLACES,
+            outcomes=OUTCOMES,
+        )
 
     @router.get("/live", response_class=EventResponse, status_code=200)
     async def live() -> Response:
         """Stream server-sent events: `frame`, the state of the run, once a second; `bye`, the last one, when the server stops."""
-        return EventResponse(_subscribe(watch.feed))
+        try:
+            return EventResponse(watch.feed.subscribe())
+        except Full as error:
+            raise HTTPException(503, str(error)) from None
 
     @router.get("/series", summary="Series")
     async def charted(points: Annotated[int, Query(ge=1, le=series.MOST_POINTS)] = 400) -> Series:
@@ -112,33 +126,5 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
     return router
 
 
-def _subscribe(feed: Feed) -> Any:
-    try:
-        return feed.subscribe()
-    except Full as error:
-        raise HTTPException(503, str(error)) from None
-
-
 def _named(row: Any) -> dict[str, float | None]:
     return dict(zip(series.CHARTED, series.plain(row), strict=True))
-
-
-def _facts(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration keys that give figures their context, as `section.key`."""
-    admission, evaluation = config.admission, config.evaluation
-    return msgspec.to_builtins(
-        {
-            "model.path": config.model.path,
-            "run.steps": config.run.steps,
-            "admission.max_staleness": admission.max_staleness,
-            "admission.prompts_per_step": admission.prompts_per_step,
-            "sampling.group_size": config.sampling.group_size,
-            "generator.count": config.generator.count,
-            "fleet.scaling": config.fleet.scaling,
-            "advantage.kind": config.advantage.kind,
-            "replay.capacity": config.replay.capacity,
-            "checkpoint.every_steps": config.checkpoint.every_steps,
-            "evaluation.every_steps": evaluation.every_steps,
-            "sync.backend": config.sync.backend,
-        }
-    )

@@ -45,11 +45,6 @@ class Feed:
             self._closed = True
             self._changed.notify_all()
 
-    async def watched(self) -> None:
-        """Wait until there is a watcher or the feed is closed."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.watchers > 0 or self._closed)
-
     def subscribe(self) -> AsyncIterator[bytes]:
         """Return the frames from the next one on. Raise `Full` when too many pages are open."""
         if self.watchers >= MAX_WATCHERS:
@@ -61,7 +56,6 @@ class Feed:
         try:
             async with self._changed:
                 seen = self._number
-                self._changed.notify_all()  # there is a watcher
             while True:
                 async with self._changed:
                     await self._changed.wait_for(lambda seen=seen: self._number > seen or self._closed)

@@ -112,15 +112,8 @@ def files_router(service: Service) -> APIRouter:
             found, missing = None, str(error)
         if found is None:
             return CostReport(spent={}, trainer={}, generator={}, yields={}, divided=False, missing=missing)
-        return CostReport(
-            spent=found.spent,
-            trainer=found.trainer,
-            generator=found.generator,
-            yields=found.yields,
-            note=found.note,
-            divided=bool(found.tokens),
-            missing="",
-        )
+        known = {name: getattr(found, name) for name in ("spent", "trainer", "generator", "yields", "note")}
+        return CostReport(**known, divided=bool(found.tokens), missing="")
 
     @router.get("/configuration")
     async def configuration() -> ConfigurationReport:
@@ -139,7 +132,8 @@ def files_router(service: Service) -> APIRouter:
         """Return the charted metrics of another run, in at most `points` points."""
         if name not in await asyncio.to_thread(_beside, folder):
             raise HTTPException(404, f"there is no run {name!r} with metrics next to this one")
-        steps, columns = await asyncio.to_thread(_drawn, folder.parent / name / METRICS, points)
+        history = await asyncio.to_thread(history_of, folder.parent / name / METRICS, STEP, series.keep)
+        steps, columns = await asyncio.to_thread(series.drawn, history.rows, points)
         return OtherSeries(run=name, steps=steps, columns=columns)
 
     return router
@@ -150,10 +144,6 @@ def _beside(folder: Path) -> list[str]:
         return sorted(each.parent.name for each in folder.parent.glob(f"*/{METRICS}") if each.parent != folder)
     except OSError:
         return []
-
-
-def _drawn(file: Path, points: int) -> tuple[list[int], dict[str, list[float | None]]]:
-    return series.drawn(history_of(file, STEP, series.keep).rows, points)
 
 
 def _keys(config: RunConfig) -> list[ConfigurationKey]:

@@ -16,8 +16,7 @@ from fastapi import APIRouter, HTTPException
 from fastapi import Path as InPath
 
 from services.config import RunConfig
-from services.http.endpoints import add_checkpoint_routes, add_run_routes
-from services.operations.history import EVALUATED, STEP, History, history_of, recorded
+from services.operations.history import EVALUATED, STEP, history_of
 from services.operations.inspection.ledger import AuditReport, audit_of_end
 from services.operations.inspection.step import Step
 from services.operations.observe import Poll
@@ -26,7 +25,7 @@ from services.runtime.checkpoints import CheckpointFolder
 from services.runtime.service import Service
 from services.store import RunState, Store
 from services.web import series
-from services.web.pages import add_page
+from services.web.files import METRICS
 from services.web.watch import Describe, Watch
 
 WHY = "the run's Redis is gone, and the folder does not contain this"
@@ -51,20 +50,16 @@ class FolderWatch(Watch):
     def __init__(self, config: RunConfig, folder: Path, describe: Describe) -> None:
         super().__init__(cast("Store", GoneStore()), config.fleet.ttl_s, None, describe)
         self._config, self._folder = config, folder
+        self._files = folder / METRICS, folder / "evaluations.jsonl"
         self._read_s: tuple[float, ...] = ()
 
     async def poll(self, progress: Callable[[], None] = lambda: None) -> None:
         """Read the files if they have changed."""
         async with self._once:
-            files = [self._folder / "metrics.jsonl", self._folder / "evaluations.jsonl"]
-            changed_s = tuple(file.stat().st_mtime if file.exists() else 0.0 for file in files)
+            changed_s = tuple(file.stat().st_mtime if file.exists() else 0.0 for file in self._files)
             if changed_s != self._read_s:
-                steps, rounds = [await asyncio.to_thread(_records, file) for file in files]
-                self.steps, self.rounds = History(STEP, series.keep), History(EVALUATED, dict)
-                for record in steps:
-                    self.steps.add(record)
-                for record in rounds:
-                    self.rounds.add(record)
+                self.steps = await asyncio.to_thread(history_of, self._files[0], STEP, series.keep)
+                self.rounds = await asyncio.to_thread(history_of, self._files[1], EVALUATED, dict[str, Any])
                 self.rounds.outlive(self.steps)
                 self._read_s = changed_s
                 self._observer.last = Poll(state=self._state())
@@ -94,31 +89,8 @@ class FolderWatch(Watch):
         return replace(state, finished=found.detail or found.word) if found.word == "finished" else state
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
-    return list(recorded(file))
-
-
-def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: value for name, value in record.items() if isinstance(value, int | float | None)}
-
-
-def console_of(folder: Path) -> Callable[[Service, Describe], Watch]:
-    """Return a function that adds the page of the run in `folder` to a service."""
-
-    def add(service: Service, describe: Describe) -> Watch:
-        watch = FolderWatch(service.config, folder, describe)
-        app = service.app
-        app.include_router(_kept(service, folder, watch))
-        add_run_routes(service)
-        add_checkpoint_routes(service)
-        add_page(service, watch)
-        return watch
-
-    return add
-
-
-def _kept(service: Service, folder: Path, watch: FolderWatch) -> APIRouter:
-    """Return those endpoints of a run that the folder can answer, too."""
+def folder_router(service: Service, folder: Path) -> APIRouter:
+    """Return the router of those endpoints of a run that its folder can answer, too."""
     router = APIRouter(prefix="/v1", tags=["folder"], dependencies=[service.app.state.reader])
 
     @router.get("/audit")
@@ -131,9 +103,13 @@ def _kept(service: Service, folder: Path, watch: FolderWatch) -> APIRouter:
     @router.get("/steps/{n}")
     async def step(n: Annotated[int, InPath(ge=0, le=2**31)]) -> Step:
         """Return a step's metrics."""
-        history = await asyncio.to_thread(history_of, folder / "metrics.jsonl", STEP, _metrics)
+        history = await asyncio.to_thread(history_of, folder / METRICS, STEP, _numbers)
         if (found := history.rows.get(n)) is None:
             raise HTTPException(404, f"step {n} is not in metrics.jsonl")
         return Step(step=n, state="retired", plan=None, record=found)
 
     return router
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: value for name, value in record.items() if isinstance(value, int | float | None)}

@@ -22,24 +22,10 @@ CUT = 300  # characters of a text in a page of completions
 PAGE = 200
 TOKENS = 8000  # of a completion that are sent one by one
 NOT_INSTALLED = "the sample log needs pyarrow and duckdb: pip install 'grpo[dataprep]' where the page is served"
-_LISTED = (
-    "group",
-    "sample",
-    "step",
-    "outcome",
-    "reason",
-    "source",
-    "completion",
-    "reward",
-    "advantage",
-    "solved",
-    "truncated",
-    "length",
-    "oldest",
-    "newest",
-    "payload",
-    "incarnation",
-)
+_LISTED = [
+    *("group", "sample", "step", "outcome", "reason", "source", "completion", "reward", "advantage", "solved", "truncated"),
+    *("length", "oldest", "newest", "payload", "incarnation"),
+]
 
 
 class SampleRows(BaseModel):

@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from pathlib import Path
 
 from services.config import RunConfig
 from services.http.api import serve
 from services.http.credentials import api_tokens
 from services.http.endpoints import add_checkpoint_routes, add_run_routes
-from services.runtime.loops import Loop, end_tasks
+from services.runtime.loops import end_tasks
 from services.runtime.service import Service, new_status
 from services.store import Store
+from services.web.from_folder import FolderWatch, folder_router
 from services.web.pages import add_page
 from services.web.watch import Describe, Watch, running
 
@@ -29,10 +32,16 @@ def at_its_port(config: RunConfig) -> RunConfig:
     return config.with_values({"api.port": config.web.port})
 
 
-def add_console(service: Service, describe: Describe = running) -> Watch:
-    """Add the page and its endpoints to a service's app. `describe` returns what the run is doing."""
-    fleet = service.config.fleet
-    watch = Watch(service.store, fleet.ttl_s, service.config.generator.count, describe, fleet.scaling)
+def add_console(service: Service, describe: Describe = running, folder: Path | None = None) -> Watch:
+    """Add the page and its endpoints to a service's app. `describe` returns what the run is doing. `folder`: the run's, if it is
+    all that is left of the run.
+    """
+    config = service.config
+    if folder is None:
+        watch = Watch(service.store, config.fleet.ttl_s, config.generator.count, describe, config.fleet.scaling)
+    else:
+        watch = FolderWatch(config, folder, describe)
+        service.app.include_router(folder_router(service, folder))
     add_run_routes(service)
     add_checkpoint_routes(service)
     add_page(service, watch)
@@ -46,27 +55,23 @@ async def show(
     until: asyncio.Event,
     describe: Describe = running,
     last: Callable[[], bool] = lambda: True,
-    add: Callable[[Service, Describe], Watch] = add_console,
+    folder: Path | None = None,
 ) -> None:
     """Serve the console of a run until `until` is set, without joining its fleet.
 
     `say` receives the address. `describe` returns what the run is doing. `last`: whether pages are sent a last frame, by which
-    they know that the console was stopped; otherwise they connect again. `add` adds the page to the service.
+    they know that the console was stopped; otherwise they connect again. `folder`: as of `add_console`.
     """
     config = at_its_port(config)
     service = Service("web", config, store, new_status("web", "web", "ready"))
-    async with serve(service, api_tokens(config)) as url, _watching(service, add(service, describe), until, last):
+    async with serve(service, api_tokens(config)) as url, _watching(service, add_console(service, describe, folder), until, last):
         say(url)
         await until.wait()
 
 
 @contextlib.asynccontextmanager
 async def _watching(service: Service, watch: Watch, until: asyncio.Event, last: Callable[[], bool]) -> AsyncGenerator[None]:
-    async def follow(loop: Loop) -> None:
-        await watch.follow(until, loop)
-
-    loop = service.add_loop("watch", follow)
-    task = asyncio.create_task(loop.supervise())
+    task = asyncio.create_task(service.add_loop("watch", partial(watch.follow, until)).supervise())
     try:
         yield
         if last():

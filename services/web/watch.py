@@ -24,7 +24,7 @@ from services.operations.history import EVALUATED, STEP, History
 from services.operations.observe import POLL_LIMIT_S, Member, RunFeed
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
-from services.runtime.loops import Loop, end_tasks, is_set_within
+from services.runtime.loops import Loop, is_set_within
 from services.store import RunState, Store
 from services.store.evaluation import EvaluationState
 from services.store.records import Scale
@@ -32,7 +32,7 @@ from services.web import series
 from services.web.feed import Feed
 
 POLL_EVERY_S = 1.0
-LOOP_LIMIT_S = 30.0  # for one iteration of the loop: several times the limit of its polls
+GLANCE_S = 0.1  # until it is looked again whether a page is open
 PODS_SHOWN = 250  # per frame, about 100 KB
 RECENT = 21  # steps from which the time left is estimated
 _TIME = series.CHARTED.index("time_s")
@@ -76,29 +76,16 @@ class Watch:
 
     async def follow(self, stopping: asyncio.Event, loop: Loop) -> None:
         """Poll while a page is open, until `stopping` is set; then poll once more, so that pages show the final state."""
-        loop.limit_s = float("inf")  # while no page is open, the loop need not make progress
         while not stopping.is_set():
-            await self._wait(stopping)
+            if self.feed.watchers:
+                await self.poll(loop.progress)
+                await self.feed.publish("frame", self.frame())
             loop.progress()
-            loop.limit_s = LOOP_LIMIT_S
-            await self.poll(loop.progress)
-            await self.feed.publish("frame", self.frame())
-            await is_set_within(stopping, POLL_EVERY_S)
-            loop.limit_s = float("inf")
+            await is_set_within(stopping, POLL_EVERY_S if self.feed.watchers else GLANCE_S)
         if self.feed.watchers:
             await self.poll()
             await self.feed.publish("bye", self.frame())
         await self.feed.close()
-
-    async def _wait(self, stopping: asyncio.Event) -> None:
-        async def told() -> None:
-            await stopping.wait()
-
-        tasks = [asyncio.create_task(self.feed.watched()), asyncio.create_task(told())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await end_tasks(tasks)
 
     async def poll(self, progress: Callable[[], None] = lambda: None) -> None:
         """Poll now, unless the last poll was less than half an interval ago. Calls `progress` after each batch of records."""

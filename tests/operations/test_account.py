@@ -218,19 +218,6 @@ def test_unit_prices_need_a_complete_log(tmp_path: Path) -> None:
     )
 
 
-def test_a_log_with_an_unknown_share_has_no_prices(tmp_path: Path) -> None:
-    writer = begun(tmp_path, "samples.keep=1000", "samples.share=0.25")
-    writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 0))
-    assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4), "the run's configuration has the share"
-    for text in ("[samples]\nshare = 0.0\n", "[samples]\nshare = 'all'\n", "samples = 1\n", "[samples"):
-        (tmp_path / "config.toml").write_text(text)
-        assert note_of(tmp_path).endswith("the share of the groups that are logged (samples.share) is unknown")
-    (tmp_path / "config.toml").unlink()
-    assert note_of(tmp_path).endswith("the share of the groups that are logged (samples.share) is unknown")
-    (tmp_path / "config.toml").write_text("[samples]\n")
-    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1), "a missing key has its default"
-
-
 def test_an_unreadable_configuration_cannot_be_resumed(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)

@@ -16,13 +16,15 @@ import pytest_asyncio
 from services.algorithm.histograms import counted
 from services.config import RunConfig, load_resolved, to_toml
 from services.console.commands.__main__ import main
+from services.console.paths import RunPaths
+from services.console.run import conditions
 from services.http.credentials import api_tokens
 from services.operations.condition import Condition
 from services.operations.cost import FILE, Account, ProcessTime, write_account
 from services.operations.inspection.ledger import assess
 from services.store import Store
 from services.web import files
-from services.web.from_folder import GoneStore, console_of
+from services.web.from_folder import GoneStore
 from services.web.serving import show
 from tests.operations.samples.made import made_row, write_log
 from tests.support.harness import save_tokenizer_folder, small_config, wait_until
@@ -63,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
     (run / "evaluations.jsonl").write_text('{"eval/version": 4, "eval/math/solved": 0.5, "run/incarnation": 1}\n')
     report = assess("left", COUNTS)
     (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": STEPS, "audit": report.as_dict()}))
+    conditions.note(RunPaths(run), Condition("finished", "trained 4 of 4 steps"))
     write_log(run / "samples", [made_row(i) for i in range(40)])
     return run
 
@@ -98,7 +101,7 @@ async def served(folder: Path) -> AsyncIterator[str]:
     lines, until = list[str](), asyncio.Event()
     store = cast("Store", GoneStore())
     task = asyncio.create_task(
-        show(config, store, lines.append, until, lambda _: Condition("finished", "trained 4 of 4 steps"), add=console_of(folder))
+        show(config, store, lines.append, until, lambda _: Condition("finished", "trained 4 of 4 steps"), folder=folder)
     )
     await wait_until(lambda: lines or task.done())
     yield lines[0]

@@ -113,7 +113,7 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
 
 async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Event, as_json: bool) -> None:
     """Serve the page of a run without its Redis until Ctrl-C."""
-    from services.web.from_folder import GoneStore, console_of
+    from services.web.from_folder import GoneStore
     from services.web.serving import show
 
     with _with_tokens(folder) as given:
@@ -127,8 +127,7 @@ async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Ev
             else:
                 print(f"run {folder.path.name}: {word}; {NOTE}", *_shown(links), sep="\n  ", flush=True)
 
-        add, store = console_of(folder.path), cast("Store", GoneStore())
-        await show(config, store, say, told, lambda _: conditions.of(folder), add=add)
+        await show(config, cast("Store", GoneStore()), say, told, lambda _: conditions.of(folder), folder=folder.path)
 
 
 async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) -> None:
@@ -164,19 +163,14 @@ def _with_tokens(folder: RunPaths) -> Iterator[RunConfig]:
             token = Path(work) / "token"
             token.write_text(secrets.token_urlsafe())
             token.chmod(0o600)
-        given = {"token_file": str(token), "read_token_file": str(read) if os.access(read, os.R_OK) else ""}
-        yield config.model_copy(update={"api": config.api.model_copy(update=given)})
+        readable = str(read) if os.access(read, os.R_OK) else ""
+        yield config.with_values({"api.token_file": str(token), "api.read_token_file": readable})
 
 
 def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfig:
     """Return the configuration with the page's address and the folder's current location."""
-    return config.model_copy(
-        update={
-            "api": config.api.model_copy(update={"host": host or config.api.host}),
-            "web": config.web.model_copy(update={"port": port}),
-            "run": config.run.model_copy(update={"dir": str(folder.path.parent)}),
-        }
-    )
+    values = {"api.host": host or config.api.host, "web.port": port, "run.dir": str(folder.path.parent)}
+    return config.with_values(values)
 
 
 def _interrupted() -> asyncio.Event:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
 
 from services.operations.inspection.answer import MAX_PAGE, Answer
 from services.protocol.errors import NotFound
@@ -88,22 +91,8 @@ async def inspect_buffer(store: Store, sort: Sort = "order", offset: int = 0, li
     if sort == "weight" and state.weight_sum is None:
         raise NotFound(f"the table has no weights to sort by: replay.sampler is {state.sampler!r}; sort by order or version")
     rows = await store.inspection.table_page(sort, offset, min(limit, MAX_PAGE), reverse)
-    return Buffer(
-        size=state.size,
-        capacity=state.capacity,
-        sampler=state.sampler,
-        remover=state.remover,
-        max_uses=state.max_uses,
-        weight_sum=state.weight_sum,
-        inserted=state.inserted,
-        drawn=state.drawn,
-        uses=state.uses,
-        next_step=state.next_step,
-        sort=sort,
-        reverse=reverse,
-        offset=offset,
-        groups=[_group(row, state) for row in rows],
-    )
+    groups = [_group(row, state) for row in rows]
+    return Buffer(**msgspec.structs.asdict(state), sort=sort, reverse=reverse, offset=offset, groups=groups)
 
 
 def probability(weight: float | None, state: TableState) -> float | None:
@@ -114,15 +103,15 @@ def probability(weight: float | None, state: TableState) -> float | None:
 
 
 def _group(row: TableRow, state: TableState) -> BufferGroup:
-    record, chance = row.record, probability(row.weight, state)
-    header = record.header
+    record, header = row.record, row.record.header
+    found = BufferGroup(
+        group=record.group, uses=record.uses, weight=row.weight, probability=probability(row.weight, state), readable=False
+    )
     if header is None or not (header.rewards and header.lengths and header.oldest and header.newest):
-        return BufferGroup(group=record.group, uses=record.uses, weight=row.weight, probability=chance, readable=False)
-    return BufferGroup(
-        group=record.group,
-        uses=record.uses,
-        weight=row.weight,
-        probability=chance,
+        return found
+    return replace(
+        found,
+        readable=True,
         seq=header.seq,
         oldest=min(header.oldest),
         newest=max(header.newest),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import math
 import re
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -141,15 +140,5 @@ def _decoded(body: bytes) -> tuple[str, dict[str, Any] | None]:
     """Decode a body as a ticket or a header. At most one of them fits, because their fields differ in type."""
     for kind, type in (("ticket", Ticket), ("header", Header)):
         if message := codec.readable(body, type):
-            return kind, {name: _plain(getattr(message, name)) for name in message.__struct_fields__}
+            return kind, msgspec.json.decode(msgspec.json.encode(msgspec.structs.asdict(message)))  # with null for NaN
     return "bytes", None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, list):
-        return [_plain(item) for item in cast("list[Any]", value)]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast("dict[Any, Any]", value).items()}
-    return msgspec.to_builtins(value)

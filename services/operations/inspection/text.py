@@ -55,9 +55,7 @@ class TextReader:
             from tokenizers import Tokenizer
         except ImportError:
             return None, "the package `tokenizers` is not installed"
-        file, why_not = _file(self._model_path), f"model.path = {self._model_path!r} has no tokenizer.json on this machine"
-        if file is None and self._download:
-            file, why_not = _downloaded(self._model_path)
+        file, why_not = _file(self._model_path, self._download)
         if file is None:
             return None, why_not
         try:
@@ -88,31 +86,22 @@ def notes_on_text(reader: TextReader) -> list[str]:
     return [f"token ids instead of text: {reader.why_not}"] if reader.why_not else []
 
 
-def _file(model_path: str) -> Path | None:
-    """Return `tokenizer.json` of a folder, or of a Hub model that is already in the cache."""
+def _file(model_path: str, download: bool) -> tuple[Path | None, str]:
+    """Return `tokenizer.json` of a folder or of a Hub model, or why there is none."""
     file = Path(model_path) / "tokenizer.json"
+    why_not = f"model.path = {model_path!r} has no tokenizer.json on this machine"
     if file.is_file():
-        return file
+        return file, ""
     try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        return None
-    try:
-        cached = try_to_load_from_cache(model_path, "tokenizer.json")
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None
-
-
-def _downloaded(model_path: str) -> tuple[Path | None, str]:
-    """Return `tokenizer.json` of a Hub model, or why there is none."""
-    try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError, HTTPError
     except ImportError:
-        return None, "the package `huggingface_hub` is not installed"
+        return None, "the package `huggingface_hub` is not installed" if download else why_not
     try:
-        return Path(hf_hub_download(model_path, "tokenizer.json")), ""
+        cached = try_to_load_from_cache(model_path, "tokenizer.json")
+        if not isinstance(cached, str) and download:
+            cached = hf_hub_download(model_path, "tokenizer.json")
     except (HTTPError, HFValidationError, OSError) as error:
-        return None, f"the tokenizer of model.path = {model_path!r} cannot be downloaded: {' '.join(str(error).split())}"
+        said = " ".join(str(error).split())
+        return None, f"the tokenizer of model.path = {model_path!r} cannot be downloaded: {said}" if download else why_not
+    return (Path(cached), "") if isinstance(cached, str) else (None, why_not)

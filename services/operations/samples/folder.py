@@ -44,8 +44,8 @@ class LogPosition(msgspec.Struct):
     begun: dict[str, int] = {}
     """Incarnation -> its first step: later ones of earlier incarnations were undone."""
     format: int = FORMAT
-    share: float = 0.0
-    """`samples.share` when the file was written; 0: unknown, because the file is older than this field."""
+    share: float = 1.0
+    """`samples.share` when the file was written."""
 
 
 class LogStatus(msgspec.Struct):

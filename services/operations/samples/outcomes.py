@@ -1,13 +1,11 @@
 """Counts the sampled tokens of a run by outcome, from its sample log.
 
-Guarantees: with `samples.share` below 1, counts are estimates for all groups; if the log lacks other groups, or its share is not
-known, `missing` says why.
+Guarantees: with `samples.share` below 1, counts are estimates for all groups; if the log lacks other groups, `missing` says why.
 """
 
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +20,6 @@ from services.operations.samples.search import SETTINGS, log_of, quoted
 
 CHANGES = "changes.jsonl"
 """Changes of a run's configuration; of a fork, its first line has `forked_from` and its first step."""
-CONFIG = "config.toml"
 CONDITION = "condition.json"
 METRICS = "metrics.jsonl"
 FEW = 3
@@ -54,8 +51,7 @@ class SampledTokens:
     solved: int = 0
     """Trained groups with a solved completion."""
     missing: str = ""
-    """Why the counts are not those of the whole run: the log lacks groups that are in its share, or its share is unknown; empty:
-    they are."""
+    """Why the counts are not those of the whole run: the log lacks groups that are in its share; empty: they are."""
 
 
 def sampled_tokens(folder: Path, steps: Mapping[int, float]) -> SampledTokens:
@@ -68,12 +64,10 @@ def sampled_tokens(folder: Path, steps: Mapping[int, float]) -> SampledTokens:
 
 
 def _sampled(log: SampleFolder, folder: Path, steps: Mapping[int, float]) -> SampledTokens:
-    configured = _configured_share(folder) if any(not part.position.share for part in log.parts) else 0.0
-    missing = ", ".join(_missing(log, folder, steps, configured))
+    missing = ", ".join(_missing(log, folder, steps))
     if not log.parts:
         return SampledTokens(missing=missing)
-    shares = {quoted(part): part.position.share or configured or 1.0 for part in log.parts}
-    weights = ", ".join(f"({file}, {1 / share})" for file, share in shares.items())
+    weights = ", ".join(f"({quoted(part)}, {1 / part.position.share})" for part in log.parts)
     with duckdb.connect(config=SETTINGS) as connection:
         log_of(connection, log.parts).create_view("logged")
         try:
@@ -89,7 +83,7 @@ def _sampled(log: SampleFolder, folder: Path, steps: Mapping[int, float]) -> Sam
     return SampledTokens(dict(outcomes), round(solved), missing)
 
 
-def _missing(log: SampleFolder, folder: Path, steps: Mapping[int, float], configured: float) -> Iterator[str]:
+def _missing(log: SampleFolder, folder: Path, steps: Mapping[int, float]) -> Iterator[str]:
     """Yield why the counts are not those of the whole run."""
     status, parts = log.status(), log.parts
     if missed := sum(status.missed.values()):
@@ -100,17 +94,10 @@ def _missing(log: SampleFolder, folder: Path, steps: Mapping[int, float], config
         yield "the oldest completions were deleted (samples.keep)"
     if log.damaged or any(log.path.glob("damaged-*")) or any(after.first > before.last + 1 for before, after in pairwise(parts)):
         yield "a file of the log is missing or damaged"
-    if any(not (part.position.share or configured) for part in parts):
-        yield "the share of the groups that are logged (samples.share) is unknown"
-    yield from _ends_early(log, folder, steps, log.position.share or configured or 1.0)
-
-
-def _ends_early(log: SampleFolder, folder: Path, steps: Mapping[int, float], share: float) -> Iterator[str]:
-    """Yield whether the run has trained more steps since the log's last one than its tracker would leave out."""
     end = log.position
     later = [step for step, life in steps.items() if (life or end.incarnation, step) > (end.incarnation, end.step)]
-    allowed = FEW / share if _over(folder) else max(BEHIND, FEW / share)
-    if later and max(later) - min(later) + 1 > allowed:
+    allowed = FEW / end.share if _over(folder) else max(BEHIND, FEW / end.share)
+    if later and max(later) - min(later) + 1 > allowed:  # than the tracker would leave out
         where = f"ends at step {min(later) - 1}" if log.parts else "is empty"
         yield f"the sample log {where}, the run at step {max(later)}"
 
@@ -127,16 +114,6 @@ def _over(folder: Path) -> bool:
         return time.time() - (folder / METRICS).stat().st_mtime > SILENT_S
     except OSError:
         return False
-
-
-def _configured_share(folder: Path) -> float:
-    """Return `samples.share` of the run's configuration; 0: it cannot be read."""
-    try:
-        tree: dict[str, Any] = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        share = float(tree.get("samples", {}).get("share", 1.0))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return 0.0
-    return share if 0 < share <= 1 else 0.0
 
 
 def _began_at(folder: Path) -> int:
