@@ -114,10 +114,10 @@ class ConfinedWorker:
         assert self._reader is not None, "the worker was started"
         return await read_frame(self._reader, kind)
 
-    async def kill(self) -> None:
-        """End the process, if any, and reap it, even if the caller is cancelled or the event loop is closed meanwhile.
+    def kill(self) -> asyncio.Future[None]:
+        """End the process, if any; return a future that is done once it, and any that an earlier call ended, has been reaped.
 
-        Also wait for what an earlier call has not reaped yet.
+        It is reaped even if nobody awaits the future, the caller is cancelled, or the event loop is closed meanwhile.
         """
         process, writer, scratch = self._process, self._writer, self._scratch
         self._process = self._reader = self._writer = self._scratch = None  # another may be started meanwhile
@@ -128,15 +128,19 @@ class ConfinedWorker:
         if process is not None or scratch is not None:
             # Not a task, which would be cancelled before it begins if the loop is closed now.
             self._clearing = asyncio.get_running_loop().run_in_executor(None, _clear, process, scratch)
-        if self._clearing is not None:
-            await asyncio.shield(self._clearing)
+        if self._clearing is None:
+            self._clearing = asyncio.get_running_loop().create_future()
+            self._clearing.set_result(None)
+        return asyncio.shield(self._clearing)
 
     async def end(self, error: BaseException) -> str:
         """End the process after an error, one of `LOST`, and return how it ended, in words."""
         process, code = self._process, None
-        if process is not None and not isinstance(error, TimeoutError | BadFrame):
-            code = await asyncio.to_thread(_wait, process)
-        await self.kill()
+        try:
+            if process is not None and not isinstance(error, TimeoutError | BadFrame):
+                code = await asyncio.to_thread(_wait, process)
+        finally:
+            await self.kill()
         if process is None:
             return "killed"
         if isinstance(error, BadFrame):

@@ -45,7 +45,7 @@ class EnvironmentPod:
         add("door", self._serve, float("inf"))
         add("leases", self.loop.tickets.renew, LOOP_LIMIT_S + config.fleet.lease_s)
         async with contextlib.AsyncExitStack() as stack:  # which closes each part even if closing another is cancelled
-            for part in (self.fleet, self.verifiers, *self.pools.values()):
+            for part in (self.fleet, self.verifiers, *self.pools.values(), self.loop.tickets):  # the last one first
                 stack.push_async_callback(part.close)
             await self.service.run(self._work)
 

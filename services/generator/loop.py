@@ -200,10 +200,10 @@ class GeneratorLoop:
         weights = self.service.status.trainer_fence, version
         claimed = await self.tickets.claim(weights, room, evaluates=True) if room > 0 else 0
         if not claimed and not await self.evaluation.goes_on():
-            await self._return_to_training()
+            await self.return_to_training()
         return claimed
 
-    async def _return_to_training(self) -> None:
+    async def return_to_training(self) -> None:
         """Give up the evaluation round, and hand back its tickets and the turns of environments."""
         self.evaluation.stop_serving()
         await self._hand_back(self.tickets.of(evaluates=True))

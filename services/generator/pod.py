@@ -48,7 +48,7 @@ class GeneratorPod:
         add_routes(self.service, self.loop)
         self._add_loops()
         async with contextlib.AsyncExitStack() as stack:  # which closes each part even if closing another is cancelled
-            for part in (self.engine, self.verifiers):
+            for part in (self.engine, self.verifiers, self.loop.tickets):  # the last one first
                 stack.push_async_callback(part.close)
             await self.service.run(self._work)
 

@@ -248,6 +248,10 @@ class TicketHolder(Generic[Held]):
             await end_tasks([held.task])
         self._forget(held)
 
+    async def close(self) -> None:
+        """Stop working on all tickets, without handing them back: their leases expire."""
+        await end_tasks(held.task for held in self.held.values() if held.task is not None)
+
     def _forget(self, held: Held) -> None:
         if self.held.get(held.claim.entry) is held:
             del self.held[held.claim.entry]

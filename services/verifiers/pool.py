@@ -139,9 +139,8 @@ class VerifierPool:
         """End all workers. Pending calls of `score` fail."""
         self._closed = True
         for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
-        await asyncio.gather(*(worker.kill() for worker in self._workers))
+            task.cancel()  # which ends the process that it starts
+        await asyncio.gather(*(worker.kill() for worker in self._workers), *self._replacing, return_exceptions=True)
         self._idle.put_nowait(self._workers[0])  # wakes a call that waits for one
 
     def _hand_back(self, worker: ScoringWorker) -> None:

@@ -27,19 +27,27 @@ async def started() -> tuple[ConfinedWorker, int]:
 
 async def test_a_second_call_waits_for_what_the_first_reaps() -> None:
     worker, pid = await started()
-    first = asyncio.create_task(worker.kill())
-    await asyncio.sleep(0)
+    first = worker.kill()
     await worker.kill()
     assert gone(pid)
     await first
+
+
+async def test_a_worker_is_reaped_although_the_first_wait_for_its_end_is_cancelled() -> None:
+    worker, pid = await started()
+    ending = asyncio.create_task(worker.end(EOFError()))
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    await worker.kill()
+    assert gone(pid)
 
 
 def test_a_process_is_reaped_although_the_loop_is_closed_at_once() -> None:
     with asyncio.Runner() as runner:
         worker, pid = runner.run(started())
         loop = runner.get_loop()
-        killing = loop.create_task(worker.kill())
+        loop.call_soon(worker.kill)
         loop.call_soon(loop.stop)
-        loop.run_forever()  # until the first wait of `kill`
-        assert not killing.done()
+        loop.run_forever()
     assert gone(pid)

@@ -89,8 +89,6 @@ async def environment(config: RunConfig, name: str = "environment-0") -> AsyncIt
         try:
             yield pod
         finally:
-            for held in list(pod.loop.tickets.held.values()):
-                await pod.loop.tickets.cancel(held)
             await end_tasks([running])
 
 

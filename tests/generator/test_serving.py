@@ -169,9 +169,9 @@ async def test_a_round_is_left_by_the_next_attempt_if_the_first_fails(
         claim = Claim("2-1", 1, "0-0", b"", ticket(0, version=0))
         await loop.tickets.start(claim)
         with pytest.raises(StoreError):
-            await loop.abort()
+            await loop.return_to_training()
         assert loop.evaluating
-        await loop.abort()
+        await loop.return_to_training()
         assert not loop.evaluating
         assert (released, resigned) == ([claim], [service.status.member] * 2)
 
@@ -187,7 +187,7 @@ async def test_a_volunteer_that_could_not_resign_serves_its_round(
         loop.evaluation.version = engine.version
         monkeypatch.setattr(service.store.evaluation, "resign", lost)
         with pytest.raises(StoreError):
-            await loop.abort()
+            await loop.return_to_training()
         request = codec.encode(GenerationRequest("0", PROMPT, 3, 40, version=engine.version))
         reply = await loop.serve(request, asyncio.get_running_loop().create_future)
         assert codec.decode(reply, Partial).finish == ["stop"]

@@ -257,8 +257,7 @@ async def test_a_worker_is_reaped_although_its_end_is_cancelled():
         process, folder = worker._process, worker._scratch
         assert process is not None
         assert folder is not None
-        ending = asyncio.create_task(worker.kill())
-        await asyncio.sleep(0)
+        ending = worker.kill()
         ending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await ending
@@ -377,5 +376,9 @@ def test_the_scratch_folder_is_deleted_with_its_process(tmp_path: Path, monkeypa
         if platform.machine() in ("x86_64", "aarch64"):
             assert "Seccomp:\t2" in Path(f"/proc/{worker.pid}/status").read_text()
         assert runner.run(worker.score(Job("main", ["a", "b"], "a")))["exact"].scores == [1.0, 0.0]
-        runner.run(worker.kill())
+
+        async def end() -> None:
+            await worker.kill()
+
+        runner.run(end())
     assert list(tmp_path.iterdir()) == []

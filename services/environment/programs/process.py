@@ -152,12 +152,15 @@ class ProgramProcess:
             self._programs.discard(rollout)
             self._worker.post(ProgramStep(next(self._numbers), rollout, "close"))
 
-    async def kill(self) -> None:
-        """End the process, if any, and reap it; everything that waits for it fails."""
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
-        await self._end("was ended", suspected=False)
+    def kill(self) -> asyncio.Future[Any]:
+        """End the process, if any, also one that is starting; everything that waits for it fails.
+
+        Return a future that is done once the process has been reaped, which happens even if nobody awaits it.
+        """
+        starting = [self._starting] if self._starting is not None else []
+        for each in starting:
+            each.cancel()
+        return asyncio.gather(self._end("was ended", suspected=False), *starting, return_exceptions=True)
 
     def _send(self, step: ProgramStep) -> asyncio.Future[StepDone]:
         """Return the answer to a step. Raises TypeError and ValueError for what cannot be encoded."""
@@ -165,8 +168,8 @@ class ProgramProcess:
         answer = self._waiting[step.id] = asyncio.get_running_loop().create_future()
         return answer
 
-    async def _end(self, why: str, suspected: bool = True) -> None:
-        """End the process, if any; `suspected`: a step running in it may be the cause."""
+    def _end(self, why: str, suspected: bool = True) -> asyncio.Future[None]:
+        """End the process, if any; `suspected`: a step running in it may be the cause. Return a future as `kill` does."""
         reading, self._reading = self._reading, None  # another process may be started meanwhile
         self._programs.clear()
         if reading is not None and reading is not asyncio.current_task():
@@ -175,7 +178,7 @@ class ProgramProcess:
             if not answer.done():
                 answer.set_exception(ProcessLost(f"its worker process {why}", suspected))
                 answer.exception()  # marks it as retrieved: perhaps nobody waits
-        await self._worker.kill()
+        return self._worker.kill()
 
     async def _read(self) -> None:
         why = "died"

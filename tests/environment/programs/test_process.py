@@ -1,12 +1,15 @@
-"""How a pod handles malformed frames from a worker process."""
+"""How a pod handles malformed frames from a worker process, and the end of one."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from services.config.environments import PythonEnvironment
+from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProcessLost, ProgramProcess
 
 GARBAGE = """
@@ -28,3 +31,31 @@ async def test_a_malformed_frame_ends_the_process(tmp_path: Path) -> None:
             await process.do("0", "start", {"body": body.hex()})
         assert not process.alive
     await process.kill()
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_no_process_outlives_a_pool_whose_close_is_cancelled_at_once(starting: bool, tmp_path: Path) -> None:
+    (tmp_path / "garbage.py").write_text(GARBAGE)
+    environment = PythonEnvironment(name="e", kind="python", function=f"{tmp_path}/garbage.py:Garbage")
+    with asyncio.Runner() as runner:
+        pool = ProgramPool(environment)
+        [process] = pool.processes
+
+        async def started() -> int:
+            begun = asyncio.create_task(pool.start())
+            while process.pid is None:
+                await asyncio.sleep(0.01)
+            if not starting:
+                await begun
+            assert process.pid is not None
+            return process.pid
+
+        async def cancelled() -> None:
+            closing = asyncio.create_task(pool.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+
+        pid = runner.run(started())
+        runner.run(cancelled())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
