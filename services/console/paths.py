@@ -1,20 +1,33 @@
-"""Where things are in a run's folder, and how a folder is found by name."""
+"""Where things are in a run's folder, how a folder is found by name, and what a run is doing according to its folder."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
 from services.config import RunConfig, load_resolved
 from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.lock import holder
+from services.operations.condition import Condition
 from services.runtime.process_tools import CONFIG_ENV
 
 RUNS = Path("runs")  # default of run.dir
+UNDER_WAY = ("running", "paused")
+
+
+class _Noted(msgspec.Struct):
+    condition: Condition
+    at: float
+    """Unix seconds."""
 
 
 class RunPaths:
-    """Paths under `run.dir/run.name`."""
+    """Paths under `run.dir/run.name`, and the run's condition according to them."""
 
     def __init__(self, path: Path, given: Path | None = None) -> None:
         """`given`: path of the configuration, if it is not in the folder."""
@@ -42,9 +55,34 @@ class RunPaths:
         self.summary = path / "summary.json"
         """The results of the run."""
         self.condition = path / "condition.json"
-        """The run's condition."""
+        """The run's condition, which `grpo run` keeps up to date."""
         self.report = path / "report.png"
         """Charts of the run."""
+
+    def note(self, condition: Condition) -> None:
+        """Write the run's condition, atomically. On a full disk the previous one stays."""
+        temporary = self.condition.with_suffix(".new")
+        with contextlib.suppress(OSError):  # whether the run still runs, its lock says
+            temporary.write_bytes(msgspec.json.encode(_Noted(condition, time.time())) + b"\n")
+            temporary.replace(self.condition)
+
+    def condition_now(self) -> Condition:
+        """Return the run's condition, without Redis: a run whose console was killed is stopped, whatever its file says."""
+        found, noted = holder(self.path), self._noted()
+        if found is not None and not found.readers:
+            return noted if noted and noted.word in UNDER_WAY else Condition("running")
+        return self.condition_left() or Condition("stopped")
+
+    def condition_left(self) -> Condition | None:
+        """Return how the last start of the run ended; None if it was never started."""
+        noted = self._noted()
+        return Condition("stopped", "grpo run was killed") if noted and noted.word in UNDER_WAY else noted
+
+    def _noted(self) -> Condition | None:
+        try:
+            return msgspec.json.decode(self.condition.read_bytes(), type=_Noted).condition
+        except (OSError, msgspec.MsgspecError):
+            return None
 
     @property
     def untrained(self) -> bool:

@@ -17,7 +17,6 @@ from services.algorithm.histograms import counted
 from services.config import RunConfig, load_resolved, to_toml
 from services.console.commands.__main__ import main
 from services.console.paths import RunPaths
-from services.console.run import conditions
 from services.http.credentials import api_tokens
 from services.operations.condition import Condition
 from services.operations.cost import FILE, Account, ProcessTime, write_account
@@ -65,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
     (run / "evaluations.jsonl").write_text('{"eval/version": 4, "eval/math/solved": 0.5, "run/incarnation": 1}\n')
     report = assess("left", COUNTS)
     (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": STEPS, "audit": report.as_dict()}))
-    conditions.note(RunPaths(run), Condition("finished", "trained 4 of 4 steps"))
+    RunPaths(run).note(Condition("finished", "trained 4 of 4 steps"))
     write_log(run / "samples", [made_row(i) for i in range(40)])
     return run
 

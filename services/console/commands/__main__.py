@@ -28,41 +28,13 @@ from services.protocol.errors import DifferentRun, StoreError
 from services.runtime.atomic_folders import FolderError
 
 COMMANDS: Sequence[Callable[..., Any]] = (  # in the order of --help
-    init.init,
-    run.run,
-    run.fork,
-    look.ls,
-    look.status,
-    look.logs,
-    samples.samples,
-    compare.compare,
-    web.web,
-    inspection.audit,
-    steer.pause,
-    steer.resume,
-    steer.scale,
-    look.smoke,
-    steer.drain,
-    config.acl,
-    steer.checkpoint,
-    steer.restore,
-    look.checkpoints,
-    cost.cost,
-    export.export,
-    steer.stop,
-    doctor.doctor,
-    score.score,
-    config.rows,
-    config.config,
+    *(init.init, run.run, run.fork, look.ls, look.status, look.logs, samples.samples, compare.compare, web.web, inspection.audit),
+    *(steer.pause, steer.resume, steer.scale, look.smoke, steer.drain, config.acl, steer.checkpoint, steer.restore),
+    *(look.checkpoints, cost.cost, export.export, steer.stop, doctor.doctor, score.score, config.rows, config.config),
     config.version,
 )
 INSPECT: Sequence[Callable[..., Any]] = (
-    inspection.buffer,
-    inspection.group,
-    inspection.step,
-    inspection.ledger,
-    inspection.sync,
-    inspection.deadletter,
+    *(inspection.buffer, inspection.group, inspection.step, inspection.ledger, inspection.sync, inspection.deadletter),
 )
 
 
@@ -122,21 +94,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _explained(error: Exception) -> tuple[Sequence[str], int]:
     """Return what is wrong, one line each, and the exit code."""
-    match error:
-        case ConfigError():
-            return error.faults, EXIT_CONFIG
-        case ConsoleError():
-            return [str(error)], error.code
-        case TyperException():
-            return [_usage(error)], EXIT_CONFIG
-        case DifferentRun():
-            return [str(error)], EXIT_CONFIG
-        case StoreError():
-            return [str(error)], EXIT_REDIS
-        case RedisError():
-            return [f"Redis failed: {error}"], EXIT_REDIS
-        case _:
-            return [str(error) or type(error).__name__], EXIT_FAILED
+    if isinstance(error, ConfigError):
+        return error.faults, EXIT_CONFIG
+    if isinstance(error, ConsoleError):
+        return [str(error)], error.code
+    if isinstance(error, TyperException):
+        return [_usage(error)], EXIT_CONFIG
+    if isinstance(error, StoreError):
+        return [str(error)], EXIT_CONFIG if isinstance(error, DifferentRun) else EXIT_REDIS
+    if isinstance(error, RedisError):
+        return [f"Redis failed: {error}"], EXIT_REDIS
+    return [str(error) or type(error).__name__], EXIT_FAILED
 
 
 def _usage(error: TyperException) -> str:

@@ -1,7 +1,8 @@
 """Finds a run by name or folder and connects to its Redis, for `grpo status`, `inspect`, `audit`, `pause` and the like.
 
 Guarantees: if the run has its own Redis server and that server is down, one is up on the run's folder while the command runs
-(own_server.py).
+(own_server.py). A running run is never shown from its folder alone (`folder_instead`): its Redis is then only unreachable, which
+is an error.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
 from services.console.lock import LockHolder, holder
 from services.console.paths import RunPaths
 from services.console.printable import say
-from services.console.run import conditions
 from services.http.credentials import REDIS_PASSWORD_ENV, redis_login
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
 from services.store import RunState, Store
 from services.store.client import Login
+
+NOTE = "without its Redis: showing the files in its folder"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Attached:
 
     def condition(self, state: RunState | None) -> Condition:
         """Return what the run is doing."""
-        return condition(state, live=self.runs, left=conditions.left(self.folder) if self.folder else None)
+        return condition(state, live=self.runs, left=self.folder.condition_left() if self.folder else None)
 
 
 @contextlib.asynccontextmanager
@@ -108,3 +110,16 @@ async def _store(url: str, name: str, login: Login) -> AsyncIterator[Store]:
         yield store
     finally:
         await asyncio.shield(store.close())
+
+
+def folder_instead(run: str, redis_url: str, error: ConsoleError) -> RunPaths:
+    """Print `error`, which says why a run's Redis cannot be used, and return its folder.
+
+    Raise it if the run was not trained or is running.
+    """
+    folder = None if redis_url else paths.find(run)
+    gone = error.code in (EXIT_REDIS, EXIT_CONFIG)
+    if folder is None or not gone or folder.untrained or folder.condition_now().word in ("running", "paused"):
+        raise error
+    say(error)
+    return folder

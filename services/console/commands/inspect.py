@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from services.console.commands.attach import Attached, attach, existing
-from services.console.commands.from_folder import folder_instead
+from services.console.commands.attach import Attached, attach, existing, folder_instead
 from services.console.commands.steer import run_and_ids
 from services.console.display.answers import answer, audit_table
 from services.console.display.text import show

@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,18 +22,17 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from services.config import ConfigError
-from services.console.commands.attach import Attached, attach, existing
-from services.console.commands.from_folder import folder_instead, show_status
-from services.console.display.fleet import COLOURS, fleet_table, waiting_lines
+from services.console.commands.attach import NOTE, Attached, attach, existing, folder_instead
+from services.console.display.screen import COLOURS, fleet_table, waiting_lines
 from services.console.display.text import cell, show, table
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.options import SMOKE_WAIT_S, Json, RedisUrl, Run
 from services.console.paths import RunPaths
 from services.console.paths import existing as existing_folder
-from services.console.printable import print_json, printable, safe_json
-from services.console.run import conditions
+from services.console.printable import print_json, printable, safe_json, say
 from services.operations import figures
 from services.operations.condition import awaited, last_resume
+from services.operations.history import recorded
 from services.operations.inspection.checkpoints import CheckpointEntry, CheckpointList, inspect_checkpoints
 from services.operations.inspection.ledger import audit
 from services.operations.observe import Member, fleet
@@ -44,25 +41,8 @@ from services.store.evaluation import EvaluationState
 
 LOGS_POLL_S = 0.2
 STEPS_POLL_S = 0.5
-TAIL_BYTES = 64 * 1024  # of a file of records, which holds more than its last line
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 16
 MEBIBYTE = 2**20
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A run on this machine."""
-
-    run: str
-    state: str
-    """running | paused | stopped | finished | failed."""
-    steps: int
-    of: int
-    reward: float | None
-    """Mean reward of its last step."""
-    changed_s: float
-    """When its folder last changed, in seconds since 1970."""
-    folder: str
 
 
 def ls(
@@ -73,47 +53,37 @@ def ls(
 
     The list has their state, steps and reward.
     """
-    found = list[Listed]()
+    found = list[dict[str, Any]]()
     for path in folder.glob("*/config.toml"):
         try:
             found.append(_listed(RunPaths(path.parent)))
         except (OSError, ConfigError) as error:
-            print(printable(f"{path.parent} cannot be read: {' '.join(str(error).split())}"), file=sys.stderr)
-    found.sort(key=lambda run: run.changed_s)
+            say(f"{path.parent} cannot be read: {' '.join(str(error).split())}")
+    found.sort(key=lambda run: run["changed_s"])
     if as_json:
-        print_json({"runs": [asdict(run) for run in found]})
+        print_json({"runs": found})
         return EXIT_OK
     if not found:
         print(f"no runs in {folder}: start one with grpo run")
         return EXIT_OK
     rows = table("run", "state", "steps", "reward", "changed", "folder", right=("steps", "reward"))
     for run in found:
-        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed_s))
-        reward = figures.NOTHING if run.reward is None else f"{run.reward:.3f}"
-        rows.add_row(cell(run.run), run.state, f"{run.steps}/{run.of}", reward, changed, cell(run.folder))
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["changed_s"]))
+        reward = figures.number(run, "reward", ".3f")
+        rows.add_row(cell(run["run"]), run["state"], f"{run['steps']}/{run['of']}", reward, changed, cell(run["folder"]))
     show(rows)
     return EXIT_OK
 
 
-def _listed(folder: RunPaths) -> Listed:
-    run, last = folder.settings.run, _last_record(folder.metrics)
-    changed = max(file.stat().st_mtime for file in (folder.config, folder.metrics, folder.summary) if file.exists())
-    steps = int(last.get("step", -1)) + 1
-    return Listed(run.name, conditions.of(folder).word, steps, run.steps, last.get(figures.REWARD), changed, str(folder.path))
-
-
-def _last_record(file: Path) -> dict[str, float]:
-    """Return the last whole line of a file of records; {} without one."""
-    try:
-        with file.open("rb") as body:
-            body.seek(max(0, os.fstat(body.fileno()).st_size - TAIL_BYTES))
-            lines = body.read().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            return json.loads(line)
-    return {}
+def _listed(folder: RunPaths) -> dict[str, Any]:
+    """Return what is shown of a run: its condition, its steps, the reward of the last one, and when its folder last changed."""
+    run, last = folder.settings.run, dict[str, Any]()
+    for line in _tail(folder.metrics, 2)[0].splitlines() if folder.metrics.exists() else ():
+        with contextlib.suppress(ValueError):  # the last line may be torn
+            last = json.loads(line)
+    changed_s = max(file.stat().st_mtime for file in (folder.config, folder.metrics, folder.summary) if file.exists())
+    known = {"steps": int(last.get("step", -1)) + 1, "of": run.steps, "reward": last.get(figures.REWARD)}
+    return {"run": run.name, "state": folder.condition_now().word, **known, "changed_s": changed_s, "folder": str(folder.path)}
 
 
 async def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
@@ -121,7 +91,7 @@ async def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False)
     try:
         await _status(run, redis_url, as_json)
     except ConsoleError as error:
-        show_status(folder_instead(run, redis_url, error), as_json)
+        _status_of_folder(folder_instead(run, redis_url, error), as_json)
     return EXIT_OK
 
 
@@ -147,6 +117,20 @@ async def _status(run: str, redis_url: str, as_json: bool) -> None:
         "evaluation": {**msgspec.to_builtins(evaluation), "last": evaluated},
     }
     print_json(answer)
+
+
+def _status_of_folder(folder: RunPaths, as_json: bool) -> None:
+    """Print the run's last condition."""
+    run, found = folder.settings.run, folder.condition_now()
+    last, evaluated = ([{}, *recorded(file)][-1] for file in (folder.metrics, folder.evaluations))
+    if as_json:
+        known = {"last_step": last, "evaluation": {"last": evaluated}, "note": NOTE}
+        print_json({"run": run.name, "condition": vars(found), "state": None, "pods": [], **known})
+        return
+    lines = [f"{run.name}  {int(last.get('step', -1)) + 1}/{run.steps} steps  {found}"]
+    lines += [figures.step_line(last, run.steps, None)] if last else []
+    lines += [figures.evaluation_line(evaluated)] if evaluated else []
+    show(*map(printable, lines), NOTE)
 
 
 async def last_step(attached: Attached, state: RunState) -> dict[str, float]:

@@ -20,14 +20,12 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 
 from services.config import RunConfig
-from services.console.commands.attach import Attached, attach, existing
-from services.console.commands.from_folder import NOTE, folder_instead
+from services.console.commands.attach import NOTE, Attached, attach, existing, folder_instead
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_REDIS, ConsoleError
 from services.console.lock import holder
 from services.console.options import Json, RedisUrl, Run
 from services.console.paths import RunPaths
 from services.console.printable import print_json
-from services.console.run import conditions
 from services.http.credentials import ApiTokens, api_tokens
 from services.runtime.process_tools import free_port
 from services.store import Store
@@ -120,14 +118,14 @@ async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Ev
         config = _here(given, folder, host, port)
 
         def say(url: str) -> None:
-            word = conditions.of(folder).word
+            word = folder.condition_now().word
             links = {**_links(url, api_tokens(config)), "control": ""}  # there is nothing left to control
             if as_json:
                 print_json({"run": folder.path.name, "condition": word, **links, "note": NOTE}, line=True)
             else:
                 print(f"run {folder.path.name}: {word}; {NOTE}", *_shown(links), sep="\n  ", flush=True)
 
-        await show(config, cast("Store", GoneStore()), say, told, lambda _: conditions.of(folder), folder=folder.path)
+        await show(config, cast("Store", GoneStore()), say, told, lambda _: folder.condition_now(), folder=folder.path)
 
 
 async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) -> None:

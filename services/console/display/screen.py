@@ -1,4 +1,4 @@
-"""Shows a run as a live screen: progress, the last step's figures, the fleet, the last events.
+"""Shows a run as a live screen: progress, the last step's figures, the fleet (also for `grpo status`) and the last events.
 
 Guarantees: it redraws at most twice a second; an unknown value is a dash.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -16,26 +17,28 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.console.display.fleet import COLOURS, fleet_table, waiting_lines
 from services.console.display.plain import PlainDisplay
-from services.console.display.warnings_tail import WarningsTail
+from services.console.display.text import cell, table
 from services.console.printable import printable
 from services.operations import figures
-from services.operations.condition import awaited, condition
+from services.operations.condition import Word, awaited, condition
 from services.operations.figures import NOTHING, duration, number
-from services.operations.observe import Poll
+from services.operations.observe import Member, Poll
 
 EVENTS = 6  # lines kept on the screen
+WAITING = 3  # pods whose wait is explained
+QUIET_AGE_S = 3.0  # an older heartbeat is highlighted
+COLOURS: dict[Word, str] = {"running": "green", "paused": "yellow", "stopped": "yellow", "finished": "green", "failed": "red"}
 
 
 class ScreenDisplay(PlainDisplay):
     """Draws on a terminal. Use it as a context manager."""
 
     def __init__(
-        self, run: str, steps: int, rows: Sequence[Mapping[str, float]], tail: WarningsTail, console: Console | None = None
+        self, run: str, steps: int, rows: Sequence[Mapping[str, float]], logs: Path, console: Console | None = None
     ) -> None:
         """`rows`: the steps recorded so far."""
-        super().__init__(steps, tail)
+        super().__init__(steps, logs)
         self._run = run
         self._rows.extend(rows)
         self._events: deque[str] = deque(maxlen=EVENTS)
@@ -118,8 +121,34 @@ class ScreenDisplay(PlainDisplay):
             ("step", duration(last.get(figures.STEP_S))),
             ("slots", slots),
         ]
-        table = Table(box=None, padding=(0, 2), show_edge=False)
+        drawn = Table(box=None, padding=(0, 2), show_edge=False)
         for name, _ in shown:
-            table.add_column(name, header_style="dim", justify="right")
-        table.add_row(*(value for _, value in shown))
-        return table
+            drawn.add_column(name, header_style="dim", justify="right")
+        drawn.add_row(*(value for _, value in shown))
+        return drawn
+
+
+def fleet_table(members: Sequence[Member], waiting: Mapping[str, float]) -> Table:
+    """Return a table of pods: phase, policy version, throughput and age of the last heartbeat."""
+    numbers = ("version", "tok/s", "heartbeat")
+    pods = table("pod", "phase", *numbers, right=numbers)
+    for member in members:
+        status = member.status
+        style = "yellow" if member.age_s > QUIET_AGE_S else ""
+        version = NOTHING if status.version < 0 else str(status.version)
+        rate = number(status.gauges, "tokens_per_s", ",.0f")
+        phase = cell(f"{status.phase}, waiting", "yellow") if status.waiting else cell(status.phase)
+        pods.add_row(cell(status.name), phase, version, rate, Text(f"{member.age_s:.1f} s ago", style))
+    for child, seconds in sorted(waiting.items()):
+        pods.add_row(cell(child), Text(f"restarts in {seconds:.0f} s", "yellow"), NOTHING, NOTHING, NOTHING)
+    return pods
+
+
+def waiting_lines(members: Sequence[Member]) -> list[Text]:
+    """Return a line for each of the first pods that wait for a service, e.g. for one that makes rewards, or that were asked to
+    drain."""
+    pods = [member.status for member in members if member.status.waiting or member.status.draining]
+    lines = [f"  {pod.name}: {pod.waiting or f'drains, {pod.draining}'}" for pod in pods[:WAITING]]
+    if len(pods) > WAITING:
+        lines.append(f"  and {len(pods) - WAITING} more generators")
+    return [Text(printable(line), "yellow", no_wrap=True, overflow="ellipsis") for line in lines]

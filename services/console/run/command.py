@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,13 @@ from services.config import RunConfig
 from services.config.loss_in_words import loss_in_words
 from services.console.display.plain import PlainDisplay
 from services.console.display.screen import ScreenDisplay
-from services.console.display.warnings_tail import WarningsTail
 from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.gpus import visible_gpus
 from services.console.lock import FolderLock, InUse
 from services.console.options import who
 from services.console.printable import print_json, say
-from services.console.run import conditions, summary
+from services.console.run import summary
 from services.console.run.folder import RunFolder, resolve
 from services.console.run.launcher import Launcher, LaunchOutcome
 from services.console.run.mirror import RunRecords
@@ -198,7 +196,7 @@ class _Job:
             outcome, restarts = await self._launch(observer, records)
         restarts = {child: before.get("restarts", {}).get(child, 0) + count for child, count in restarts.items()}
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
-        conditions.note(self.folder, Condition(outcome.status, "" if outcome.status == "stopped" else outcome.message))
+        self.folder.note(Condition(outcome.status, "" if outcome.status == "stopped" else outcome.message))
         concluded = summary.Concluded(outcome.status, wall_s, before.get("restarts", {}) | restarts)
         await self._conclude(observer, records, concluded)
         if outcome.status == "failed":
@@ -208,11 +206,10 @@ class _Job:
     async def _launch(self, observer: RunFeed, records: RunRecords) -> tuple[LaunchOutcome, dict[str, int]]:
         config, rows = self.config, records.steps.in_order()
         with contextlib.ExitStack() as stack:
-            tail = WarningsTail(self.folder.logs)
             if self.options.screen and not self.options.as_json and sys.stdout.isatty():
-                display = stack.enter_context(ScreenDisplay(config.run.name, config.run.steps, rows, tail))
+                display = stack.enter_context(ScreenDisplay(config.run.name, config.run.steps, rows, self.folder.logs))
             else:
-                display = stack.enter_context(PlainDisplay(config.run.steps, tail))
+                display = stack.enter_context(PlainDisplay(config.run.steps, self.folder.logs))
             where = f"resuming after {observer.last.committed_step + 1} of {config.run.steps} steps"
             if observer.last.state is None:
                 where = "from its checkpoint" if any(self.folder.checkpoints.glob("step-*")) else "new"
@@ -239,7 +236,7 @@ class _Job:
                 environ=self.environ,
                 lock_fd=self.lock_fd,
                 server=self.server,
-                note=partial(conditions.note, self.folder),
+                note=self.folder.note,
             )
             for _ in range(self.signals):
                 self.launcher.interrupt()

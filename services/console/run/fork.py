@@ -28,8 +28,8 @@ from services.config.verifiers import needs_answer, needs_row
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.paths import existing
 from services.console.printable import print_json
-from services.console.run.changes import record
 from services.console.run.folder import RunFolder
+from services.console.run.resumption import record
 from services.operations.history import EVALUATED, STEP, is_number, recorded
 from services.operations.inspection.checkpoints import restorable
 from services.runtime import atomic_folders

@@ -15,7 +15,6 @@ import pytest
 
 from services.console.commands.__main__ import main
 from services.console.lock import FolderLock
-from services.console.run import conditions
 from services.console.run.folder import RunFolder
 from services.operations.condition import Condition, Word
 from tests.support.console import ROOT
@@ -39,7 +38,7 @@ def run_folder(parent: Path, name: str, steps: int = 0, status: str = "") -> Run
     records = [{"step": step, "reward/train/mean": step / 4} for step in range(steps)]
     folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 9, "rew')
     if status:
-        conditions.note(folder, Condition(cast("Word", status)))
+        folder.note(Condition(cast("Word", status)))
     return folder
 
 

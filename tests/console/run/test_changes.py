@@ -10,10 +10,9 @@ import pytest
 from services.config import RunConfig, digest, load_resolved
 from services.console.errors import ConsoleError
 from services.console.run import resumption
-from services.console.run.changes import changes, in_words, record, take_back
 from services.console.run.folder import RunFolder
 from services.console.run.redis_server import RedisServer
-from services.console.run.resumption import next_step
+from services.console.run.resumption import changes, in_words, next_step, record, take_back
 from services.store import Store
 from tests.console.commands.test_fork import checkpoint
 from tests.support.console import config_file, grpo

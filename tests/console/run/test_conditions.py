@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from services.console.lock import FolderLock
-from services.console.run import conditions
 from services.console.run.folder import RunFolder
 from services.operations.condition import Condition
 
@@ -31,9 +30,9 @@ def test_a_noted_condition_is_ignored_once_outdated(
 ) -> None:
     folder = RunFolder(tmp_path)
     if noted is not None:
-        conditions.note(folder, noted)
+        folder.note(noted)
     with FolderLock(tmp_path):
-        assert conditions.of(folder) == running
-    assert conditions.of(folder) == stopped
+        assert folder.condition_now() == running
+    assert folder.condition_now() == stopped
     with FolderLock(tmp_path, readers=True):
-        assert conditions.of(folder) == stopped, "a reader does not count as running it"
+        assert folder.condition_now() == stopped, "a reader does not count as running it"

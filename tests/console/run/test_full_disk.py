@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from services.console.display.plain import PlainDisplay
-from services.console.display.warnings_tail import WarningsTail
 from services.console.paths import RunPaths
 from services.console.run.launcher import Launcher
 from services.console.run.mirror import Mirror, RunRecords
@@ -45,7 +44,7 @@ class OneStepAPoll:
 
 def launcher(folder: Path) -> tuple[Launcher, OneStepAPoll]:
     observer: Any = OneStepAPoll()
-    display = PlainDisplay(10, WarningsTail(folder / "logs"))
+    display = PlainDisplay(10, folder / "logs")
     return Launcher(
         lambda _: [WAITS],
         1,

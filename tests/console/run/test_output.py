@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from services.console.run import conditions
 from services.console.run.folder import RunFolder
 from tests.support.console import LIMIT_S, ROOT, command, config_file, environment, steps
 
@@ -43,7 +42,7 @@ def test_a_run_finishes_without_its_output(tmp_path: Path, kind: str) -> None:
         done = ended(out, subprocess.PIPE, config_file(tmp_path), "run.steps=2")
     assert (done.returncode, done.stderr) == (0, "")
     assert steps(run) == [0, 1]
-    assert conditions.of(RunFolder(run)).word == "finished"
+    assert RunFolder(run).condition_now().word == "finished"
 
 
 @pytest.mark.parametrize("all_closed", [False, True])
@@ -52,4 +51,4 @@ def test_a_failed_run_says_why_without_its_output(tmp_path: Path, all_closed: bo
         done = ended(out, out if all_closed else subprocess.PIPE, config_file(tmp_path), FAKE_EXIT="dataprep-0:2:no such file")
     assert done.returncode == 2
     assert all_closed or done.stderr.startswith("error: dataprep-0")
-    assert conditions.of(RunFolder(tmp_path / "small")).word == "failed"
+    assert RunFolder(tmp_path / "small").condition_now().word == "failed"

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.console.display.plain import PlainDisplay
+from services.console.display.plain import PlainDisplay, WarningsTail
 from services.console.display.screen import ScreenDisplay
-from services.console.display.warnings_tail import WarningsTail
 from services.operations import figures
 from services.operations.observe import Member, Poll
 from services.protocol.messages import PodStatus
@@ -32,7 +31,7 @@ def drawn(screen: ScreenDisplay) -> str:
 
 def screen_of(folder: Path) -> ScreenDisplay:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    return ScreenDisplay("demo", 100, [], WarningsTail(folder), console)
+    return ScreenDisplay("demo", 100, [], folder, console)
 
 
 def test_unknown_values_are_shown_as_dashes(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_plain_lines_repeat_no_kind_of_warning_within_a_minute(
 ) -> None:
     clock = itertools.count(0.0, 45.0)
     monkeypatch.setattr("services.console.display.plain.time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    plain = PlainDisplay(100, WarningsTail(tmp_path))
+    plain = PlainDisplay(100, tmp_path)
 
     def warned(*errors: str) -> list[str]:
         with (tmp_path / "environment-0.log").open("a") as file:
