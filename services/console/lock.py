@@ -63,7 +63,7 @@ class FolderLock:
             found = holder(self.folder) or LockHolder(0, True)
             waited_s, limit_s = time.monotonic() - started, KILLED_S if killed else self._limit_s(found)
             if found.readers and not self._readers and not told:
-                _ask_to_end(found)
+                _send(signal.SIGUSR1, [found.pid] if found.lives and found.pid else [])  # own_server.py: shut the server down
             if waited_s > limit_s and self._patience_s and not killed and not found.lives and not found.readers:
                 started, killed = time.monotonic(), self._kill_left(found, limit_s)
                 continue
@@ -102,7 +102,7 @@ class FolderLock:
         if holder(self.folder) != found:
             return False
         self._say(f"killing {users(self.folder, found)}: still there after {waited_s:g} s")
-        _kill(left)
+        _send(signal.SIGKILL, left)  # nothing is lost: services are built to be killed at any time
         return True
 
     def open(self) -> None:
@@ -142,18 +142,11 @@ def holder(folder: Path) -> LockHolder | None:
     return LockHolder(pid, pid in (0, os.getpid()) or _has_open(pid, path), readers, int(words[2]) if readers else 0)
 
 
-def _ask_to_end(found: LockHolder) -> None:
-    """Ask the command that serves readers to shut its server down."""
-    if found.lives and found.pid:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(found.pid, signal.SIGUSR1)
-
-
-def _kill(pids: Iterable[int]) -> None:
-    """Kill processes that a dead console left behind. Nothing is lost: services are built to be killed at any time."""
+def _send(sig: signal.Signals, pids: Iterable[int]) -> None:
+    """Send a signal to processes, which may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, sig)
 
 
 def users(folder: Path, found: LockHolder) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from services.config import RunConfig
 from services.http.api import serve
-from services.http.credentials import api_tokens
+from services.http.credentials import ApiTokens, api_tokens
 from services.http.endpoints import add_checkpoint_routes, add_run_routes
 from services.runtime.loops import end_tasks
 from services.runtime.service import Service, new_status
@@ -56,15 +56,20 @@ async def show(
     describe: Describe = running,
     last: Callable[[], bool] = lambda: True,
     folder: Path | None = None,
+    tokens: ApiTokens | None = None,
 ) -> None:
     """Serve the console of a run until `until` is set, without joining its fleet.
 
     `say` receives the address. `describe` returns what the run is doing. `last`: whether pages are sent a last frame, by which
-    they know that the console was stopped; otherwise they connect again. `folder`: as of `add_console`.
+    they know that the console was stopped; otherwise they connect again. `folder`: as of `add_console`. `tokens`: those that
+    requests need; default: those of the configuration.
     """
     config = at_its_port(config)
     service = Service("web", config, store, new_status("web", "web", "ready"))
-    async with serve(service, api_tokens(config)) as url, _watching(service, add_console(service, describe, folder), until, last):
+    async with (
+        serve(service, tokens or api_tokens(config)) as url,
+        _watching(service, add_console(service, describe, folder), until, last),
+    ):
         say(url)
         await until.wait()
 

@@ -18,11 +18,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import RenderableType
 from rich.text import Text
 
 from services.config import ConfigError
 from services.console.commands.attach import NOTE, Attached, attach, existing, folder_instead
+from services.console.display.answers import answer
 from services.console.display.screen import COLOURS, fleet_table, waiting_lines
 from services.console.display.text import cell, show, table
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
@@ -33,7 +33,7 @@ from services.console.printable import print_json, printable, safe_json, say
 from services.operations import figures
 from services.operations.condition import awaited, last_resume
 from services.operations.history import recorded
-from services.operations.inspection.checkpoints import CheckpointEntry, CheckpointList, inspect_checkpoints
+from services.operations.inspection.checkpoints import inspect_checkpoints
 from services.operations.inspection.ledger import audit
 from services.operations.observe import Member, fleet
 from services.store import RunState
@@ -42,7 +42,6 @@ from services.store.evaluation import EvaluationState
 LOGS_POLL_S = 0.2
 STEPS_POLL_S = 0.5
 BLOCK_BYTES = 1 << 16
-MEBIBYTE = 2**20
 
 
 def ls(
@@ -106,7 +105,7 @@ async def _status(run: str, redis_url: str, as_json: bool) -> None:
         lines = [*_state_lines(attached, state, members, last, failed), *_evaluation_lines(evaluation, evaluated)]
         show(*lines, fleet_table(members, {}) if members else "no pods", *waiting_lines(members))
         return
-    answer: dict[str, Any] = {
+    known: dict[str, Any] = {
         "run": attached.name,
         "condition": vars(attached.condition(state)),
         "state": vars(state),
@@ -116,7 +115,7 @@ async def _status(run: str, redis_url: str, as_json: bool) -> None:
         "failed": failed,
         "evaluation": {**msgspec.to_builtins(evaluation), "last": evaluated},
     }
-    print_json(answer)
+    print_json(known)
 
 
 def _status_of_folder(folder: RunPaths, as_json: bool) -> None:
@@ -337,26 +336,7 @@ def checkpoints(
     if as_json:
         print_json(found)
     elif found.checkpoints:
-        show(*_checkpoints(found, verify))
+        show(answer(found))
     else:
         print(f"no checkpoints in {printable(found.folder)}; the trainer writes one every {given.every_steps} steps")
     return EXIT_FAILED if any(one.complete and one.problem for one in found.checkpoints) else EXIT_OK
-
-
-def _checkpoints(found: CheckpointList, verified: bool) -> Iterator[RenderableType]:
-    yield cell(f"checkpoints in {found.folder} (checkpoint.keep = {found.keep})")
-    numbers = ("step", "MiB", "ranks", "ZeRO")
-    rows = table(*numbers, "written", "kept until step", "state", right=numbers)
-    for one in found.checkpoints:
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.written_s)) if one.written_s else ""
-        until = "" if not one.complete else "the end" if one.kept_until is None else str(one.kept_until)
-        sizes = (str(one.ranks), str(one.zero_stage)) if one.complete else ("", "")
-        state = cell(_checkpoint_state(one, verified))
-        rows.add_row(str(one.step), f"{one.bytes / MEBIBYTE:,.1f}", *sizes, written, until, state)
-    yield rows
-
-
-def _checkpoint_state(one: CheckpointEntry, verified: bool) -> str:
-    if one.problem:
-        return one.problem
-    return ("latest, " if one.latest else "") + ("every byte verified" if verified else "complete")

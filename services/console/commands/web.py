@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
-import tempfile
-from collections.abc import Coroutine, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Coroutine, Mapping
 from typing import Annotated, Any, TypeVar, cast
 
 import typer
@@ -114,18 +111,18 @@ async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Ev
     from services.web.from_folder import GoneStore
     from services.web.serving import show
 
-    with _with_tokens(folder) as given:
-        config = _here(given, folder, host, port)
+    config, tokens = _here(folder.settings, folder, host, port), _tokens(folder)
 
-        def say(url: str) -> None:
-            word = folder.condition_now().word
-            links = {**_links(url, api_tokens(config)), "control": ""}  # there is nothing left to control
-            if as_json:
-                print_json({"run": folder.path.name, "condition": word, **links, "note": NOTE}, line=True)
-            else:
-                print(f"run {folder.path.name}: {word}; {NOTE}", *_shown(links), sep="\n  ", flush=True)
+    def say(url: str) -> None:
+        word = folder.condition_now().word
+        links = {**_links(url, tokens), "control": ""}  # there is nothing left to control
+        if as_json:
+            print_json({"run": folder.path.name, "condition": word, **links, "note": NOTE}, line=True)
+        else:
+            print(f"run {folder.path.name}: {word}; {NOTE}", *_shown(links), sep="\n  ", flush=True)
 
-        await show(config, cast("Store", GoneStore()), say, told, lambda _: folder.condition_now(), folder=folder.path)
+    gone = cast("Store", GoneStore())
+    await show(config, gone, say, told, lambda _: folder.condition_now(), folder=folder.path, tokens=tokens)
 
 
 async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) -> None:
@@ -151,18 +148,12 @@ def _shown(links: Mapping[str, str]) -> list[str]:
     return [*control, f"to view only:  {links['view']}", "(Ctrl-C to quit)"]
 
 
-@contextlib.contextmanager
-def _with_tokens(folder: RunPaths) -> Iterator[RunConfig]:
-    """Yield the configuration with the folder's own tokens, or with one for this page only if there are none to be read."""
-    config = folder.settings
-    with tempfile.TemporaryDirectory(prefix="grpo-web-") as work:
-        token, read = folder.token, folder.read_token
-        if not os.access(token, os.R_OK):
-            token = Path(work) / "token"
-            token.write_text(secrets.token_urlsafe())
-            token.chmod(0o600)
-        readable = str(read) if os.access(read, os.R_OK) else ""
-        yield config.with_values({"api.token_file": str(token), "api.read_token_file": readable})
+def _tokens(folder: RunPaths) -> ApiTokens:
+    """Return the folder's own tokens, or one for this page only if they cannot be read, by which reading needs none."""
+    try:
+        return ApiTokens(folder.token.read_text().strip(), folder.read_token.read_text().strip())
+    except OSError:
+        return ApiTokens(secrets.token_urlsafe())
 
 
 def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfig:

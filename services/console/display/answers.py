@@ -1,4 +1,4 @@
-"""Shows the answers of `grpo inspect` on a terminal: their fields by name, their lists as tables, and conversations as text.
+"""Shows the answers of `grpo inspect` and `grpo checkpoints`: fields by name, lists as tables, conversations as text.
 
 Guarantees: untrusted text is made printable and is never treated as markup; a field without a value is left out.
 """
@@ -26,6 +26,7 @@ from services.operations.inspection.parts import CompletionPart
 from services.operations.inspection.text import Passage
 
 ROUNDING = 1e-12  # smaller numbers are rounding errors and are shown as 0
+EPOCH_S = 1e9  # more seconds than that, 31 years, are no duration but a time
 SHOWN = 1024  # characters of a value, such as the body of a dead letter that cannot be decoded; --json shows all
 ALWAYS = ("index", "reward", "advantage")  # figures of a completion that are shown even if they are 0
 HIDDEN = ("stats", "note")  # metrics of a plan, of which there are dozens, and what is shown below a completion
@@ -52,9 +53,17 @@ def answer(found: Answer) -> RenderableType:
 def _fields(found: Answer) -> Iterator[tuple[str, Any]]:
     """Yield the fields that have a value, by their names in words."""
     for field in fields(found):  # type: ignore[arg-type]  # every answer is a dataclass
-        value = getattr(found, field.name)
+        value = _of(found, field.name)
         if value not in (None, "", [], {}) and field.name not in HIDDEN:
             yield field.name.replace("_", " "), value
+
+
+def _of(found: Answer, name: str) -> Any:
+    """Return the value of a field: for seconds since 1970, the time."""
+    value: Any = getattr(found, name)
+    if name.endswith("_s") and value is not None and value >= EPOCH_S:
+        return datetime.datetime.fromtimestamp(value, datetime.UTC)
+    return value
 
 
 def _are_answers(value: object) -> TypeGuard[list[Answer]]:
@@ -65,7 +74,7 @@ def _rows(found: Sequence[Answer]) -> Table:
     """Return answers of one type as a table, without the columns in which all have the default or no value."""
     columns: dict[str, list[Any]] = {}
     for field in fields(found[0]):  # type: ignore[arg-type]
-        values = [getattr(each, field.name) for each in found]
+        values = [_of(each, field.name) for each in found]
         without = {None, "" if field.default is MISSING else field.default}
         if not all(isinstance(value, str | bool | None) and value in without for value in values):
             columns[field.name.replace("_", "\n")] = values

@@ -215,8 +215,7 @@ class Launcher:
 
     def _see_off(self, child: ChildService) -> None:
         """Forget a retired child once it has exited, and kill it when it is overdue."""
-        if child.overdue:
-            self._kill(child)
+        self._kill_if_overdue(child)
         if child.alive:
             return
         child.kill()  # also its child processes
@@ -306,12 +305,10 @@ class Launcher:
     async def _end(self, outcome: LaunchOutcome, polling: asyncio.Task[None]) -> None:
         """Wait for every child to exit: on its own if the run has finished, otherwise on request; kill it past its limit."""
         self._due.clear()
-        asked, told = outcome.status != "finished", False
-        began = time.monotonic()
-        if asked:
-            self._terminate()
-        else:
-            self._see_out()
+        asked, told, began = outcome.status != "finished", False, time.monotonic()
+        for child in self.children:
+            if asked or child.plan.stays:  # which does not exit when the run finishes
+                child.terminate()
         while self._left():
             await self._tick(polling)
             self._keep_redis()  # the trainer needs it to save
@@ -325,25 +322,16 @@ class Launcher:
                 told = True
             if not asked and (waited > OWN_END_S or self._signals):
                 self.display.event(f"still running after the end of the run: {', '.join(self._left())}; terminating them")
-                self._terminate()
+                for child in self.children:
+                    child.terminate()
                 asked, began = True, time.monotonic()
             for child in self.children:
-                if child.overdue:
-                    self._kill(child)
-
-    def _see_out(self) -> None:
-        """Terminate the children that do not exit when the run finishes."""
-        for child in self.children:
-            if child.plan.stays:
-                child.terminate()
+                self._kill_if_overdue(child)
 
     def _left(self) -> list[str]:
         return [child.name for child in self.children if child.alive]
 
-    def _terminate(self) -> None:
-        for child in self.children:
-            child.terminate()
-
-    def _kill(self, child: ChildService) -> None:
-        self.display.event(f"{child.name} did not stop within {child.plan.stop_s:g} s: killing it")
-        child.kill()
+    def _kill_if_overdue(self, child: ChildService) -> None:
+        if child.overdue:
+            self.display.event(f"{child.name} did not stop within {child.plan.stop_s:g} s: killing it")
+            child.kill()

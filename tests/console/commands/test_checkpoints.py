@@ -52,8 +52,8 @@ def test_checkpoints_are_listed_with_their_state(run: Path, capsys: pytest.Captu
     assert "left half-written" in found[11]["problem"]
     assert main(["checkpoints", str(run)]) == 0
     table = " ".join(capsys.readouterr().out.split())
-    assert "(checkpoint.keep = 2)" in table
-    assert "latest, complete" in table
+    assert "keep 2" in table
+    assert "7 yes yes 100 2001-09-09 " in table
 
 
 def test_a_run_without_checkpoints_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
