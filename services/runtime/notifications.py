@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from services.protocol.errors import StoreError
 from services.protocol.keys import TOPICS
+from services.runtime.loops import is_set_within
 from services.store import Store
 from services.store.monitor import TopicSubscription
 
@@ -35,10 +35,7 @@ class Notifications:
         A topic is also notified whenever its subscription begins, even on a new connection: notifications may have been missed.
         """
         async with store.monitor.listening() as subscription:
-            added = set[str]()
-            while missing := self._topics - added:
-                await subscription.add(*missing)
-                added |= missing
+            subscription.add(*self._topics)
             self._subscription = subscription
             try:
                 async for topic in subscription:
@@ -63,31 +60,17 @@ class Notifications:
         seconds.
         """
         heard = self._heard.setdefault(topics, 0)
-        try:
-            async with asyncio.timeout(timeout):
-                await self._subscribe(topics)
-                if self._total(topics) == heard:
-                    event = self._waiting[topics] = asyncio.Event()
-                    await event.wait()
-        except TimeoutError:
-            pass  # a timeout is a result too
-        finally:
-            self._waiting.pop(topics, None)
-        self._heard[topics] = self._total(topics)
-
-    async def _subscribe(self, topics: tuple[str, ...]) -> None:
-        """Add topics of Redis that nothing has waited for yet. They are notified when their subscription begins."""
         missing = {topic for topic in topics if topic in TOPICS} - self._topics
         self._topics |= missing
-        if not missing or self._subscription is None:
-            return
-        try:
-            await self._subscription.add(*missing)
-        except StoreError:
-            return  # `listen` fails too, and subscribes to all of them on its next connection
-        except BaseException:  # also a cancelled wait: the next one subscribes again
-            self._topics -= missing
-            raise
+        if missing and self._subscription is not None:  # they are notified when their subscription begins
+            self._subscription.add(*missing)
+        if self._total(topics) == heard:
+            event = self._waiting[topics] = asyncio.Event()
+            try:
+                await is_set_within(event, timeout)
+            finally:
+                self._waiting.pop(topics, None)
+        self._heard[topics] = self._total(topics)
 
     def _total(self, topics: tuple[str, ...]) -> int:
         return sum(self._rung[topic] for topic in topics)

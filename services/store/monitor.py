@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from services.protocol.errors import StoreError
 from services.store.connection import Connection
 from services.store.facet import Facet
 from services.store.run import fullest
@@ -46,50 +45,31 @@ class TopicSubscription:
 
     def __init__(self, redis: Connection, channels: Any) -> None:
         self._redis, self._channels = redis, channels
-        self._iterated = False
-        self._asked: list[tuple[tuple[str, ...], asyncio.Future[None]]] = []  # topics that other tasks add
-        self._reading: asyncio.Timeout | None = None  # the wait for the next message
+        self._added = list[str]()
+        """Topics to subscribe to."""
+        self._reading: asyncio.Timeout | None = None
+        """The wait for the next message."""
 
-    async def add(self, *topics: str) -> None:
-        """Subscribe to topics, at least one. May be called while another task waits for the next notification; that task then
-        subscribes. Raises `StoreError`, also if that task ends.
-        """
-        if not self._iterated:
-            await self._subscribe(topics)
-            return
-        done = asyncio.get_running_loop().create_future()
-        self._asked.append((topics, done))
+    def add(self, *topics: str) -> None:
+        """Subscribe to topics. The task that iterates does it, at once if it waits for a message."""
+        self._added += topics
         reading, self._reading = self._reading, None
         if reading is not None:
-            reading.reschedule(asyncio.get_running_loop().time())  # interrupts it
-        await done
+            reading.reschedule(asyncio.get_running_loop().time())
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Yield the topics that were added: each whenever it changes, and whenever its subscription begins (also on a new
         connection), because an earlier change may have been missed.
         """
-        self._iterated = True
-        try:
-            while True:
-                while self._asked:
-                    topics, done = self._asked[0]
-                    await self._subscribe(topics)
-                    del self._asked[0]
-                    if not done.done():
-                        done.set_result(None)
-                if message := await self._next():
-                    yield message["channel"].decode().rpartition(":")[2]
-        finally:
-            self._iterated = False
-            for _, done in self._asked:
-                if not done.done():
-                    done.set_exception(StoreError("the subscription to notifications has ended"))
-
-    async def _subscribe(self, topics: Iterable[str]) -> None:
-        await self._redis.ask(self._channels.subscribe(*map(self._redis.keys.notifications, topics)))
+        while True:
+            if added := self._added:
+                self._added = []
+                await self._redis.ask(self._channels.subscribe(*map(self._redis.keys.notifications, added)))
+            if message := await self._next():
+                yield message["channel"].decode().rpartition(":")[2]
 
     async def _next(self) -> dict[str, Any] | None:
-        """Return the next message, or None after a second or if another task adds topics."""
+        """Return the next message, or None after a second or if topics are added."""
         try:
             async with asyncio.timeout(None) as self._reading:
                 return await self._redis.ask(self._channels.get_message(timeout=1.0))

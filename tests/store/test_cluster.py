@@ -83,7 +83,7 @@ class Work:
 
     async def _listen(self) -> None:
         async with self._leader.monitor.listening() as notifications:
-            await notifications.add(*TOPICS)
+            notifications.add(*TOPICS)
             async for _ in notifications:
                 self.heard += 1
 

@@ -146,7 +146,7 @@ async def hearing(store: Store) -> AsyncIterator[list[str]]:
             heard.append(topic)  # noqa: PERF401 - the list is read while it grows
 
     async with store.monitor.listening() as notifications:
-        await notifications.add(*TOPICS)
+        notifications.add(*TOPICS)
         task = asyncio.create_task(listen(notifications))
         await wait_until(lambda: set(heard) == set(TOPICS))  # each topic notifies once when its subscription begins
         heard.clear()
