@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.runtime.metrics import Metrics, PhaseClock, bounded, counter, counters, gauge, gauges, histogram
+from services.runtime.metrics import Metrics, PhaseClock, counter, gauge, histogram
 
 FILTERED = ("filtered:zero", "filtered:solved", "filtered:nonzero", "filtered:all_truncated")
 ACTIONS = ("insert", *FILTERED, "stale", "failed")
@@ -16,7 +16,7 @@ OUTCOMES = ("trained", *FILTERED, "stale", "evicted", "failed")
 MARKS = ("prepared", "committed", "checkpointed", "published")
 ROLES = ("generator", "dataprep", "trainer")
 KINDS = (*ROLES, "environment", "tracker")
-LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+LAGS = buckets = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 
 
 class DataprepMetrics(Metrics):
@@ -24,7 +24,7 @@ class DataprepMetrics(Metrics):
 
     leads: Gauge = gauge("grpo_dataprep_leads", "", "1 while this process is the leader.")
     issued: Counter = counter("grpo_dataprep_issued_tickets_total", "tickets", "Tickets issued by this process.")
-    settled: Mapping[str, Counter] = counters(
+    settled: Mapping[str, Counter] = counter(
         "grpo_dataprep_settled_groups_total", "groups", "Settled groups, by outcome.", "action", ACTIONS
     )
     stale: Counter = counter("grpo_dataprep_stale_groups_total", "groups", "Groups dropped from the replay table as stale.")
@@ -36,7 +36,7 @@ class DataprepMetrics(Metrics):
         "grpo_dataprep_overtaking_steps_total", "steps", "Steps made without waiting for an older, unfinished ticket."
     )
     short: Counter = counter("grpo_dataprep_short_steps_total", "steps", "Steps with fewer groups than prompts_per_step.")
-    waited: Mapping[str, Counter] = counters(
+    waited: Mapping[str, Counter] = counter(
         "grpo_dataprep_wait_seconds_total",
         "seconds",
         "Time without a step in preparation, by reason: too few groups, an older ticket unfinished, "
@@ -49,7 +49,10 @@ class DataprepMetrics(Metrics):
         "grpo_dataprep_plan_seconds", "seconds", "Duration of planning a step, from reading its groups to storing the plan."
     )
     lag: Histogram = histogram(
-        "grpo_dataprep_group_lag_steps", "steps", "Step number minus the group's oldest policy version, in prepared steps.", LAGS
+        "grpo_dataprep_group_lag_steps",
+        "steps",
+        "Step number minus the group's oldest policy version, in prepared steps.",
+        buckets=LAGS,
     )
     lag_bound: Gauge = gauge("grpo_dataprep_lag_bound_steps", "steps", "Maximum lag allowed: admission.max_staleness.")
 
@@ -61,7 +64,7 @@ class DataprepMetrics(Metrics):
 class EvaluationMetrics(Metrics):
     """Evaluation rounds, counted by the leader when they end."""
 
-    rounds: Mapping[str, Counter] = counters(
+    rounds: Mapping[str, Counter] = counter(
         "grpo_evaluation_rounds_total",
         "",
         "Rounds by outcome: complete and reported; abandoned, with the reason in the log and in `grpo status`; or skipped, "
@@ -73,13 +76,12 @@ class EvaluationMetrics(Metrics):
         "grpo_evaluation_seconds", "seconds", "Duration of complete rounds, from the first volunteer to the last result."
     )
     completions: Counter = counter("grpo_evaluation_completions_total", "", "Completions of complete rounds.")
-    last: Gauge = bounded(
-        "gauge",
+    last: Gauge = gauge(
         "grpo_evaluation_metric",
         "",
         "Scores of the last complete round: pass@k, reward and length, per source.",
         "name",
-        "docs/evaluation.md",
+        bound="docs/evaluation.md",
     )
 
     def complete(self, record: Mapping[str, float], completions: int) -> None:
@@ -96,7 +98,7 @@ class RunMetrics(Metrics):
     """The state of the run, exported by every dataprep pod, leader or standby (run_gauges.py)."""
 
     steps: Gauge = gauge("grpo_run_steps", "steps", "Length of the run.")
-    marks: Mapping[str, Gauge] = gauges(
+    marks: Mapping[str, Gauge] = gauge(
         "grpo_run_done_steps",
         "steps",
         "Steps prepared, committed and checkpointed, and the published policy version.",
@@ -105,7 +107,7 @@ class RunMetrics(Metrics):
     )
     slots: Gauge = gauge("grpo_run_slots", "tickets", "Slots of the run: the maximum number of tickets in progress.")
     slots_used: Gauge = gauge("grpo_run_used_slots", "tickets", "Slots in use.")
-    tickets: Mapping[str, Gauge] = gauges(
+    tickets: Mapping[str, Gauge] = gauge(
         "grpo_run_tickets",
         "tickets",
         "Tickets by place: queued, claimed, finished but not settled, in the replay table but not yet trained on, in a prepared "
@@ -115,7 +117,7 @@ class RunMetrics(Metrics):
     )
     oldest: Gauge = gauge("grpo_run_oldest_ticket_seconds", "seconds", "Age of the oldest ticket that is queued or claimed.")
     buffered: Gauge = gauge("grpo_run_replay_groups", "groups", "Groups in the replay table.")
-    outcomes: Mapping[str, Gauge] = gauges(
+    outcomes: Mapping[str, Gauge] = gauge(
         "grpo_run_outcome_tickets",
         "tickets",
         "Tickets by outcome. A restore resets the counts to those of its checkpoint. NaN before the first count.",
@@ -126,9 +128,9 @@ class RunMetrics(Metrics):
         "grpo_run_doubled_tickets", "tickets", "Tickets trained on twice in one epoch, other than by replay. Must stay 0."
     )
     dead_letters: Gauge = gauge("grpo_run_dead_letters", "tickets", "Entries in the dead letters. NaN before the first count.")
-    paused: Mapping[str, Gauge] = gauges("grpo_run_paused", "", "1 while a role is paused by request.", "role", ROLES)
+    paused: Mapping[str, Gauge] = gauge("grpo_run_paused", "", "1 while a role is paused by request.", "role", ROLES)
     ended: Gauge = gauge("grpo_run_ended", "", "1 once the run is ending or has ended.")
-    pods: Mapping[str, Gauge] = gauges("grpo_run_pods", "", "Pods with a heartbeat within fleet.ttl_s.", "kind", KINDS)
+    pods: Mapping[str, Gauge] = gauge("grpo_run_pods", "", "Pods with a heartbeat within fleet.ttl_s.", "kind", KINDS)
     wanted: Gauge = gauge(
         "grpo_run_wanted_generators", "", "Number of generators requested for the run. NaN: an autoscaler or `kubectl` sets it."
     )

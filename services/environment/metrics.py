@@ -9,7 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.environment.rollout import FinishedRollout
 from services.protocol.messages import Header
 from services.rollouts.holding import FAILURES
-from services.runtime.metrics import Metrics, counter, counters, gauge, histogram
+from services.runtime.metrics import Metrics, counter, gauge, histogram
 
 
 class EnvironmentMetrics(Metrics):
@@ -46,7 +46,7 @@ class EnvironmentMetrics(Metrics):
         "grpo_environment_refused_submits_total", "tickets", "Groups refused on submission because their lease was lost."
     )
     lost: Counter = counter("grpo_environment_lost_leases_total", "tickets", "Tickets whose lease was lost to another pod.")
-    failures: Mapping[str, Counter] = counters(
+    failures: Mapping[str, Counter] = counter(
         "grpo_environment_failures_total",
         "tickets",
         "Failed tickets, by cause: a verifier, rollouts, Redis, or another.",

@@ -12,7 +12,7 @@ from services.generator.concurrency import REASONS, Limit
 from services.generator.engines.base import Gauges
 from services.protocol.messages import SYNC_PHASES, Header
 from services.rollouts.holding import FAILURES
-from services.runtime.metrics import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
+from services.runtime.metrics import Metrics, PhaseClock, counter, gauge, histogram
 from services.verifiers.pool import PoolCounts
 
 HANDED_BACK = ("drain", "load")
@@ -38,7 +38,7 @@ class GeneratorMetrics(Metrics):
     scoring: Gauge = gauge("grpo_generator_scoring", "tickets", "Training tickets whose completions wait for their scores.")
     scoring_limit: Gauge = gauge("grpo_generator_scoring_limit", "tickets", "Maximum number of tickets waiting for scores.")
     limit: Gauge = gauge("grpo_generator_rollouts_limit", "tickets", "Maximum number of tickets that the engine can run.")
-    limit_reason: Mapping[str, Gauge] = gauges(
+    limit_reason: Mapping[str, Gauge] = gauge(
         "grpo_generator_rollouts_limit_reason",
         "",
         "Reason for the limit's last change: 1 for it, 0 for the others.",
@@ -48,7 +48,7 @@ class GeneratorMetrics(Metrics):
     share: Gauge = gauge(
         "grpo_generator_rollouts_share", "tickets", "The pod's share of the slots: tickets that it claims at once."
     )
-    requests: Mapping[str, Gauge] = gauges(
+    requests: Mapping[str, Gauge] = gauge(
         "grpo_generator_requests",
         "",
         "Completions in the engine: being sampled, or waiting for their first token.",
@@ -64,7 +64,7 @@ class GeneratorMetrics(Metrics):
         "grpo_generator_refused_submits_total", "tickets", "Groups refused on submission because their lease was lost."
     )
     lost: Counter = counter("grpo_generator_lost_leases_total", "tickets", "Tickets whose lease was lost to another pod.")
-    failures: Mapping[str, Counter] = counters(
+    failures: Mapping[str, Counter] = counter(
         "grpo_generator_failures_total",
         "tickets",
         "Failed rollouts, by cause: a verifier, the engine, Redis, or another.",
@@ -74,7 +74,7 @@ class GeneratorMetrics(Metrics):
     given_up: Counter = counter(
         "grpo_generator_given_up_tickets_total", "tickets", "Tickets moved to the dead letters after their last attempt."
     )
-    handed_back: Mapping[str, Counter] = counters(
+    handed_back: Mapping[str, Counter] = counter(
         "grpo_generator_handed_back_total",
         "tickets",
         "Tickets handed back, because of a drain or of load on the engine.",
@@ -95,7 +95,7 @@ class GeneratorMetrics(Metrics):
         "grpo_generator_verifier_busy_seconds_total", "seconds", "Time that verifier workers were busy."
     )
     verifier_restarts: Counter = counter("grpo_generator_verifier_restarts_total", "", "Restarts of verifier workers.")
-    sync_s: Mapping[str, Histogram] = histograms(
+    sync_s: Mapping[str, Histogram] = histogram(
         "grpo_generator_sync_seconds",
         "seconds",
         "Duration of the phases of weight-sync rounds: the pod's own part of each, and its waits for the others.",

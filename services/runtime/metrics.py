@@ -51,39 +51,23 @@ class Declared:
         return {value: made.labels(value) for value in self.values} if self.values else made
 
 
-def counter(name: str, unit: Unit, help: str) -> Any:
-    """Declare a `Counter`. Like dataclasses' `field`, these functions return a placeholder for the attribute."""
-    return Declared(name, "counter", unit, help)
+def counter(name: str, unit: Unit, help: str, label: str = "", values: Sequence[str] = (), bound: str = "") -> Any:
+    """Declare a `Counter`, or one for every value of `label`. With `bound`, which says what bounds the values, `labels(value)`
+    creates one. Like dataclasses' `field`, these functions return a placeholder for the attribute.
+    """
+    return Declared(name, "counter", unit, help, label, tuple(values), bound)
 
 
-def counters(name: str, unit: Unit, help: str, label: str, values: Sequence[str]) -> Any:
-    """Declare a `Counter` for every value of `label`."""
-    return Declared(name, "counter", unit, help, label, tuple(values))
+def gauge(name: str, unit: Unit, help: str, label: str = "", values: Sequence[str] = (), bound: str = "") -> Any:
+    """Declare a `Gauge`, likewise."""
+    return Declared(name, "gauge", unit, help, label, tuple(values), bound)
 
 
-def gauge(name: str, unit: Unit, help: str) -> Any:
-    """Declare a `Gauge`."""
-    return Declared(name, "gauge", unit, help)
-
-
-def gauges(name: str, unit: Unit, help: str, label: str, values: Sequence[str]) -> Any:
-    """Declare a `Gauge` for every value of `label`."""
-    return Declared(name, "gauge", unit, help, label, tuple(values))
-
-
-def histogram(name: str, unit: Unit, help: str, buckets: Sequence[float] = SECONDS) -> Any:
-    """Declare a `Histogram`."""
-    return Declared(name, "histogram", unit, help, buckets=tuple(buckets))
-
-
-def histograms(name: str, unit: Unit, help: str, label: str, values: Sequence[str], buckets: Sequence[float] = SECONDS) -> Any:
-    """Declare a `Histogram` for every value of `label`."""
+def histogram(
+    name: str, unit: Unit, help: str, label: str = "", values: Sequence[str] = (), buckets: Sequence[float] = SECONDS
+) -> Any:
+    """Declare a `Histogram`, or one for every value of `label`."""
     return Declared(name, "histogram", unit, help, label, tuple(values), buckets=tuple(buckets))
-
-
-def bounded(kind: Literal["counter", "gauge"], name: str, unit: Unit, help: str, label: str, bound: str) -> Any:
-    """Declare a metric whose label has the values that `bound` names; `labels(value)` creates one."""
-    return Declared(name, kind, unit, help, label, bound=bound)
 
 
 def declarations(metrics: type[Metrics]) -> dict[str, Declared]:

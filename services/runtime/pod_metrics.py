@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.runtime.activity import ACTIVITIES, Activity
 from services.runtime.loops import Loop
-from services.runtime.metrics import Metrics, bounded, counters, gauge
+from services.runtime.metrics import Metrics, counter, gauge
 from services.runtime.tracing import OUTCOMES
 
 
@@ -23,31 +23,20 @@ class PodMetrics(Metrics):
         self._shown: dict[str, float] = {}  # totals counted elsewhere, as last read
 
     ready: Gauge = gauge("grpo_pod_ready", "", "1 while the pod is ready for work (/health/ready).")
-    silent: Gauge = bounded(
-        "gauge",
-        "grpo_pod_loop_silent_seconds",
-        "seconds",
-        "Time since a loop last made progress.",
-        "loop",
-        "loops of the service",
+    silent: Gauge = gauge(
+        "grpo_pod_loop_silent_seconds", "seconds", "Time since a loop last made progress.", "loop", bound="loops of the service"
     )
-    limits: Gauge = bounded(
-        "gauge",
+    limits: Gauge = gauge(
         "grpo_pod_loop_limit_seconds",
         "seconds",
         "Silence after which the pod counts as dead; +Inf: no limit.",
         "loop",
-        "loops of the service",
+        bound="loops of the service",
     )
-    failures: Counter = bounded(
-        "counter",
-        "grpo_pod_loop_failures_total",
-        "",
-        "Failures after which a loop was restarted.",
-        "loop",
-        "loops of the service",
+    failures: Counter = counter(
+        "grpo_pod_loop_failures_total", "", "Failures after which a loop was restarted.", "loop", bound="loops of the service"
     )
-    spans: Mapping[str, Counter] = counters(
+    spans: Mapping[str, Counter] = counter(
         "grpo_pod_spans_total",
         "spans",
         "Trace spans: sent, refused by the collector, or dropped because the queue was full.",
@@ -55,7 +44,7 @@ class PodMetrics(Metrics):
         OUTCOMES,
     )
 
-    activity_s: Mapping[str, Counter] = counters(
+    activity_s: Mapping[str, Counter] = counter(
         "grpo_pod_activity_seconds_total",
         "seconds",
         "Time since the process started, by activity, of pods that hold devices; `idle` is the wait for data or tickets.",

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.algorithm.histograms import separated
 from services.protocol.messages import SYNC_PHASES, StepPlan
-from services.runtime.metrics import Metrics, PhaseClock, bounded, counter, counters, gauge, histogram, histograms
+from services.runtime.metrics import Metrics, PhaseClock, counter, gauge, histogram
 
 ACTIVITY = {
     "restoring": "loading",
@@ -31,11 +31,11 @@ class TrainerMetrics(Metrics):
 
     steps: Counter = counter("grpo_trainer_steps_total", "steps", "Steps trained by this process, including retrained ones.")
     step: Gauge = gauge("grpo_trainer_step", "steps", "Last step that the weights include; -1 if none.")
-    phase_s: Mapping[str, Counter] = counters(
+    phase_s: Mapping[str, Counter] = counter(
         "grpo_trainer_phase_seconds_total", "seconds", "Time the trainer spent in each phase.", "phase", PHASES
     )
     step_s: Histogram = histogram("grpo_trainer_step_seconds", "seconds", "Duration of a step: training and weight sync.")
-    part_s: Mapping[str, Counter] = counters(
+    part_s: Mapping[str, Counter] = counter(
         "grpo_trainer_part_seconds_total",
         "seconds",
         "Training time on rank 0, by part; `fetch` is the wait for rows.",
@@ -49,7 +49,7 @@ class TrainerMetrics(Metrics):
         "seconds",
         "Time to write a step's metrics to Redis, which is all that trackers cost a step.",
     )
-    sync_s: Mapping[str, Histogram] = histograms(
+    sync_s: Mapping[str, Histogram] = histogram(
         "grpo_trainer_sync_seconds",
         "seconds",
         "Duration of each phase of weight-sync rounds, up to the last answer.",
@@ -70,13 +70,12 @@ class TrainerMetrics(Metrics):
     failed_checkpoints: Gauge = gauge(
         "grpo_trainer_failed_checkpoints", "", "Checkpoints that failed since the last successful one."
     )
-    last: Gauge = bounded(
-        "gauge",
+    last: Gauge = gauge(
         "grpo_trainer_step_metric",
         "",
         "Metrics of the last step, named as in docs/metrics.md, without histograms.",
         "name",
-        "docs/metrics.md",
+        bound="docs/metrics.md",
     )
 
     def __init__(self, registry: CollectorRegistry) -> None:
