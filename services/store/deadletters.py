@@ -4,9 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from services.store.batching import pieces
 from services.store.facet import TOGETHER, Facet, token
-from services.store.inspection_records import DeadLetter, Requeued
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """An entry of the dead-letter stream."""
+
+    id: str
+    ticket: str
+    reason: str
+    failed: bool
+    """Whether the ledger counts its ticket as failed; False: the ticket was never issued."""
+    body: bytes
+    """The ticket or header that failed, or other bytes found in its place."""
+
+    @property
+    def at_s(self) -> float:
+        """Return its time, in Unix seconds of the server."""
+        return int(self.id.partition("-")[0]) / 1000
+
+
+class Requeued(msgspec.Struct, frozen=True):
+    """Result of `requeue` for a dead letter."""
+
+    id: str
+    ticket: str
+    refusal: str
+    """Why it was left unchanged; empty: its ticket was put back, to be issued again."""
+    before: bool
+    """Whether an earlier call put it back."""
 
 
 class DeadLetterStream(Facet):

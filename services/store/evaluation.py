@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
 import msgspec
 
@@ -55,10 +55,8 @@ class EvaluationCalls(Facet):
 
         Returns False if another is open, or this version was handled before.
         """
-        args: list[Any] = []
-        for ticket in tickets:
-            args += (ticket.id, codec.encode(ticket), int(ticket.source in environments))
-        return bool(await self._redis.call("eval_open", fence, version, *args))
+        args = ((ticket.id, codec.encode(ticket), int(ticket.source in environments)) for ticket in tickets)
+        return bool(await self._redis.call("eval_open", fence, version, *chain(*args)))
 
     async def skip(self, fence: int, version: int, rounds: int) -> bool:
         """Count `rounds` rounds up to `version` as skipped. Returns False if that was done before."""

@@ -1,26 +1,115 @@
 """Reads a run for people: a page of the replay table, a ticket's whereabouts, the plan of a step.
 
 Guarantees: reads only; values that belong together are read at the same instant; no call costs more than its page, the kept plans
-or the tickets in progress.
+or the tickets in progress; bytes that are not a valid message are a missing value, never an error.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from services.protocol import codec
-from services.protocol.messages import Header, RankPlan, StepPlan
+from services.protocol.messages import Header, RankPlan, StepPlan, Ticket
 from services.protocol.payloads import Payload
 from services.store.batching import pieces
 from services.store.facet import TOGETHER, Entry, Facet, named
-from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.store.records import HeaderEntry, read_claim, read_header
 from services.store.step_records import find_record
 
 Sort = Literal["order", "version", "weight"]
+
+TICKET_ID = re.compile(r"[0-9]{1,9}-[0-9]{1,9}", re.ASCII)  # same as in functions/deadletters.lua: rows fit a bitmap
+
+
+class TableState(msgspec.Struct, frozen=True):
+    """The replay table as a whole."""
+
+    size: int
+    weight_sum: float | None
+    """Sum of weights; None: its groups have no weights."""
+    uses: dict[int, int]
+    """Times drawn -> groups of the table."""
+    next_step: int
+    """The step that is prepared next."""
+    sampler: str = ""
+    remover: str = ""
+    capacity: int = 0
+    max_uses: int = 0
+    inserted: int = 0
+    drawn: int = 0
+
+
+class GroupRecord(msgspec.Struct, frozen=True):
+    """What Redis stores of a settled group."""
+
+    group: str
+    payload: str
+    uses: int
+    header: Header | None
+
+
+class TableRow(msgspec.Struct, frozen=True):
+    """A group in the replay table."""
+
+    record: GroupRecord
+    weight: float | None
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """How a ticket ended without being trained."""
+
+    outcome: str
+    """`stale`, `evicted`, `filtered:<why>` or `failed`."""
+    dead_letter: str
+    """Its dead letter, if it failed."""
+    at_s: float
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """Everything that names a ticket, at the same instant."""
+
+    ticket: str
+    outstanding: int | None
+    """Issue sequence, while it is issued and not settled."""
+    reissue: bool
+    """Whether a restore interrupted it, and it was not issued again since."""
+    requeued: bool
+    record: GroupRecord | None
+    in_table: bool
+    weight: float | None
+    trained: bool
+    drop: Drop | None
+    kept_steps: range
+    """Steps whose plans are kept."""
+    committed_step: int
+
+
+class IssuedTicket(msgspec.Struct, frozen=True):
+    """A ticket that is waiting or being generated."""
+
+    ticket: Ticket | None
+    consumer: str
+    """The consumer that holds it, or empty."""
+    fence: int
+    idle_s: float
+    """Seconds since its lease was last renewed."""
+    attempts: int
+    """Number of failures reported."""
+    expiries: int
+    """Number of leases that expired."""
+
+
+class KeptStep(msgspec.Struct, frozen=True):
+    """A step that was prepared and is not retired."""
+
+    plan: StepPlan
+    fresh: frozenset[str]
+    """Groups that train for the first time."""
+    ranks: list[RankPlan]
 
 
 class Inspection(Facet):
@@ -65,7 +154,7 @@ class Inspection(Facet):
         return found
 
     async def whereabouts(self, ticket: str) -> Whereabouts:
-        """Return everything that names a ticket of the form `<epoch>-<row>` (`inspection_records.TICKET_ID`)."""
+        """Return everything that names a ticket of the form `<epoch>-<row>` (`TICKET_ID`)."""
         keys, (epoch, row) = self._keys, map(int, ticket.split("-"))
         run, outstanding, reissue, requeued, group, order, weight, trained, drop = await self._redis.at_once(
             ("HMGET", keys.run, "retired_step", "prepared_step", "committed_step"),

@@ -8,7 +8,7 @@ the beginning; what an interrupted deletion leaves is not taken for a run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,13 +99,9 @@ class Restores(Facet):
         await write([("ZADD", self._keys.requeued, place, name) for place, name in enumerate(head.requeued)])
         for departed in pieces(head.departed if target.whole else [], 1000):
             await write([("RPUSH", self._keys.departed, *departed)])
-        for stream, key, last in (
-            (self._keys.metrics, "step", head.step),
-            (self._keys.evaluations, "eval/version", head.step + 1),
-        ):
-            await self._forget_after(stream, key, last, write, alive)
-        fields = [part for item in target.fields.items() for part in item]
-        await self._redis.call("restore_end", fence, head.step, *fields)
+        await self._forget_after(self._keys.metrics, "step", head.step, write, alive)
+        await self._forget_after(self._keys.evaluations, "eval/version", head.step + 1, write, alive)
+        await self._redis.call("restore_end", fence, head.step, *_flat(target.fields))
         return abandoned
 
     async def _without_lost_round(self, target: Restoration, step: int) -> tuple[Restoration, str]:
@@ -232,5 +228,5 @@ def _placed(piece: Groups, fence: int) -> tuple[Groups, dict[str, bytes]]:
     return Groups(groups), payloads
 
 
-def _flat(fields: dict[str, Any]) -> list[Any]:
+def _flat(fields: Mapping[str, Any]) -> list[Any]:
     return [part for item in fields.items() for part in item]

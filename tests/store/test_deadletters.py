@@ -10,7 +10,8 @@ import pytest
 
 from services.operations.inspection.ledger import audit
 from services.store import Store
-from services.store.inspection_records import Drop, Requeued
+from services.store.deadletters import Requeued
+from services.store.inspection import Drop
 from services.store.snapshot_format import Snapshot
 from tests.support import flow
 from tests.support.flow import buffer, claim, counts, header, issue, payload_bytes, prepare, settle, start, submit
@@ -149,7 +150,7 @@ async def test_requeueing_notifies_the_leader(store: Store) -> None:
     team = await start(store)
     id = await bury(store, team)
     async with store.monitor.listening() as notifications:
-        await notifications.add("slots")
+        notifications.add("slots")
         heard = aiter(notifications)
         assert await anext(heard) == "slots", "it is subscribed to"
         await store.dead_letters.requeue([id])

@@ -11,8 +11,7 @@ import msgspec
 from services.operations.inspection.answer import MAX_PAGE, Answer
 from services.protocol.errors import NotFound
 from services.store import Store
-from services.store.inspection import Sort
-from services.store.inspection_records import TableRow, TableState
+from services.store.inspection import Sort, TableRow, TableState
 
 
 class BufferGroup(Answer):

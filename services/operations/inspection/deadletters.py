@@ -14,7 +14,7 @@ from services.protocol import codec
 from services.protocol.errors import NotFound
 from services.protocol.messages import Header, Ticket
 from services.store import Store
-from services.store.inspection_records import DeadLetter, Requeued
+from services.store.deadletters import DeadLetter, Requeued
 
 ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}", re.ASCII)
 LAST_S = 253_402_300_799  # end of the year 9999: an entry written by another program may have any id

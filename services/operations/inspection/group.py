@@ -27,7 +27,7 @@ from services.protocol.errors import NotFound
 from services.protocol.messages import Header, Ticket
 from services.protocol.payloads import Payload
 from services.store import Store
-from services.store.inspection_records import TICKET_ID, IssuedTicket, Whereabouts
+from services.store.inspection import TICKET_ID, IssuedTicket, Whereabouts
 
 Place = Literal[
     "waiting", "generating", "finished", "interrupted", "moving", "requeued", "replay", "drawn", "trained", "failed", "dropped"

@@ -9,7 +9,7 @@ from services.operations.inspection.answer import MAX_PAGE, Answer
 from services.protocol.errors import NotFound
 from services.protocol.messages import Sample
 from services.store import Store
-from services.store.inspection_records import GroupRecord, KeptStep
+from services.store.inspection import GroupRecord, KeptStep
 
 
 class Spread(Answer):
