@@ -189,14 +189,13 @@ async def rest(kind: str, given: Arguments) -> bool:
     the memory of its engine or its ranks is free. It is ready, since it waits for nothing; so a finished run's release can be
     upgraded.
     """
-    if not given.stay or not await _over(kind, given.config):
+    if not given.stay:
         return False
     async with open_service(kind, given.config, given.name) as service:
-        service.say(phase="finished")
         while (state := await service.view.refresh()) and state.finished:
-            if service.stopping.is_set():
+            service.say(phase="finished")
+            if await is_set_within(service.stopping, REST_POLL_S):
                 return True
-            await is_set_within(service.stopping, REST_POLL_S)
         return service.stopping.is_set()
 
 
@@ -224,15 +223,6 @@ def main(
     except (*FATAL, StoreError) as error:
         return report(error)
     return EXIT_OK
-
-
-async def _over(kind: str, config: RunConfig) -> bool:
-    store = await connect(kind, config)
-    try:
-        state = await store.run.state()
-    finally:
-        await store.close()
-    return state is not None and bool(state.finished)
 
 
 async def _live(kind: str, given: Arguments, work: Callable[[Arguments], Awaitable[None]], rests: bool) -> None:

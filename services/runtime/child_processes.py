@@ -111,17 +111,14 @@ class ChildProcess:
         """
         if self.code in (None, 0, -signal.SIGTERM):
             return ""
-        logged = "" if self.code == -signal.SIGKILL else self._logged_cause()
+        logged = ""
+        if self.code != -signal.SIGKILL and self.log is not None and self.log.exists():
+            with self.log.open("rb") as file:
+                file.seek(max(self._log_start, self.log.stat().st_size - LAST_WORDS_BYTES))
+                logged = cause(file.read().decode(errors="replace"))
         if (self.code == -signal.SIGKILL or VAGUE.search(logged)) and oom_kills() > self._oom_kills:
             return OUT_OF_MEMORY
         return logged
-
-    def _logged_cause(self) -> str:
-        if self.log is None or not self.log.exists():
-            return ""
-        with self.log.open("rb") as file:
-            file.seek(max(self._log_start, self.log.stat().st_size - LAST_WORDS_BYTES))
-            return cause(file.read().decode(errors="replace"))
 
 
 class ChildService:

@@ -24,6 +24,7 @@ class EventFiles:
     """A folder for `tensorboard --logdir`."""
 
     durable = True
+    """Whether written records survive this process at once, or only after `close`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

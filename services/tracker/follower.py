@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -31,6 +31,10 @@ from services.runtime.loops import Loop, is_set_within
 from services.store import Store
 from services.tracker.metrics import TrackerMetrics
 
+if TYPE_CHECKING:
+    from services.tracker.event_files import EventFiles
+    from services.tracker.wandb_run import WandbRun
+
 log = structlog.get_logger()
 
 POLL_S = 1.0  # the longest delay until a step reaches its tracker
@@ -39,20 +43,6 @@ BACKLOG_S = 2.0  # seconds between reads of the last recorded step
 
 Record = dict[str, float]
 """Metrics by name, with the keys `step` and `time_s` for a training step, and `eval/version` for an evaluation round."""
-
-
-class Tracker(Protocol):
-    """A destination of records. It may raise anything and may be slow, since its caller takes no part in training."""
-
-    durable: bool  # whether written records survive this process at once, or only after `close`
-
-    def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
-        """Write training steps and evaluation rounds, in order."""
-        ...
-
-    def close(self) -> None:
-        """Finish writing. When it returns, all records survive this process."""
-        ...
 
 
 class Position(msgspec.Struct):
@@ -75,7 +65,7 @@ class Follower:
         """The last step written to the tracker, durably or not."""
         self._config, self._folder, self._stopping = config, folder, stopping
         self._feed = RunFeed(store, config.fleet.ttl_s)
-        self._tracker: Tracker | None = None
+        self._tracker: EventFiles | WandbRun | None = None
         self._reached: Position | None = None  # what the tracker has, durably or not; None: unknown
         self._failing = False
 
@@ -176,7 +166,7 @@ class Follower:
         replace(self._path, msgspec.json.encode(position))
 
 
-def open_tracker(name: str, config: RunConfig, folder: Path, identity: str) -> Tracker:
+def open_tracker(name: str, config: RunConfig, folder: Path, identity: str) -> EventFiles | WandbRun:
     """Return the tracker `name`, which writes under `folder`. Each imports its own library, which takes seconds."""
     if name == "tensorboard":
         from services.tracker.event_files import EventFiles
