@@ -118,7 +118,7 @@ def files_router(service: Service) -> APIRouter:
     @router.get("/configuration")
     async def configuration() -> ConfigurationReport:
         """Return every key of the configuration with its value."""
-        return ConfigurationReport(keys=_keys(service.config))
+        return ConfigurationReport(keys=configuration_keys(service.config))
 
     @router.get("/runs")
     async def runs() -> OtherRuns:
@@ -146,7 +146,8 @@ def _beside(folder: Path) -> list[str]:
         return []
 
 
-def _keys(config: RunConfig) -> list[ConfigurationKey]:
+def configuration_keys(config: RunConfig) -> list[ConfigurationKey]:
+    """Return every key of a configuration, without secrets."""
     helps = {key.key: " ".join(key.help.split()) for key in keys()}
     found = list[ConfigurationKey]()
 

@@ -141,7 +141,7 @@ def samples_router(service: Service) -> APIRouter:
         tokens: list[int] = row.pop("tokens") or []
         logprobs: list[float] = row.pop("logprobs") or []
         gaps: list[float | None] = row.pop("gaps") or [None] * len(tokens)
-        pieces = await asyncio.to_thread(_pieces, reader, tokens[:TOKENS])
+        pieces = await asyncio.to_thread(pieces_of, reader, tokens[:TOKENS])
         given = [
             SampledToken(text=text, logprob=_finite(logprob), gap=_finite(gap))
             for text, logprob, gap in zip(pieces, logprobs, gaps, strict=False)
@@ -168,7 +168,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and abs(value) < float("inf") else None
 
 
-def _pieces(reader: TextReader, tokens: Sequence[int]) -> list[str]:
+def pieces_of(reader: TextReader, tokens: Sequence[int]) -> list[str]:
     """Return the text that each token adds. A character made of several tokens belongs to the last one, as does the rest of one
     that is cut off.
     """

@@ -213,7 +213,7 @@ def test_the_configuration_is_shown_without_secrets(tmp_path: Path) -> None:
         "generator.engine_options={hf_token='s3cret'}",
         "tracing.endpoint=http://u:s3cret@traces:4318/v1?api_key=s3cret&region=west",
     )  # fmt: skip
-    keys = {key.key: key.value for key in files._keys(config)}
+    keys = {key.key: key.value for key in files.configuration_keys(config)}
     assert keys["redis.url"] == "redis://(hidden)@here:6379/0?password=(hidden)"
     assert keys["tracing.endpoint"] == "http://(hidden)@traces:4318/v1?api_key=(hidden)&region=west"
     assert keys["verifiers"][0]["options"] == {"deep": [{"api_key": "(hidden)", "n": 3}]}

@@ -121,6 +121,6 @@ class _Bytes:
 
 def test_the_text_of_tokens_is_complete_even_if_a_character_is_cut_off() -> None:
     for text in (b"a\xc3\xa9", b"a\xc3", b"\x80\x80\x80", "über €".encode() + b"\xe2\x82"):
-        pieces = samples._pieces(_Bytes(), [*text])  # type: ignore[arg-type]
+        pieces = samples.pieces_of(_Bytes(), [*text])  # type: ignore[arg-type]
         assert "".join(pieces) == text.decode(errors="replace")
-    assert samples._pieces(_Bytes(), [*"aé".encode()]) == ["a", "", "é"]  # type: ignore[arg-type]
+    assert samples.pieces_of(_Bytes(), [*"aé".encode()]) == ["a", "", "é"]  # type: ignore[arg-type]

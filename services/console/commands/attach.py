@@ -56,6 +56,15 @@ class Attached:
         """Return after how many seconds a pod without a heartbeat counts as gone."""
         return (self.config.fleet if self.config else Fleet()).ttl_s
 
+    @property
+    def later(self) -> str:
+        """End of a message about a request, which a stopped run applies later."""
+        return "" if self.live else "; the run is stopped and applies this when it resumes"
+
+    def patience_s(self, wait_s: float) -> float:
+        """Return how long to wait for the run to comply: a stopped one does not."""
+        return wait_s if self.live else 0.0
+
     def condition(self, state: RunState | None) -> Condition:
         """Return what the run is doing."""
         return condition(state, live=self.runs, left=self.folder.condition_left() if self.folder else None)

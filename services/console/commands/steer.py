@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -25,7 +24,6 @@ from services.http.asking import Unanswered, ask
 from services.http.credentials import API_TOKEN_ENV, api_tokens
 from services.operations.control import InvalidRequest, Refused, RunControl
 from services.protocol.errors import NotFound
-from services.store import RunState
 from services.store.records import ROLES
 from services.store.records import Role as PausedRole
 
@@ -42,10 +40,9 @@ async def pause(
     steps. With --wait, exit code 1: some pods did not pause in time.
     """
     roles = _roles_of(role)
-    async with _controlled(run, redis_url) as found:
-        found.refuse_finished(REMEDY)
-        left = await found.control.pause(roles, why or "grpo pause", who(), found.patience_s(wait))
-    return found.conclude(f"{', '.join(roles)} paused", left, wait, as_json)
+    async with _controlled(run, redis_url, REMEDY) as (found, control):
+        left = await control.pause(roles, why or "grpo pause", who(), found.patience_s(wait))
+    return _requested(found, f"{', '.join(roles)} paused", left, wait, as_json)
 
 
 async def resume(
@@ -56,10 +53,9 @@ async def resume(
     With --wait, exit code 1: some pods did not resume in time.
     """
     roles = _roles_of(role)
-    async with _controlled(run, redis_url) as found:
-        found.refuse_finished(REMEDY)
-        left = await found.control.resume(roles, why or "grpo resume", who(), found.patience_s(wait))
-    return found.conclude(f"{', '.join(roles)} resumed", left, wait, as_json)
+    async with _controlled(run, redis_url, REMEDY) as (found, control):
+        left = await control.resume(roles, why or "grpo resume", who(), found.patience_s(wait))
+    return _requested(found, f"{', '.join(roles)} resumed", left, wait, as_json)
 
 
 async def scale(
@@ -75,10 +71,10 @@ async def scale(
     exit code 1: the fleet did not reach that size in time.
     """
     number, run = _number_and_run(words)
-    async with _controlled(run, redis_url) as found:
-        left = await found.control.scale(number, why or "grpo scale", who(), found.patience_s(wait))
+    async with _controlled(run, redis_url) as (found, control):
+        left = await control.scale(number, why or "grpo scale", who(), found.patience_s(wait))
     waits = "; the run waits until there is one" if number == 0 else ""
-    return found.conclude(f"desired generators set to {number}{waits}", left, wait, as_json)
+    return _requested(found, f"desired generators set to {number}{waits}", left, wait, as_json)
 
 
 async def drain(
@@ -121,13 +117,13 @@ async def checkpoint(run: Run = "", redis_url: RedisUrl = "", why: Why = "", wai
 
     A step in training is finished first. With --wait, exit code 1: the checkpoint was not written in time, or could not be.
     """
-    async with _controlled(run, redis_url) as found:
-        asked = await found.control.checkpoint(why or "grpo checkpoint", who(), found.patience_s(wait))
+    async with _controlled(run, redis_url) as (found, control):
+        asked = await control.checkpoint(why or "grpo checkpoint", who(), found.patience_s(wait))
     if asked.saved:
-        return _conclude(f"{found.prefix}checkpoint of step {asked.step} written", [], wait, as_json)
+        return _conclude(f"run {found.name}: checkpoint of step {asked.step} written", [], wait, as_json)
     if asked.failure:
-        raise ConsoleError(f"{found.prefix}{asked.failure}", EXIT_FAILED)
-    return found.conclude(f"checkpoint requested, of step {asked.step} or the step in training", ["trainer"], wait, as_json)
+        raise ConsoleError(f"run {found.name}: {asked.failure}", EXIT_FAILED)
+    return _requested(found, f"checkpoint requested, of step {asked.step} or the step in training", ["trainer"], wait, as_json)
 
 
 async def restore(
@@ -143,13 +139,13 @@ async def restore(
     A stopped run is restored when it resumes. Later steps are trained again, on the same prompts in the same order. With
     --wait, exit code 1: the run was not restored, or not in time.
     """
-    async with _controlled(run, redis_url) as found:
-        asked = await found.control.restore(step, why or "grpo restore", who(), found.patience_s(wait))
+    async with _controlled(run, redis_url) as (found, control):
+        asked = await control.restore(step, why or "grpo restore", who(), found.patience_s(wait))
     if asked.failure:
-        raise ConsoleError(f"{found.prefix}not restored to step {step}: {asked.failure}", EXIT_FAILED)
+        raise ConsoleError(f"run {found.name}: not restored to step {step}: {asked.failure}", EXIT_FAILED)
     if wait and not asked.waiting_for:
-        return _conclude(f"{found.prefix}restored to step {step}", [], wait, as_json)
-    return found.conclude(f"restore to step {step} requested", asked.waiting_for, wait, as_json)
+        return _conclude(f"run {found.name}: restored to step {step}", [], wait, as_json)
+    return _requested(found, f"restore to step {step} requested", asked.waiting_for, wait, as_json)
 
 
 async def stop(
@@ -160,15 +156,14 @@ async def stop(
     The trainer finishes its step, saves and ends the run. To resume later, press Ctrl-C in `grpo run` instead. With --wait, exit
     code 1: the run did not end in time.
     """
-    async with _controlled(run, redis_url) as found:
-        found.refuse_finished()
+    async with _controlled(run, redis_url, "") as (found, control):
         if not (yes or as_json):
-            where = f" in {found.attached.folder.path}" if found.attached.folder else ""
-            confirm(f"End run {found.attached.name}{where} permanently? To resume it later, press Ctrl-C in grpo run instead.")
-        left = await found.control.stop(why or "grpo stop", who(), found.patience_s(wait))
+            where = f" in {found.folder.path}" if found.folder else ""
+            confirm(f"End run {found.name}{where} permanently? To resume it later, press Ctrl-C in grpo run instead.")
+        left = await control.stop(why or "grpo stop", who(), found.patience_s(wait))
     if wait and not left:
-        return _conclude(f"{found.prefix}ended", [], wait, as_json)
-    return found.conclude("stop requested: the trainer finishes its step, saves and ends the run", left, wait, as_json)
+        return _conclude(f"run {found.name}: ended", [], wait, as_json)
+    return _requested(found, "stop requested: the trainer finishes its step, saves and ends the run", left, wait, as_json)
 
 
 async def requeue(
@@ -190,62 +185,36 @@ async def requeue(
         raise ConsoleError(
             "give exactly one of: ids of dead letters (see grpo inspect deadletter), --reason TEXT, --all", EXIT_CONFIG
         )
-    async with _controlled(run, redis_url) as found:
-        answer = await found.control.requeue(ids or None, reason)
+    async with _controlled(run, redis_url) as (found, control):
+        answer = await control.requeue(ids or None, reason)
     if as_json:
         print_json(answer)
     else:
         if answer.requeued or answer.refused:
             show(shown(answer))
-        print(f"{found.prefix}{len(answer.requeued)} requeued, {len(answer.refused)} refused{found.later}")
+        print(f"run {found.name}: {len(answer.requeued)} requeued, {len(answer.refused)} refused{found.later}")
     return EXIT_FAILED if answer.refused and not answer.requeued else EXIT_OK
 
 
-@dataclass(frozen=True)
-class Controlled:
-    """A run that a command controls."""
-
-    attached: Attached
-    control: RunControl
-    state: RunState
-    """Its state before the request."""
-
-    @property
-    def prefix(self) -> str:
-        """Start of messages about the run."""
-        return f"run {self.attached.name}: "
-
-    @property
-    def later(self) -> str:
-        """End of a message about a request, which a stopped run applies later."""
-        return "" if self.attached.live else "; the run is stopped and applies this when it resumes"
-
-    def patience_s(self, wait_s: float) -> float:
-        """Return how long to wait for the run to comply: a stopped one does not."""
-        return wait_s if self.attached.live else 0.0
-
-    def refuse_finished(self, remedy: str = "") -> None:
-        """Raise `Refused` if the run has finished: there is nothing left to apply a request to."""
-        if self.state.finished:
-            raise Refused(f"it has already finished: {self.state.finished}{remedy}")
-
-    def conclude(self, what: str, left: Sequence[str], wait_s: float, as_json: bool) -> int:
-        """Print the result of a request and return the exit code."""
-        return _conclude(f"{self.prefix}{what}{self.later}", left, wait_s, as_json, self.attached.live)
-
-
 @contextlib.asynccontextmanager
-async def _controlled(run: str, redis_url: str) -> AsyncIterator[Controlled]:
-    """Reach a run's Redis. Turn refusals into one-line errors."""
-    async with attach(run, redis_url) as attached:
-        state, config, folder = await existing(attached), attached.config, attached.folder
-        control = RunControl(
-            attached.store, attached.ttl_s, config.fleet if config else None, folder.checkpoints if folder else None
-        )
+async def _controlled(run: str, redis_url: str, remedy: str | None = None) -> AsyncIterator[tuple[Attached, RunControl]]:
+    """Reach a run's Redis. Turn refusals into one-line errors.
+
+    `remedy`: refuse a run that has finished, with this remedy; None: such a run can be controlled, too.
+    """
+    async with attach(run, redis_url) as found:
+        state, fleet = await existing(found), found.config.fleet if found.config else None
         try:
-            yield Controlled(attached, control, state)
+            if state.finished and remedy is not None:
+                raise Refused(f"it has already finished: {state.finished}{remedy}")
+            yield found, RunControl(found.store, found.ttl_s, fleet, found.folder.checkpoints if found.folder else None)
         except (InvalidRequest, NotFound, Refused) as error:
-            raise ConsoleError(f"run {attached.name}: {error}", EXIT_CONFIG) from None
+            raise ConsoleError(f"run {found.name}: {error}", EXIT_CONFIG) from None
+
+
+def _requested(found: Attached, what: str, left: Sequence[str], wait_s: float, as_json: bool) -> int:
+    """Print the result of a request, which a stopped run applies later, and return the exit code."""
+    return _conclude(f"run {found.name}: {what}{found.later}", left, wait_s, as_json, found.live)
 
 
 def _conclude(what: str, left: Sequence[str], wait_s: float, as_json: bool, live: bool = True) -> int:

@@ -30,11 +30,11 @@ class OneStepAPoll:
     fault = ""
 
     def __init__(self) -> None:
-        self.last, self._step = Poll(), 0
+        self.last, self.step = Poll(), 0
 
     async def poll(self) -> Poll:
-        self.last = Poll(at=0.0, records=[{"step": float(self._step), "time_s": 1.0}])
-        self._step += 1
+        self.last = Poll(at=0.0, records=[{"step": float(self.step), "time_s": 1.0}])
+        self.step += 1
         return self.last
 
     async def poll_to_end(self) -> AsyncGenerator[Poll]:
@@ -76,13 +76,13 @@ async def test_records_that_cannot_be_written_end_no_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def meanwhile() -> None:
-        await wait_until(lambda: observer._step > 3)
+        await wait_until(lambda: observer.step > 3)
         with monkeypatch.context() as disk:
             disk.setattr(Mirror, "_append", full)
-            later = observer._step + 3
-            await wait_until(lambda: observer._step > later)
-        later = observer._step + 3
-        await wait_until(lambda: observer._step > later)
+            later = observer.step + 3
+            await wait_until(lambda: observer.step > later)
+        later = observer.step + 3
+        await wait_until(lambda: observer.step > later)
         assert [child.alive for child in console.children] == [True]
 
     await through(console, meanwhile)
@@ -164,4 +164,4 @@ async def test_a_run_can_be_stopped_before_any_of_its_services_could_be_started(
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(ChildProcess, "start", refused)
-    await through(console, lambda: wait_until(lambda: observer._step > 0 and console.children))
+    await through(console, lambda: wait_until(lambda: observer.step > 0 and console.children))
