@@ -115,7 +115,7 @@ class LoadedVerifier:
 
 
 def _interrupt(*_: object) -> None:
-    raise Overtime
+    raise Overtime("the call exceeded its time limit")
 
 
 def _drawn(results: Any) -> Any:

@@ -22,7 +22,8 @@ WAYS = {
     "settings": settings.attempt,
 }
 """Name of a file -> how its cases are tried: (case, its folder, an empty folder) -> (what was found, whether it is right)."""
-DATA = Path(__file__).parent / "data"
+DATA, MORE = (Path(__file__).parent / name for name in ("data", "more"))
+"""Cases from elsewhere, and the project's own."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.runner import DATA, outcomes, read, summary
+from tests.cases.runner import DATA, MORE, outcomes, read, summary
 
 FILES = ("math", "judge")
 """Files whose cases are all right."""
@@ -18,7 +18,13 @@ KINDS = (
 
 
 def _wrong(kinds: set[str]) -> list[str]:
-    found = [outcome for kind in sorted(kinds) for outcome in outcomes(DATA, kind) if outcome.case["kind"] == kind]
+    found = [
+        outcome
+        for folder in (DATA, MORE)
+        for kind in sorted(kinds)
+        for outcome in outcomes(folder, kind)
+        if outcome.case["kind"] == kind
+    ]
     assert found
     return [f"{one.case['id']}: wanted {one.case['right']!r}, found {one.found!r}" for one in found if not one.right]
 

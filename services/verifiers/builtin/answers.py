@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from services.verifiers.builtin.notation import SPAN, is_unit_word
+from services.verifiers.builtin.notation import MONTH, MORE, SPAN, is_unit_word
 from services.verifiers.builtin.statements import CHARACTERS, Items, Number, Statement, Words, is_name, read
 
 TAIL_CHARACTERS = 2_000
@@ -26,16 +26,21 @@ _JOINT = re.compile(
     r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?\s*=)*"
 )
 _STATED = re.compile(
-    r"(?i)\banswers?\b(?:\s+(?:to|for|of|in)\b[^.\n:]{0,60}?)?[\s*_]*(?:\b(?:is|are|would be|equals)\b|:|=)[\s*_:]*"
+    r"(?i)\b(?:answers?|(?:correct|right|best) (?:option|choice))\b(?:\s+(?:to|for|of|in)\b[^.\n:]{0,60}?)?[\s*_]*"
+    r"(?:\b(?:is|are|would be|equals)\b|:|=)[\s*_:]*"
 )
 _SENTENCE = re.compile(r"\n|[.?](?=[\s*\"'$)]|$)|(?<!\d)!(?=\s|$)")
 _RESTATED = re.compile(
     r",?\s*\b(?:which (?:is|equals|gives|makes|means)|that is|that's|i\.e\.|namely|or equivalently|equivalently|making it),?\s+"
 )
 _NOT_BUT = re.compile(r"(?i)not\b.*?\bbut(?:\s+rather)?\b\s*(.*)", re.DOTALL)
+_MODIFIED = re.compile(
+    rf"(?i)(?:not|at (?:least|most)|{MORE} than|up to|over|under|below|above|twice|double|triple|half|from|between)\b"
+)
 _CLAUSE = re.compile(
-    r"[,;]?\s+(?:because|since|as|so|when|where|if|assuming|given|after|before|while|who|that|thus|hence|therefore|for|with|by)\s|,\s+(?!and\b|or\b)"
-    r"(?=[a-zA-Z]{2,}\b(?!\s*=))|\s+(?:and|or|but)\s+(?=[A-Za-z]{2,}\b)|\s+[-–—]+\s+(?=[a-zA-Z]{2})|\s\((?=[a-zA-Z ]+\))"
+    r"[,;]?\s+(?:because|since|as|so|when|where|if|assuming|given|after|before|while|who|that|thus|hence|therefore|for|with|by)\s|"
+    r",\s+(?!and\b|or\b)(?=[a-zA-Z]{2,}\b(?!\s*=))|\s+[-–—]+\s+(?=[a-zA-Z]{2})|\s\((?=[a-zA-Z ]+\))|"
+    rf"\s+(?:and|or|but)\s+(?!{MORE}\b)(?=[A-Za-z]{{2,}}\b)"
 )
 _MATH_BLOCK = re.compile(r"\\\[(.*?)\\\]|\$\$(.*?)\$\$", re.DOTALL)
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
@@ -46,6 +51,7 @@ _OPERATOR = re.compile(r"[-+*/^=<>≤≥≠≈×·÷−–:|,;]+|\\(?:times|cdot
 _VARIABLE = re.compile(r"[a-zA-Z](?:_\w+|_\{\w+\})?,?")
 _JOINS = frozenset(["and", "or", "minus", "plus", "times", "to"])
 _STARTS = re.compile(r"[(\[{*_\"'$¤€£¥₹|±+−–-]*(?:\d|\.\d|\\[a-zA-Z{(\[]|√|π|∞)")
+_MONTH = re.compile(MONTH)
 _UNIT_WORD = re.compile(r"[a-zA-Zµ°²³^/]{1,20}\d?[,.]?")
 
 
@@ -120,7 +126,7 @@ def _stated(text: str) -> Statement | None:
     sentence = _RESTATED.split(sentence)[-1]
     if (match := _NOT_BUT.fullmatch(sentence)) is not None:
         sentence = match[1]
-    elif re.match(r"(?i)not\b", sentence):
+    elif _MODIFIED.match(sentence):
         return Words(sentence.lower())
     ends = [len(sentence), *reversed([match.start() for match in _CLAUSE.finditer(sentence)])]
     for end in ends:
@@ -148,6 +154,8 @@ def _last(tail: str) -> Statement | None:
     if (len(tail.split()) <= STATED_WORDS or _SPAN.fullmatch(tail.strip())) and (found := read(tail)) is not None:
         return found
     for sentence in reversed(_sentences(_BULLET.sub("", tail))):
+        if re.fullmatch(r"\s*\([^()]*[a-z]{3}[^()]*\)\s*", sentence):  # a remark
+            continue
         spans = _SPAN.sub(lambda m: re.sub(r"\s+", _GLUE, m[0].strip()), sentence)
         for phrase in reversed(list(_phrases(spans.split()))):
             found = next(filter(None, (read(text.replace(_GLUE, " ")) for text in phrase)), None)
@@ -185,7 +193,7 @@ def _phrases(tokens: list[str]) -> Iterator[tuple[str, ...]]:
             if not step:
                 break
             i += step
-        if begin and tokens[begin - 1].lower() in ("either", "between", "not"):
+        if begin and (tokens[begin - 1].lower() in ("either", "between", "not") or _MONTH.fullmatch(tokens[begin - 1])):
             begin -= 1
         run = " ".join(tokens[begin:i])
         follows = (

@@ -29,6 +29,8 @@ from services.verifiers.builtin.statements import Expression, Items, Number, Rat
 
 POWER = 512
 """An answer with a larger power or factorial than this and than the gold answer's does not count: it could take minutes."""
+LATEX_CHARACTERS = 400
+"""Longer LaTeX is not evaluated: parsing it takes seconds."""
 ROUNDED_DIGITS = 6
 """Significant digits from which a decimal equals the exact value that it rounds."""
 FLOAT_DIGITS = 15
@@ -134,13 +136,7 @@ def _near(gold: Number, found: Number) -> bool:
     if gold.places is not None and gold.digits >= ROUNDED_DIGITS:
         places = gold.places - max(0, gold.digits - FLOAT_DIGITS)
         return (found.places is None or found.places >= places or gold.digits > FLOAT_DIGITS) and _rounds(b, a, places)
-    return (
-        a.denominator > 1
-        and gold.places is None
-        and found.places is not None
-        and found.digits >= ROUNDED_DIGITS
-        and _rounds(a, b, found.places)
-    )
+    return gold.places is None and found.places is not None and found.digits >= ROUNDED_DIGITS and _rounds(a, b, found.places)
 
 
 def _rounds(exact: Fraction, rounded: Fraction, places: int) -> bool:
@@ -209,26 +205,17 @@ def _equal_relations(gold: Statement, found: Statement) -> bool:
 def _value(statement: Statement) -> tuple[str, Statement] | None:
     """Return the name and the value of a statement: of an equation with a bare name, of a true one without an unknown, or itself.
 
-    None for any other relation, and for a chain of values that are not equal.
+    None for any other relation.
     """
     if not isinstance(statement, Relation):
         return "", statement
-    assigned, sides = statement.assigned, statement.sides
-    if assigned is not None:
-        values = [side for side in sides if side.text != assigned[0]]
-        name, value = assigned
-        if isinstance(sides[0], Words):
-            name = ""
-    elif {*statement.signs} <= {"=", "\\approx"}:
-        name, value, values = "", sides[-1], list(sides)
-        if any(_unknowns(side) for side in sides):
-            return None
-    else:
+    if statement.assigned is not None:
+        name, value = statement.assigned
+        return "" if isinstance(statement.sides[0], Words) else name, value
+    *others, last = statement.sides
+    if not {*statement.signs} <= {"=", "\\approx"} or any(map(_unknowns, statement.sides)):
         return None
-    exact = values[: statement.signs.index("\\approx")] if "\\approx" in statement.signs and len(values) > 1 else values
-    if len(exact) > 1 and not all(_unknowns(one) or _constant_equal(one, value) for one in exact[:-1]):
-        return None
-    return name, value
+    return ("", last) if all(_constant_equal(one, last) for one in others) else None
 
 
 def _constant_equal(one: Statement, value: Statement) -> bool:
@@ -237,14 +224,13 @@ def _constant_equal(one: Statement, value: Statement) -> bool:
         return True
     if equal(one, value) or equal(value, one):
         return True
-    rounded = isinstance(value, Number) and value.places is not None
-    number = _numeric(one) if rounded else None
-    return number is not None and isinstance(value, Number) and _rounds(number, value.value, cast("int", value.places))
+    if not isinstance(value, Number) or value.places is None:
+        return False
+    number = one.value if isinstance(one, Number) else _numeric(one)
+    return number is not None and _rounds(number, value.value, value.places)
 
 
 def _numeric(statement: Statement) -> Fraction | None:
-    if isinstance(statement, Number):
-        return statement.value
     try:
         (expression,) = _parsed(_latex(statement))
         return Fraction(str(sympy.N(expression, 30)))
@@ -321,10 +307,11 @@ def _equal_expressions(gold: Statement, found: Statement) -> bool:
 
 def _equal_to_number(expression: Any, number: Number) -> bool:
     """Return whether the value of an expression is a number, or is rounded by it."""
-    if expression.free_symbols:
-        return False
+    wanted = sympy.Rational(number.value.numerator, number.value.denominator)
+    if _names(expression):
+        return sympy_symbolic_eq(expression, wanted)
     digits = EVALUATED_DIGITS + len(str(abs(number.value.numerator)))
-    value, wanted = sympy.N(expression, digits), sympy.Rational(number.value.numerator, number.value.denominator)
+    value = _at(expression, (), (), digits)
     if not value.is_number or value.is_real is False:
         return False
     if _close(value, wanted, digits - 20):
@@ -360,9 +347,9 @@ def _names(*expressions: Any) -> list[str]:
     return sorted({symbol.name for expression in expressions for symbol in expression.free_symbols} - {"i"})
 
 
-def _at(expression: Any, names: Sequence[str], point: Sequence[Any]) -> Any:
+def _at(expression: Any, names: Sequence[str], point: Sequence[Any], digits: int = EVALUATED_DIGITS) -> Any:
     values = {symbol: sympy.I if symbol.name == "i" else point[names.index(symbol.name)] for symbol in expression.free_symbols}
-    return sympy.N(expression.subs(values) if values else expression, EVALUATED_DIGITS)
+    return sympy.N(expression.subs(values) if values else expression, digits)
 
 
 def _close(a: Any, b: Any, digits: int = 35) -> bool:
@@ -391,6 +378,8 @@ def _latex(statement: Statement) -> str:
 @lru_cache(maxsize=64)
 def _parsed(latex: str) -> list[Any]:
     """Return what math-verify makes of LaTeX: a list of one, or of none. The caller has a time limit, so its own is off."""
+    if len(latex) > LATEX_CHARACTERS:
+        return []
     read_latex = cast("Callable[..., list[Any]]", parse)
     return read_latex(
         f"\\boxed{{{latex}}}", _LATEX, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None

@@ -6,7 +6,7 @@ import re
 
 _REPLACED = {
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "∪": "\\cup ", "∈": "\\in ",
-    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "√": "\\sqrt ", "²": "^2", "³": "^3", "½": " 1/2", "¼": " 1/4",
+    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "²": "^2", "³": "^3", "½": " 1/2", "¼": " 1/4",
     "¾": " 3/4", "٪": "%", "°": "^\\circ ", "’": "'",
     "<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "==": "=", ":=": "=", "~=": "\\approx ", "\\%": "%", "\\degree": "^\\circ ",
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "{,}": "\u2009", "\\left": "", "\\right": "",
@@ -25,6 +25,10 @@ _MATRIX = re.compile(
     r"(?:[\[(]\s*)?\\begin\{(?:array\}\{[^{}]*|[bp]?matrix)\}(.*?)\\end\{(?:array|[bp]?matrix)\}(?:\s*[\])])?", re.DOTALL
 )
 _PLAIN = re.compile(r"[\w\s.,+-]*", re.ASCII)
+_SIGNS = {"plus": "+", "minus": "-", "times": "\\times ", "x": "\\times ", "multiplied by": "\\times ", "divided by": "/"}
+_OPERATIONS = re.compile(rf"(?<=[\d)])\s+({'|'.join(_SIGNS)})\s+(?=[\d(-])")
+MONTH = r"(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+MORE = r"(?:more|less|fewer|greater|higher|lower)"
 COMMA = re.compile(r"\s*,\s*(?:\\ )?")
 
 
@@ -40,12 +44,13 @@ def plain(text: str) -> str:
             text = _TEXT.sub(r" \1 ", text)
         text = _REPLACE.sub(lambda m: _REPLACED[m[0]], text)
         text = _MATRIX.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", re.sub(r"\\!\s*", "", text))
-        text = re.sub(r"\\[,;:>]|\\ ", "\u2009", text)
+        text = re.sub(r"(?<!\\)\\[,;:> ]", "\u2009", text)
         text = re.sub(r"\u2009(?!\d{3}(?!\d))|(?<!\d)\u2009", " ", text)
         text = re.sub(r"(?<=[\dA-Za-z)}])\s?\*\*\s?(?=[\dA-Za-z({-])", "^", text).replace("**", " ").replace("__", " ")
         text = re.sub(r".*(?:\\implies|\\Rightarrow|\\iff|\\Leftrightarrow|⟹|⇒)\s*", "", text, flags=re.DOTALL)
-        text = re.sub(r"(?<![a-zA-Z\\])(sqrt|pi)(?![a-zA-Z])", r"\\\1 ", text)
-        text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+        text = re.sub(r"(?<![a-zA-Z\\])(sqrt|pi|sin|cos|tan|log|ln)(?![a-zA-Z])", r"\\\1 ", text)
+        text = re.sub(r"(?:\\sqrt|√)\s*\(([^()]*)\)|√\s*(\d+|\w)", r"\\sqrt{\1\2}", text)
+    text = _OPERATIONS.sub(lambda m: _SIGNS[m[1]], text)
     return re.sub(r"\s+", " ", text.replace("\n", " ").replace("\t", " ")).strip(" ")
 
 
@@ -114,8 +119,8 @@ _SYNONYMS = {
         "cm centimeter centimetre", "m meter metre", "km kilometer kilometre", "mm millimeter millimetre", "kg kilogram",
         "g gram gramme", "mg milligram", "h hour hr", "min minute", "s second sec", "ft foot feet", "in inch inches", "mi mile",
         "lb pound", "oz ounce", "l liter litre", "ml milliliter millilitre", "¤ $ dollar usd buck", "¢ cent", "€ euro eur",
-        "£ gbp", "° degree deg", "rad radian", "mph",
-        "day", "week", "month", "year yr", "percent", "am", "pm", "km/h kmh kph", "yd yard",
+        "£ gbp", "° degree deg", "°c", "°f", "rad radian", "mph milesph mileph",
+        "day", "week", "month", "year yr", "percent", "am", "pm", "kph kmh kilometersph kilometreph", "yd yard",
     )
     for name in names.split()
 }  # fmt: skip
@@ -140,7 +145,7 @@ def units_after(rest: str, currency: str) -> tuple[frozenset[str] | None, int]:
         return frozenset(found), 1
     if _UNIT.fullmatch(rest) is None:
         return None, 1
-    words = re.findall(r"[a-zA-Zµ]+|[¤€£¥₹]|\\circ\s*[CF]?|[23]", rest.lower().replace("kilometers per hour", "km/h"))
+    words = re.findall(r"[a-zA-Zµ]+|[¤€£¥₹]|\\circ\s*[cf]?|[23]", rest.lower().replace(" per hour", "ph"))
     if are_operators(words) or len(words) > 7:
         return None, 1
     scale, power = 1, ""

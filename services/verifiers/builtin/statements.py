@@ -13,7 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from services.verifiers.builtin.notation import COMMA, KNOWN, are_operators, balanced, masked, plain, split, units_after
+from services.verifiers.builtin.notation import (
+    COMMA,
+    KNOWN,
+    MONTH,
+    MORE,
+    are_operators,
+    balanced,
+    masked,
+    plain,
+    split,
+    units_after,
+)
 
 CHARACTERS = 1_000
 """A longer text is no statement."""
@@ -25,7 +36,7 @@ POWER, POWER_DIGITS = 512, 20
 
 @dataclass(frozen=True)
 class Statement:
-    """What a text states. `text` is the text without white space, in small letters: equal texts are equal statements."""
+    """What a text states. `text` is the text in small letters without white space that says nothing: equal texts are equal."""
 
     text: str
 
@@ -125,12 +136,13 @@ _SIGNS = {"\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne"}
 _OR, _AND = (re.compile(rf"\s*,?\s*(?<![a-zA-Z\\]){word}(?![a-zA-Z])\s*") for word in ("or", "and"))
 _SEMICOLON = re.compile(r"\s*;\s*")
 _LEADING = re.compile(
-    r"(?i)(?:(?:is|are|about|approximately|roughly|exactly|simply|just|only|clearly|equal to|equals|either|both|the|a|an|"
-    r"option|choice|thus|so|therefore|hence)\b(?!\s*[-=^(+*/_<>,.:)\\])\s*:?\s*|\\approx\s*|=\s*)+(?=\S)"
+    r"(?:(?:(?i:is|are|about|approximately|roughly|exactly|simply|just|only|clearly|equal to|equals|either|both|option|choice|"
+    r"thus|so|therefore|hence|the)|an|a)\b(?!\s*(?:[-=^(+*/_<>,.:)\\]|and\b|or\b))\s*:?\s*|\\approx\s*|=\s*)+(?=\S)"
 )
 _CHOICE = re.compile(r"\(?([A-Z])[).:]\s*(\S.*)?|\(([a-zA-Z])\)")
 _LITERAL = re.compile(
-    r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{2,4}|(?:between\s+)?\S+\s+(?:to|through|until)\s+\S+(?:\s+[a-z]+)?|\d+\s*-\s*\d+\s+[a-z]+|not\b.*"
+    r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{2,4}|(?:between\s+)?\S+\s+(?:to|through|until)\s+\S+(?:\s+[a-z]+)?|\d+\s*-\s*\d+\s+[a-z]+|"
+    rf"not\b.*|.*\bor\s+{MORE}\b.*|(?:\d+\s+)?{MONTH}(?:\s+\d+(?:st|nd|rd|th)?)?(?:,?\s+\d{{4}})?"
 )
 _RATIO = re.compile(r"(\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+)\s*(?:([ap])\.?\s?m\.?)?(?:\s*o'clock)?", re.IGNORECASE)
 _MEASURED = re.compile(r"(.*(?:[\d)}!\]]|\\pi))\s*((?:(?<=\s)[a-zA-Zµ]+|[/\s]|\^?\{?[23]\}?)+)")
@@ -146,7 +158,7 @@ _NUMBER = re.compile(
     r"(?:\s*(?P<percent>%|(?:per\s?cent|pct)(?:age)?(?:\s+points?)?\b))?(?P<rest>.*)",
     re.DOTALL,
 )
-_BASED = re.compile(r"([0-9A-Fa-f]*\d[0-9A-Fa-f]*)_(?:\{\s*(?:\\text\s*)?(\w+)\s*\}|(\d+))")
+_BASED = re.compile(r"([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{2,}(?=_\{?16))_(?:\{\s*(?:\\text\s*)?(\w+)\s*\}|(\d+))")
 _FRACTION = re.compile(r"(\d)?\s*\\frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _ARITHMETIC = re.compile(r"(?=.*\d)[\d\s.+*/^()-]+")
 _IMPLICIT = re.compile(r"\d\s+\.?\d|\)\s*[\d(]|\d\s*\(|\^\s*[^\s\d({-]|//|\*\s*\*\s*\*")
@@ -169,7 +181,7 @@ def read(text: str) -> Statement | None:
 
 
 def _read(text: str) -> Statement | None:
-    text = text.strip(" *_\"'`").rstrip(".,;: ").removeprefix("{}").strip()
+    text = text.strip(" *_\"'`").rstrip(".,;: *_\"'`").removeprefix("{}").strip()
     if not text:
         return None
     if (number := _number(text)) is not None:
@@ -187,7 +199,7 @@ def _read(text: str) -> Statement | None:
 
 
 def _key(text: str) -> str:
-    return re.sub(r"\\text\b|[\s{}\u2009]+", "", text).lower()
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\u2009", "", text).lower()
 
 
 def _arithmetic(text: str, key: str) -> Number | None:
