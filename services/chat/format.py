@@ -18,7 +18,7 @@ from services.chat.messages import BadMessages
 from services.chat.pythonic import pythonic
 from services.chat.reply import MARKS as MARKS_OF_REASONING
 from services.chat.reply import opening_of, split_reply
-from services.chat.templates import TemplateRejection, chat_template
+from services.chat.templates import TOOL_FORMAT, TOOL_FORMAT_KEY, TemplateRejection, chat_template
 from services.chat.tokenizers import load_tokenizer
 from services.chat.xml_calls import glm4, qwen3_coder
 from services.config import ConfigError
@@ -66,16 +66,19 @@ class Parsed(NamedTuple):
 
 
 class ChatFormat:
-    """The chat format of the model in `model_folder`, as `data` sets it. `tool_format` names a notation of tool calls.
+    """The chat format of the model in `model_folder`, as `data` sets it.
 
-    Raises `DataError` if tokenizer or template are unusable.
+    Raises `DataError` if tokenizer or template are unusable, `ConfigError` for an unknown notation of tool calls.
     """
 
-    def __init__(self, model_folder: Path, data: Data, tool_format: str = "") -> None:
+    def __init__(self, model_folder: Path, data: Data) -> None:
         self._tokenizer = load_tokenizer(model_folder)
         self._template = chat_template(model_folder, data)
         source = self._template.source if self._template else ""
-        self.family = family_of(source, tool_format)
+        named = str(data.chat_template_options.get(TOOL_FORMAT, ""))
+        self.notation_known = bool(family := family_of(source, named))
+        """Whether the notation of tool calls is set or shows in the template; otherwise it is taken for that of hermes."""
+        self.family = family or "hermes"
         self.thinks = any(end in source for _, end in MARKS_OF_REASONING)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
@@ -189,12 +192,13 @@ def message_of(parsed: Parsed, identifiers: Sequence[str]) -> dict[str, Any]:
 
 
 def family_of(template: str, named: str = "") -> str:
-    """Return the notation named `named`, or the one that the template uses; hermes if it shows none.
+    """Return the notation named `named`, or the one that shows in the template.
 
-    Raises `ConfigError` for an unknown name.
+    Return "hermes" for a template that knows no tools, and "" for one that shows them in a notation that is not known. Raises
+    `ConfigError` for an unknown name.
     """
     if named:
         if named not in PARSERS:
-            raise ConfigError(f"tool_format = {named!r} is unknown: choose from {', '.join(PARSERS)}")
+            raise ConfigError(f"{TOOL_FORMAT_KEY} = {named!r} is unknown: choose from {', '.join(PARSERS)}")
         return named
-    return next((family for mark, family in MARKS if mark in template), "hermes")
+    return next((family for mark, family in MARKS if mark in template), "" if "tools" in template else "hermes")

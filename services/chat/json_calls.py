@@ -1,4 +1,7 @@
-"""Tool calls that are JSON: hermes and qwen, llama 3, mistral, deepseek, older glm 4. Pure."""
+"""Tool calls that are JSON: hermes and qwen, llama 3, mistral, deepseek, older glm 4. Pure.
+
+A JSON value is read to its end before the tag after it is looked for, so that a tag inside of a string ends nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,77 +9,103 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, call_of, first_value, loads
+from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, call, call_of, expect, first_value, names
 
+BEGIN, END = "<tool_call>", "</tool_call>"
 BEGIN_CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN_CALL, SEPARATOR, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-MISTRAL = "[TOOL_CALLS]"
+MISTRAL, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
-
-
-def tagged(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """Return the text outside of blocks from `begin` to `end`, and the blocks. Raises `MalformedCall` if a block has no end."""
-    outside, *blocks = text.split(begin)
-    inside: list[str] = []
-    for block in blocks:
-        body, closed, after = block.partition(end)
-        if not closed:
-            raise MalformedCall(f"a tool call has no {end}")
-        inside.append(body.strip())
-        outside += after
-    return outside, inside
+OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments|id)"\s*:')
+FIELDS = {"name", "type", "function", "parameters", "arguments", "id"}
+MOST_OBJECTS = 8
+"""Objects in a text without a tag that are looked at: each may take as long as the text."""
 
 
 def hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
-    outside, blocks = tagged(text, "<tool_call>", "</tool_call>")
-    return Found(outside, [call_of(loads(block, "a tool call")) for block in blocks])
+    content, calls = "", list[ToolCall]()
+    while True:
+        before, begun, text = text.partition(BEGIN)
+        content += before
+        if not begun:
+            return Found(content, calls)
+        if END not in text:
+            raise MalformedCall(f"a tool call has no {END}")
+        value, text = first_value(text, "a tool call")
+        calls.append(call_of(value, tools))
+        text = expect(END, text, "a tool call")
 
 
 def llama3(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
-    """Find `{"name": …, "parameters": {…}}`, several separated by `;`, after `<|python_tag|>` or as the whole text."""
+    """Find `{"name": …, "parameters": {…}}`, several separated by `;`, after `<|python_tag|>` or after text without a tag."""
     before, tag, body = text.partition(PYTHON_TAG)
     if not tag:
-        before, body = "", text
-        if not re.match(r'\s*\{\s*"(name|type|parameters|arguments)"', text):
+        begin = _untagged(text, tools)
+        if begin < 0:
             return Found(text, [])
+        before, body = text[:begin], text[begin:]
     calls: list[ToolCall] = []
     while body.strip():
         value, body = first_value(body, "a tool call")
-        calls.append(call_of(_function(value)))
+        calls.append(call_of(_function(value), tools))
         body = body.lstrip().removeprefix(";").lstrip().removeprefix(PYTHON_TAG)
-    if tag and not calls:
+    if not calls:
         raise MalformedCall(f"nothing follows {PYTHON_TAG}")
     return Found(before, calls)
 
 
-def _function(value: object) -> object:
-    if isinstance(value, dict) and isinstance(inner := cast("dict[str, Any]", value).get("function"), dict):
-        return cast("dict[str, Any]", inner)
-    return cast("object", value)
+def _untagged(text: str, tools: Sequence[Mapping[str, Any]]) -> int:
+    """Return where the first object begins that is, or is meant as, a call of an offered tool; -1 if none is."""
+    offered = "|".join(map(re.escape, names(tools)))
+    meant = re.compile(rf'"name"\s*:\s*"(?:{offered})"')
+    begin = 0
+    for _ in range(MOST_OBJECTS):
+        if (found := OBJECT.search(text, begin)) is None:
+            return -1
+        try:
+            value, rest = first_value(text[found.start() :], "")
+        except MalformedCall:
+            if meant.search(text, found.start()):
+                return found.start()
+            begin = found.end()
+            continue
+        fields = _function(value)
+        if fields.get("name") in names(tools) and fields.keys() <= FIELDS:
+            return found.start()
+        begin = len(text) - len(rest)
+    return -1
+
+
+def _function(value: object) -> dict[str, Any]:
+    """Return the object itself or the one that it has as "function"; empty for another value."""
+    fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    inner = fields.get("function")
+    return cast("dict[str, Any]", inner) if isinstance(inner, dict) else fields
 
 
 def mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find `[TOOL_CALLS][{…}, …]` of older models, and `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}` of newer ones."""
-    before, *blocks = text.split(MISTRAL)
+    before, marked, body = text.partition(MISTRAL)
     calls: list[ToolCall] = []
-    for block in blocks:
-        body = block.strip()
+    while marked:
+        body = body.lstrip()
         if body.startswith("["):
             value, rest = first_value(body, "the list of tool calls")
-            if not isinstance(value, list):
-                raise MalformedCall(f"{MISTRAL} must be followed by a list")
-            calls += [call_of(entry) for entry in cast("list[object]", value)]
+            calls += [call_of(entry, tools) for entry in cast("list[object]", value)]
         else:
-            name = re.split(r"\[|\{", body, maxsplit=1)[0].strip()
-            if not name:
+            name = re.split(r"\[|\{", body, maxsplit=1)[0]
+            rest = body[len(name) :]
+            if not (name := name.strip()):
                 raise MalformedCall(f"{MISTRAL} must be followed by the name of a tool")
-            arguments = body[body.index(name) + len(name) :].strip()
-            _, marked, after = arguments.partition("[ARGS]")
-            value, rest = first_value(after if marked else arguments, f"the arguments of {name}")
-            calls.append(ToolCall(name, arguments_of(name, value)))
-        if rest.strip():
+            if rest.startswith(CALL_ID):
+                rest = rest[len(CALL_ID) + len(re.split(r"\[|\{", rest[len(CALL_ID) :], maxsplit=1)[0]) :]
+            value, rest = first_value(rest.removeprefix(ARGUMENTS), f"the arguments of {name}")
+            calls.append(call(name, arguments_of(name, value), tools))
+        rest = rest.lstrip()
+        if rest and not rest.startswith(MISTRAL):
             raise MalformedCall(f"text follows the tool calls: {rest.strip()[:40]!r}")
+        _, marked, body = rest.partition(MISTRAL)
     return Found(before, calls)
 
 
@@ -85,22 +114,24 @@ def deepseek(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     before, begun, body = text.partition(BEGIN_CALLS)
     if not begun:
         return Found(text, [])
-    body, _, after = body.partition(END_CALLS)
-    _, blocks = tagged(body, BEGIN_CALL, END_CALL)
-    if not blocks:
+    calls: list[ToolCall] = []
+    while (body := body.lstrip()).startswith(BEGIN_CALL):
+        first, separated, rest = body[len(BEGIN_CALL) :].partition(SEPARATOR)
+        if not separated:
+            raise MalformedCall(f"a tool call has no {SEPARATOR}")
+        name, code = first.strip(), rest.lstrip()
+        if not code.startswith(("{", END_CALL)):
+            name, fence, code = rest.partition("```json")
+            if not fence:
+                raise MalformedCall("the arguments of a tool call are no JSON object")
+            name = name.strip()
+        if not name:
+            raise MalformedCall("a tool call has no name")
+        value: object = None
+        if not code.startswith(END_CALL):
+            value, code = first_value(code, f"the arguments of {name}")
+        calls.append(call(name, arguments_of(name, value), tools))
+        body = expect(END_CALL, code.lstrip().removeprefix("```"), "a tool call")
+    if not calls:
         raise MalformedCall(f"{BEGIN_CALLS} is followed by no call")
-    return Found(before + after, [_deepseek_call(block) for block in blocks])
-
-
-def _deepseek_call(block: str) -> ToolCall:
-    first, separated, rest = block.partition(SEPARATOR)
-    if not separated:
-        raise MalformedCall(f"a tool call has no {SEPARATOR}")
-    name, fence, code = rest.partition("```json")
-    if fence:
-        name, arguments = name.strip(), code.strip().removesuffix("```")
-    else:
-        name, arguments = first.strip(), rest
-    if not name:
-        raise MalformedCall("a tool call has no name")
-    return ToolCall(name, arguments_of(name, loads(arguments.strip() or "{}", f"the arguments of {name}")))
+    return Found(before + body.removeprefix(END_CALLS), calls)

@@ -8,7 +8,7 @@ the reasoning, and white space around what the assistant wrote.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -127,13 +127,3 @@ def _object(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadMessages(f"{where} must be an object")
     return cast("dict[str, Any]", value)
-
-
-def schema_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the schema of each parameter of a tool; empty if the tool or its schema is unknown or odd."""
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            parameters = tool["function"].get("parameters")
-            properties = cast("Any", parameters).get("properties") if isinstance(parameters, dict) else None
-            return cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
-    return {}

@@ -28,6 +28,8 @@ DEFAULT = "default"  # name of the template that is used unless another is named
 DATE = "2026-01-01"
 """The date that templates print unless a run sets another. It never changes, since it would change every prompt."""
 CLOCK = "strftime_now"
+TOOL_FORMAT, TOOL_FORMAT_KEY = "tool_format", "data.chat_template_options.tool_format"
+"""The option that names the notation of tool calls (format.py), for templates in which it does not show."""
 SUPPLIED = {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS}
 """Names that a template reads without an option."""
 FOLDER = "additional_chat_templates"  # where transformers keeps those with other names
@@ -127,7 +129,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 def _check_options(options: Mapping[str, Any], read: set[str]) -> None:
     """Refuse options that the template does not read."""
-    if unread := sorted(set(options) - read):
+    if unread := sorted(set(options) - read - {TOOL_FORMAT}):
         names = ", ".join(sorted(read - SUPPLIED)) or "none"
         raise DataError(
             f"data.chat_template_options.{unread[0]} = {options[unread[0]]!r} has no effect: the chat template does not read it. "

@@ -1,4 +1,8 @@
-"""Tool calls whose arguments are written one by one between tags: qwen3-coder and glm 4.5. Pure."""
+"""Tool calls whose arguments are written one by one between tags: qwen3-coder and glm 4.5. Pure.
+
+A value ends at its closing tag where another argument or the end of the call follows, so that a tag inside of a value ends
+nothing. Nothing is unescaped: the notations only look like XML.
+"""
 
 from __future__ import annotations
 
@@ -6,76 +10,79 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, as_typed, loads
-from services.chat.json_calls import tagged
-from services.chat.messages import schema_of
+from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, call, expect, first_value, names, typed
+from services.chat.json_calls import BEGIN, END
 
-FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
-KEY, VALUE = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*", re.DOTALL), re.compile(r"<arg_value>(.*?)</arg_value>", re.DOTALL)
+CALL = re.compile(r"<tool_call>|<function=[^>\s]+>")
+FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\s]+)>")
+PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
+NAME = re.compile(r"\s*([^\s{<]+)")
+KEY = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*", re.DOTALL)
+VALUE = re.compile(r"<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)
 
 
 def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
-    """Find `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
-    outside, blocks = tagged(text, "<tool_call>", "</tool_call>")
-    calls: list[ToolCall] = []
-    for block in blocks:
-        found = FUNCTION.fullmatch(block)
+    """Find `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+    Models of this family often leave out the first tag; without it, only an offered name begins a call.
+    """
+    content, calls, place = "", list[ToolCall](), 0
+    while (begun := CALL.search(text, place)) is not None:
+        tagged = begun[0] == BEGIN
+        if tagged and text.find(END, begun.end()) < 0:
+            raise MalformedCall(f"a tool call has no {END}")
+        found = FUNCTION.match(text, begun.start())
         if found is None:
             raise MalformedCall("a tool call must be <function=NAME>…</function>")
-        name, body = found.groups()
-        pairs, rest = _pairs(body)
-        if rest.strip():
-            raise MalformedCall(f"the call of {name} contains something other than <parameter=KEY>…</parameter>")
-        calls.append(_call(name, [(key, _inner(value)) for key, value in pairs], tools))
-    return Found(outside, calls)
+        if not tagged and found[1] not in names(tools):
+            content, place = content + text[place : found.end()], found.end()
+            continue
+        content += text[place : begun.start()]
+        pairs, place = dict[str, str](), found.end()
+        while (pair := PARAMETER.match(text, place)) is not None:
+            pairs[pair[1]] = pair[2].removeprefix("\n").removesuffix("\n")  # which set a value off from its tags
+            place = pair.end()
+        rest = text[place:].lstrip()
+        if not rest.startswith("</function>"):
+            raise MalformedCall(f"the call of {found[1]} contains something other than <parameter=KEY>…</parameter>")
+        rest = rest.removeprefix("</function>").lstrip()
+        rest = expect(END, rest, "a tool call") if tagged else rest.removeprefix(END)
+        calls.append(_call(found[1], pairs, tools))
+        place = len(text) - len(rest)
+    return Found(content + text[place:], calls)
 
 
 def glm4(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`; arguments may be JSON, too."""
-    outside, blocks = tagged(text, "<tool_call>", "</tool_call>")
-    calls: list[ToolCall] = []
-    for block in blocks:
-        name = re.split(r"[\s{<]", block, maxsplit=1)[0]
-        if not name:
+    content, calls = "", list[ToolCall]()
+    while True:
+        before, begun, text = text.partition(BEGIN)
+        content += before
+        if not begun:
+            return Found(content, calls)
+        if END not in text:
+            raise MalformedCall(f"a tool call has no {END}")
+        found = NAME.match(text)
+        if found is None:
             raise MalformedCall("a tool call must begin with the name of the tool")
-        body = block[len(name) :].strip()
-        if body.startswith("{"):
-            calls.append(ToolCall(name, arguments_of(name, loads(body, f"the arguments of {name}"))))
+        name, text = found[1], text[found.end() :].lstrip()
+        if text.startswith("{"):
+            value, text = first_value(text, f"the arguments of {name}")
+            calls.append(call(name, arguments_of(name, value), tools))
+            text = expect(END, text, "a tool call")
             continue
-        pairs, rest = _keys_and_values(body)
-        if rest.strip():
+        pairs, place = dict[str, str](), 0
+        # two patterns: a single one would search for the value after every end of a key, which takes quadratic time
+        while (key := KEY.match(text, place)) is not None and (value := VALUE.match(text, key.end())) is not None:
+            pairs[key[1].strip()], place = value[1], value.end()
+        text = text[place:].lstrip()
+        if not text.startswith(END):
             raise MalformedCall(f"the call of {name} contains something other than <arg_key>…</arg_key><arg_value>…</arg_value>")
-        calls.append(_call(name, [(key.strip(), value) for key, value in pairs], tools))
-    return Found(outside, calls)
+        calls.append(_call(name, pairs, tools))
+        text = text.removeprefix(END)
 
 
-def _pairs(body: str) -> tuple[list[tuple[str, str]], str]:
-    """Return the parameters that `body` begins with, and the rest."""
-    pairs: list[tuple[str, str]] = []
-    end = 0
-    while (found := PARAMETER.match(body, end)) is not None:
-        pairs.append((found[1], found[2]))
-        end = found.end()
-    return pairs, body[end:]
-
-
-def _keys_and_values(body: str) -> tuple[list[tuple[str, str]], str]:
-    """Return the keys with their values that `body` begins with, and the rest."""
-    pairs: list[tuple[str, str]] = []
-    end = 0
-    # two patterns: a single one would search for the value after every end of a key, which takes quadratic time
-    while (key := KEY.match(body, end)) is not None and (value := VALUE.match(body, key.end())) is not None:
-        pairs.append((key[1], value[1]))
-        end = value.end()
-    return pairs, body[end:]
-
-
-def _inner(value: str) -> str:
-    """Return a value without the line breaks that set it off from its tags."""
-    return value.removeprefix("\n").removesuffix("\n")
-
-
-def _call(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> ToolCall:
-    schema = schema_of(name, tools)
-    return ToolCall(name, {key: as_typed(value, schema.get(key)) for key, value in pairs})
+def _call(name: str, pairs: Mapping[str, str], tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    made = call(name, {}, tools)
+    made.arguments.update({key: typed(name, key, value, tools) for key, value in pairs.items()})
+    return made

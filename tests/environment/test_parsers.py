@@ -60,7 +60,7 @@ MALFORMED = {
         '[TOOL_CALLS]add{"a": -1e999}',
     ),
     "deepseek": ("<｜tool▁calls▁begin｜>", DEEPSEEK.format("add"), DEEPSEEK.format("<｜tool▁sep｜>{}")),
-    "pythonic": ("[add(2)]", "[add(a=open)]", "[add(a=1)", "[add(a=1), 2]", "[add(a={1})]", "[add(a=1e999)]", "[f(a=1)(b=2)]"),
+    "pythonic": ("[add(2)]", "[add(a=open)]", "[add(a=1)", "[add(a=1), 2]", "[add(a={1})]", "[add(a=1e999)]", "[add(a=1)(b=2)]"),
     "glm4": ("<tool_call></tool_call>", "<tool_call>add 2</tool_call>", '<tool_call>add {"a"</tool_call>'),
 }
 
@@ -95,14 +95,136 @@ def test_parsing_time_is_linear_in_repetitive_text(family: str) -> None:
             assert time.process_time() - began < 2.0, (begin, piece)
 
 
-def test_a_number_beyond_json_stays_text() -> None:
-    text = "<tool_call><function=add><parameter=a>1e999</parameter></function></tool_call>"
-    assert PARSERS["qwen3_coder"](text, [TOOL]).calls == [("add", {"a": "1e999"})]
+def arguments(family: str, text: str, **properties: object) -> dict[str, object] | str:
+    """Return the arguments of the call of `act` in a text, or why it is malformed."""
+    schema = {"type": "object", "properties": properties, "$defs": {"Word": {"type": "string"}, "Odd": {"$ref": "#/nowhere"}}}
+    tool = {"type": "function", "function": {"name": "act", "parameters": schema}}
+    try:
+        (call,) = PARSERS[family](text, [tool]).calls
+    except MalformedCall as error:
+        return str(error)
+    return call.arguments
+
+
+TEXT, NULL = {"type": "string"}, {"type": "null"}
+TYPED: tuple[tuple[str, dict[str, object], object], ...] = (
+    ("0451", TEXT, "0451"),
+    ('"quoted"', TEXT, '"quoted"'),
+    ("None", TEXT, "None"),
+    ("1e999", TEXT, "1e999"),
+    ("42", {"anyOf": [TEXT, NULL]}, "42"),
+    ("null", {"anyOf": [TEXT, NULL]}, None),
+    ("1.10", {"oneOf": [TEXT]}, "1.10"),
+    ("42", {"allOf": [TEXT, {"minLength": 1}]}, "42"),
+    ("42", {"$ref": "#/$defs/Word"}, "42"),
+    ("42", {"$ref": "#/properties/other"}, "42"),
+    ("true", {"enum": ["true", "auto"]}, "true"),
+    ('"auto"', {"enum": ["true", "auto"]}, "auto"),
+    ("2", {"enum": [1, 2]}, 2),
+    ("7", {"const": "7"}, "7"),
+    ("12.0", {"type": "integer"}, 12),
+    ("12.0", {"type": "number"}, 12.0),
+    ("+5", {"type": "number"}, 5),
+    (" 5 ", {"type": ["integer", "string"]}, 5),
+    ("True", {"type": "boolean"}, True),
+    ("None", {"type": ["boolean", "null"]}, None),
+    ("{'a': 1, 'b': (True, None)}", {"type": "object"}, {"a": 1, "b": [True, None]}),
+    ('{"n": 12.0}', {"type": "object", "properties": {"n": {"type": "integer"}}}, {"n": 12.0}),
+    ("2024", {"description": "a year"}, "2024"),
+    ("[2024]", {"description": "years"}, [2024]),
+    ("5", {"type": "no type"}, "5"),
+    ("5", {"$ref": "#/$defs/Odd"}, "5"),
+)
+UNFIT = (
+    ("about ten", {"type": "integer"}),
+    ("12.5", {"type": "integer"}),
+    ("NaN", {"type": "number"}),
+    ("1e999", {"type": "number"}),
+    ("yes", {"type": "boolean"}),
+    ("c", {"enum": ["a", "b"]}),
+    ("[1]", {"type": "object"}),
+    ("42", {"allOf": [TEXT, {"minLength": 3}]}),
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen3_coder", "<tool_call><function=act><parameter=it>\n{}\n</parameter></function></tool_call>"),
+        ("glm4", "<tool_call>act<arg_key>it</arg_key><arg_value>{}</arg_value></tool_call>"),
+    ],
+)
+def test_values_that_are_written_as_text_get_the_types_of_their_schemas(family: str, form: str) -> None:
+    wrong = list[tuple[object, ...]]()
+    for text, schema, right in TYPED:
+        found = arguments(family, form.format(text), it=schema, other=TEXT)
+        wrong += [(text, schema, found)] * (found != {"it": right} or repr(found) != repr({"it": right}))
+    for text, schema in UNFIT:
+        found = arguments(family, form.format(text), it=schema, other=TEXT)
+        reason = f"the argument it of act is {text!r}, which does not fit its schema {json.dumps(schema, sort_keys=True)}"
+        wrong += [(text, schema, found)] * (found != reason)
+    assert wrong == []
+
+
+EMBEDDED = (
+    ("hermes", '<tool_call>{"name": "act", "arguments": {"it": "MARK"}}</tool_call>'),
+    ("mistral", '[TOOL_CALLS][{"name": "act", "arguments": {"it": "MARK"}}]'),
+    ("mistral", '[TOOL_CALLS]act[CALL_ID]c1[ARGS]{"it": "MARK"}'),
+    ("deepseek", DEEPSEEK.format('act<｜tool▁sep｜>{"it": "MARK"}')),
+    ("deepseek", DEEPSEEK.format('function<｜tool▁sep｜>act\n```json\n{"it": "MARK"}\n```')),
+    ("llama3_json", 'I call it.\n{"name": "act", "parameters": {"it": "MARK"}}'),
+    ("llama3_json", '<|python_tag|>{"name": "act", "parameters": {"it": "MARK"}}'),
+    ("pythonic", '[act(it="MARK")]'),
+    ("qwen3_coder", "<tool_call><function=act><parameter=it>\nMARK\n</parameter></function></tool_call>"),
+    ("glm4", "<tool_call>act<arg_key>it</arg_key><arg_value>MARK</arg_value></tool_call>"),
+    ("glm4", '<tool_call>act {"it": "MARK"}</tool_call>'),
+)
+TAGS = (
+    "<tool_call>", "</tool_call>", "</parameter>", "</function>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", ")]", "```", "; {",
+    "}", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<parameter=it>", "<function=act>",
+)  # fmt: skip
+
+
+def test_a_tag_inside_of_a_value_ends_nothing() -> None:
+    wrong = list[tuple[object, ...]]()
+    for family, form in EMBEDDED:
+        for tag in TAGS:
+            found = arguments(family, form.replace("MARK", f"a {tag} b"), it=TEXT)
+            wrong += [(family, form, tag, found)] * (found != {"it": f"a {tag} b"})
+    assert wrong == []
+
+
+def test_only_offered_names_are_calls() -> None:
+    for family, form in EMBEDDED:
+        text = form.replace("MARK", "x").replace("act", "other")
+        tool = {"type": "function", "function": {"name": "act", "parameters": {}}}
+        if family == "pythonic" or (family == "llama3_json" and "python_tag" not in text):
+            assert PARSERS[family](text, [tool]) == (text, []), "a text without a tag is an answer"
+            continue
+        with pytest.raises(MalformedCall, match="there is no tool 'other': the tools are act"):
+            PARSERS[family](text, [tool])
+    answers = ('{"name": "Ada", "age": 36}', '{"name": "act", "age": 36}', '{"a": 1} and {"name": 2', "[search (see note)]")
+    for answer in answers:
+        for family in ("llama3_json", "pythonic"):
+            assert PARSERS[family](answer, [TOOL]) == (answer, [])
+
+
+def test_a_reason_is_the_same_in_every_run() -> None:
+    for text in ("[act(it=open)]", "[act(it={1, 2})]", "[act(it=lambda: 1)]"):
+        assert arguments("pythonic", text, it=TEXT) == "the argument it of act must be a constant that JSON has"
+    assert arguments("pythonic", "[act(it=[true, null, False])]", it={}) == {"it": [True, None, False]}
+
+
+def test_a_first_tag_may_be_missing_before_an_offered_tool() -> None:
+    call = "<function=act>\n<parameter=it>\n1\n</parameter>\n</function>"
+    for text in (call, f"{call}\n</tool_call>", f"I act.\n{call}"):
+        assert arguments("qwen3_coder", text, it=TEXT) == {"it": "1"}
+    assert PARSERS["qwen3_coder"](call, [TOOL]) == (call, [])
 
 
 def test_a_name_with_surrogates_is_replaced() -> None:
-    (call,) = PARSERS["hermes"]('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [TOOL]).calls
-    assert call.name == "?"
+    with pytest.raises(MalformedCall, match=r"there is no tool '\?'"):
+        PARSERS["hermes"]('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [TOOL])
 
 
 @pytest.mark.parametrize("family", PARSERS)
@@ -118,7 +240,8 @@ def test_several_calls_and_text_are_parsed() -> None:
     assert found.content.strip() == "First."
     found = PARSERS["llama3_json"]('{"name": "add", "parameters": {}}; {"name": "add"}', [TOOL])
     assert [each.arguments for each in found.calls] == [{}, {}]
-    found = PARSERS["pythonic"]("[add(a=1), math.add(a=[1, {'b': None}])]", [TOOL])
+    dotted = {"type": "function", "function": {"name": "math.add"}}
+    found = PARSERS["pythonic"]("[add(a=1), math.add(a=[1, {'b': None}])]", [TOOL, dotted])
     assert [each.name for each in found.calls] == ["add", "math.add"]
 
 
@@ -192,8 +315,10 @@ def test_the_notation_is_detected_from_the_template(family) -> None:
 
 def test_the_notation_can_be_set() -> None:
     assert family_of("<tool_call>", "pythonic") == "pythonic"
-    with pytest.raises(ConfigError, match="tool_format = 'other' is unknown: choose from hermes"):
+    with pytest.raises(ConfigError, match=r"data\.chat_template_options\.tool_format = 'other' is unknown: choose from hermes"):
         family_of("", "other")
+    assert family_of("{% if tools %}<function_calls>{% endif %}") == ""
+    assert family_of("{{ messages }}") == "hermes"
 
 
 def test_reasoning_is_separated_from_content() -> None:

@@ -33,11 +33,30 @@ def environments(config: RunConfig, work: Work) -> Iterator[Finding]:
     only = config.model_copy(update={"verifiers": []})
     if not config.environments:
         return
+    yield from _notation(config)
     try:
         with copied(only) as tried:
             yield from work.run(_loaded(config, tried))
     except ConfigError as error:  # a file of code that is not there
         yield told("environments", error)
+
+
+def _notation(config: RunConfig) -> Iterator[Finding]:
+    """Find a chat template that shows tools in a notation that is not known: no call of them would be found."""
+    from services.chat.errors import DataError
+    from services.chat.format import PARSERS, ChatFormat
+    from services.chat.templates import TOOL_FORMAT_KEY
+    from services.chat.tokenizers import tokenizer_folder
+
+    try:
+        known = ChatFormat(tokenizer_folder(config.model.path), config.data).notation_known
+    except (DataError, ConfigError) as error:
+        if TOOL_FORMAT_KEY in str(error):
+            yield told("tool calls", error)
+        return  # the model's checks report what else is wrong
+    if not known:
+        detail = "the notation of tool calls does not show in the chat template: calls in another one than hermes are not found"
+        yield note("tool calls", detail, f"set {TOOL_FORMAT_KEY} to one of {', '.join(PARSERS)}")
 
 
 async def _loaded(config: RunConfig, tried: RunConfig) -> list[Finding]:
