@@ -11,17 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 
-from services.http.models import (
-    UNEXPLAINED,
-    Desired,
-    PodState,
-    Reason,
-    RequeueRequest,
-    RunDesire,
-    Scaled,
-    ScaleRequest,
-    State,
-)
+from services.http.models import UNEXPLAINED, Desired, PodState, Reason, RequeueRequest, RunDesire, Scaled, ScaleRequest, State
 from services.http.problems import problems
 from services.operations.control import LONGEST_WAIT_S, RunControl, caller_gone, reason
 from services.operations.inspection.answer import MAX_PAGE

@@ -19,14 +19,7 @@ from typing import Any, Literal, cast
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    ConnectionError,
-    NoPermissionError,
-    OutOfMemoryError,
-    RedisError,
-    TimeoutError,
-)
+from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, OutOfMemoryError, RedisError, TimeoutError
 
 from services.protocol.errors import RedisFull, RedisUnreachable, StoreError
 from services.store.cluster import Address, Elsewhere, SlotOwner, ToMaster

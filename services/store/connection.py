@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections.abc import Awaitable, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -18,16 +17,7 @@ from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisError, Re
 
 from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.keys import Keys
-from services.store.client import (
-    Login,
-    check_server,
-    closed,
-    explain,
-    facts,
-    make_client,
-    request_limit_s,
-    shown,
-)
+from services.store.client import Login, check_server, closed, explain, facts, make_client, request_limit_s, shown
 from services.store.cluster import SlotOwner
 from services.store.functions import library
 
@@ -58,12 +48,13 @@ class Connection:
         login = login if isinstance(login, Login) else Login(login or "")
         keys = Keys(run)
         store = cls(keys, url, login, await check_server(url, login, keys.prefix))
-        async with AsyncExitStack() as undone:
-            undone.push_async_callback(store.close)  # also if the attempt is cancelled: nobody else would close it
+        try:
             [loaded] = await store._exchange([store._load])
             if not isinstance(loaded, OutOfMemoryError) and not str(loaded).startswith("MISCONF"):
                 store._check_load(loaded)
-            undone.pop_all()
+        except BaseException:  # also if the attempt is cancelled: nobody else would close it
+            await store.close()
+            raise
         return store
 
     async def close(self) -> None:
@@ -108,19 +99,15 @@ class Connection:
             # In one request, because the neighbouring commands decide which of a Cluster's masters a load goes to.
             loaded, *replies = await self._exchange([self._load, *commands])
             self._check_load(loaded)
-        for reply in replies:
-            if _no_function(reply):
-                raise StoreError(
-                    f"Redis at {shown(self.url)} does not have the functions of this version yet: start dataprep, which loads "
-                    "them"
-                ) from None
-            if isinstance(reply, ResponseError):
-                raise self._refusal(reply) from None
-        return replies
+        return self._checked(replies)
 
     async def at_once(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Send commands as one transaction, so that their replies are of one instant."""
         *_, replies = await self.send(("MULTI",), *commands, ("EXEC",))
+        return self._checked(replies)
+
+    def _checked(self, replies: list[Any]) -> list[Any]:
+        """Return replies, or raise the store's error for the first one that failed."""
         for reply in replies:
             if isinstance(reply, ResponseError):
                 raise self._refusal(reply) from None
@@ -156,6 +143,9 @@ class Connection:
         return facts(text)
 
     def _refusal(self, error: ResponseError) -> StoreError:
+        if _no_function(error):
+            lacking = "does not have the functions of this version yet"
+            return StoreError(f"Redis at {shown(self.url)} {lacking}: start dataprep, which loads them")
         kind, _, rest = str(error).partition(" ")
         match kind:
             case "FENCED":

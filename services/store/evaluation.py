@@ -74,14 +74,7 @@ class EvaluationCalls(Facet):
         return EvaluationState(int(dealt_with), abandoned.decode(errors="replace"), found)
 
     async def volunteer(
-        self,
-        member: str,
-        version: int,
-        trainer_fence: int,
-        ttl_s: float,
-        lease_s: float,
-        max_generators: int,
-        min_training: int,
+        self, member: str, version: int, trainer_fence: int, ttl_s: float, lease_s: float, max_generators: int, min_training: int
     ) -> bool:
         """Offer to stay, or to stay longer, on `version` of the trainer with fence `trainer_fence`, which the member holds.
 

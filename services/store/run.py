@@ -17,13 +17,7 @@ class Runs(Facet):
     """The run as a whole."""
 
     async def create(
-        self,
-        config: str,
-        dataset: str,
-        steps: int,
-        slots: int,
-        table: TableRules | None = None,
-        defining: bytes = b"",
+        self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None, defining: bytes = b""
     ) -> bool:
         """Create the run, or attach to the same one (returns False). `defining`: the keys that `config` is the digest of.
 

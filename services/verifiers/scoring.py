@@ -26,12 +26,7 @@ class Scoring:
     """All verifiers of a run. Verifiers with `network = true` have their own worker processes."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        sources: Sequence[Source],
-        workers: int = 0,
-        prints: bool = False,
-        give_up_s: float = 0.0,
+        self, config: RunConfig, sources: Sequence[Source], workers: int = 0, prints: bool = False, give_up_s: float = 0.0
     ) -> None:
         """`workers`: of each pool; 0: as configured. `prints`: show what verifiers print; `give_up_s`: how
         long a service may be away; 0: `GIVE_UP_S`."""
