@@ -32,10 +32,10 @@ if __name__ == "__main__":  # `python benchmarks/datapath.py` from the repositor
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import group_arguments, report, run, whole_steps
-from services.algorithm import advantages, group_statistics
 from services.console.run.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.dataprep.replay import admission
+from services.groups import advantages, group_statistics
 from services.operations.inspection.ledger import audit
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, Sample, StepPlan, Ticket

@@ -26,7 +26,7 @@ from benchmarks.common import arguments, report, run
 from benchmarks.weights.engine import make_model
 from services.config.load import validate
 from services.generator.engines.vllm import VllmEngine
-from services.rollouts.generated import SamplingParameters
+from services.groups.generated import SamplingParameters
 
 PROMPTS, LENGTH, TOKENS = 64, 32, 128
 SMALL = {

@@ -28,9 +28,9 @@ from services.generator.engines.vllm_requests import sampling_params
 from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pod import load_tokenizer
+from services.groups.generated import SamplingParameters
 from services.http.entry import open_service
 from services.protocol.messages import Ticket
-from services.rollouts.generated import SamplingParameters
 from services.runtime.loops import Loop
 from services.verifiers.scoring import Scoring
 

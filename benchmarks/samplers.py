@@ -28,7 +28,7 @@ if __name__ == "__main__":  # `python benchmarks/samplers.py` from the repositor
 
 from benchmarks.common import arguments, report
 from services.config.generation import Sampling
-from services.rollouts.generated import Generated, SamplingParameters
+from services.groups.generated import Generated, SamplingParameters
 from tests.support.models.tiny_vllm import VOCABULARY, make_config, make_model
 
 TEMPERATURES = (0.7, 1.0, 1.3)

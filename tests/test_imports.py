@@ -19,7 +19,7 @@ LAYERS = (
     "protocol",
     "config",
     "chat",
-    "algorithm",
+    "groups",
     "store",
     "runtime",
     "operations",
@@ -27,7 +27,6 @@ LAYERS = (
     "weights",
     "confined",
     "verifiers",
-    "rollouts",
 )
 """Each layer may import itself and those before it."""
 SERVICE_LAYERS = {

@@ -12,8 +12,8 @@ import torch
 
 from services.config.load import validate
 from services.generator.engines.vllm import VllmEngine
+from services.groups.generated import SamplingParameters
 from services.protocol.messages import Round
-from services.rollouts.generated import SamplingParameters
 from tests.support.models.tiny_vllm import reference_logprobs
 from tests.support.senders import sender_of
 

@@ -13,12 +13,12 @@ import time
 
 import structlog
 
-from services.algorithm.replay_weights import drawn
 from services.config import RunConfig
 from services.config.evaluation import FINAL_S
 from services.dataprep.evaluation_report import Unfit, read_results, report
 from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.catalogue import PromptSource
+from services.groups.replay_weights import drawn
 from services.protocol.messages import PodStatus, Ticket
 from services.runtime.tracing import TraceRecorder
 from services.store import RunState, Store

@@ -19,7 +19,6 @@ from typing import Any
 
 import structlog
 
-from services.algorithm import replay_weights as replay
 from services.chat.errors import DataError
 from services.dataprep.brakes import Failures, MemoryGuard
 from services.dataprep.evaluation_rounds import EvaluationRounds
@@ -29,6 +28,7 @@ from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.issuing import Issuer
 from services.dataprep.replay import admission, generated_statistics
 from services.dataprep.replay.settling import settle
+from services.groups import replay_weights as replay
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
 from services.runtime.loops import Broken, Fatal, Loop, end_tasks
 from services.runtime.service import Service

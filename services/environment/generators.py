@@ -19,14 +19,14 @@ import structlog
 from msgspec import structs
 
 from services.environment.posting import NoReply, Posted, Poster
+from services.groups.generated import Generated, GenerationFailed, SamplingParameters
+from services.groups.records import unpack_partial
 from services.http.certificate import shared_name
 from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.errors import StoreError
-from services.protocol.messages import PodStatus, Ticket
+from services.protocol.messages import PodStatus
 from services.protocol.payloads import GenerationRequest
-from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
-from services.rollouts.records import unpack_partial
 from services.runtime.loops import Loop, is_set_within
 from services.runtime.service import Service
 
@@ -117,8 +117,7 @@ class GeneratorFleet:
                 continue
             if reply.status != 200:
                 raise GenerationFailed(f"{pod.name} refused the request: {reply.body[:500].decode(errors='replace')}")
-            ticket = Ticket(request_id, 0, 0, 0, seed, [], "", 1, "")
-            [done] = unpack_partial(reply.body, ticket, sampling.max_tokens)
+            [done] = unpack_partial(reply.body, 1, sampling.max_tokens)
             if done is not None and done.finish != "aborted":
                 self._homes[rollout] = pod.member
                 return done

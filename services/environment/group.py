@@ -25,11 +25,11 @@ from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess, check_reward
 from services.environment.records import Record, unpack_records
 from services.environment.rollout import FinishedRollout, LeaseLost, LiveRollout, Manner, RolloutPlace
+from services.groups.generated import GenerationFailed, RolloutFailed
+from services.groups.records import make_header, pack_payload
 from services.protocol.errors import RedisFull
 from services.protocol.messages import Header, Row, Ticket
-from services.rollouts.generated import GenerationFailed, RolloutFailed
-from services.rollouts.holding import MAX_ATTEMPTS, HeldTicket
-from services.rollouts.records import make_header, pack_payload
+from services.runtime.holding import MAX_ATTEMPTS, HeldTicket
 from services.runtime.service import Service
 from services.store import Claim
 from services.store.tickets import Tickets, TurnPlace

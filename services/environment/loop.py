@@ -1,6 +1,6 @@
 """The environment pod's main loop: claim tickets and have their rollouts run, scored and submitted.
 
-Guarantees: those of a holder of tickets (services/rollouts/holding.py) and of a group (group.py).
+Guarantees: those of a holder of tickets (services/runtime/holding.py) and of a group (group.py).
 Waits for: tickets, generators that train or are kept on the version of an evaluation round, the end of a pause. Unblocked by:
 dataprep (`tickets`, `evaluation`), the fleet's heartbeats (`fleet`), the trainer (`version`), operators (`control`), its own
 finished groups (`ROOM`).
@@ -16,7 +16,7 @@ from services.environment.generators import GeneratorFleet
 from services.environment.group import GroupRunner, HeldGroup
 from services.environment.metrics import EnvironmentMetrics
 from services.protocol.errors import StoreError
-from services.rollouts.holding import ROOM, TicketHolder
+from services.runtime.holding import ROOM, TicketHolder
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.verifiers.scoring import Scoring

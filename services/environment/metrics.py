@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.environment.rollout import FinishedRollout
 from services.protocol.messages import Header
-from services.rollouts.holding import FAILURES
+from services.runtime.holding import FAILURES
 from services.runtime.metrics import Metrics, counter, gauge, histogram
 
 

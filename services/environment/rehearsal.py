@@ -18,8 +18,8 @@ from services.config.environments import EnvironmentConfig
 from services.environment.agent import Door, run_agent
 from services.environment.programs.process import ProgramProcess
 from services.environment.rollout import FinishedRollout, LiveRollout, Manner, RolloutPlace
+from services.groups.generated import Generated, SamplingParameters
 from services.protocol.messages import Span, Ticket
-from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.tracing import TraceRecorder
 from services.verifiers.base import Job
 

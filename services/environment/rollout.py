@@ -23,10 +23,10 @@ from services.environment.door.turns import RUN, ContextFull, Overrides, Rollout
 from services.environment.generators import limited
 from services.environment.recording.recorder import Call, Recorder, TooLong
 from services.environment.records import EnvironmentReply, Record, pack_record
+from services.groups.generated import Generated, SamplingParameters, Segment
 from services.protocol.errors import StoreError
 from services.protocol.messages import Ticket
 from services.protocol.payloads import Turn
-from services.rollouts.generated import Generated, SamplingParameters, Segment
 from services.runtime.tracing import TraceRecorder, gen_ai
 
 

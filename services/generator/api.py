@@ -13,7 +13,7 @@ from services.generator.serving import REQUEST_BYTES, NotServed
 from services.http.endpoints import WaitS, disconnected
 from services.http.models import UNEXPLAINED, Draining, Reason
 from services.operations.control import reason, until_none
-from services.rollouts.holding import ROOM
+from services.runtime.holding import ROOM
 from services.runtime.service import Service
 
 log = structlog.get_logger()

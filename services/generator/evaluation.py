@@ -11,7 +11,7 @@ import structlog
 
 from services.generator.engines.base import Engine
 from services.protocol.errors import StoreError
-from services.rollouts.holding import ROOM
+from services.runtime.holding import ROOM
 from services.runtime.service import Service
 
 log = structlog.get_logger()

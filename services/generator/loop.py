@@ -1,6 +1,6 @@
 """The generator's main loop: claim tickets, have them completed and submitted; hand back what it cannot finish.
 
-Guarantees: those of a holder of tickets (services/rollouts/holding.py). In addition, training tickets are claimed only while
+Guarantees: those of a holder of tickets (services/runtime/holding.py). In addition, training tickets are claimed only while
 the engine holds the published weights and is not kept on them for evaluation, and no more tickets than it can run at once
 (concurrency.py); beyond its share of the run's slots a pod claims only tickets that others leave unclaimed. Tickets of an
 evaluation round are claimed only while the round holds the pod; when none is left for it or an environment, it returns to
@@ -26,10 +26,10 @@ from services.generator.evaluation import EvaluationDuty
 from services.generator.metrics import GeneratorMetrics
 from services.generator.serving import Serving, read_request
 from services.generator.worker import GroupWorker, RunningGroup
+from services.groups.generated import Generated
 from services.protocol.errors import RedisFull, StoreError
 from services.protocol.payloads import GenerationRequest
-from services.rollouts.generated import Generated
-from services.rollouts.holding import ROOM, TicketHolder
+from services.runtime.holding import ROOM, TicketHolder
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.verifiers.scoring import Scoring

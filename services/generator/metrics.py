@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from services.generator.concurrency import REASONS, Limit
 from services.generator.engines.base import Gauges
 from services.protocol.messages import SYNC_PHASES, Header
-from services.rollouts.holding import FAILURES
+from services.runtime.holding import FAILURES
 from services.runtime.metrics import Metrics, PhaseClock, counter, gauge, histogram
 from services.verifiers.pool import PoolCounts
 

@@ -16,11 +16,10 @@ from services.generator.engines.base import make_engine
 from services.generator.loop import PARTIAL_EVERY_S, GeneratorLoop
 from services.generator.metrics import GeneratorMetrics, VllmMetrics
 from services.http.entry import load_pod
-from services.runtime.loops import Broken, Fatal, Loop, after
+from services.runtime.loops import Fatal, Loop, after
 from services.runtime.service import LOOP_LIMIT_S, Service
 from services.verifiers.base import VerifierFailure
 from services.verifiers.scoring import Scoring
-from services.weights.receiver import EngineDead
 from services.weights.rounds.member import WeightFollower
 
 ACTIVITY_S = 0.1  # between polls of what the pod is doing
@@ -110,11 +109,9 @@ class GeneratorPod:
     async def _load(self) -> None:
         try:
             await self.verifiers.start()
-            await self.engine.start(self.service.config)
         except VerifierFailure as error:
             raise Fatal(f"verifiers cannot start: {error}") from None
-        except EngineDead as error:
-            raise Broken(str(error)) from None
+        await self.engine.start(self.service.config)
 
 
 def load_tokenizer(config: RunConfig) -> Any:

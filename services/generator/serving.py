@@ -14,11 +14,10 @@ from dataclasses import replace
 
 from services.config import RunConfig
 from services.generator.engines.base import Engine
+from services.groups.generated import Generated, GenerationFailed, SamplingParameters
+from services.groups.records import pack_partial, unpack_partial
 from services.protocol import codec
-from services.protocol.messages import Ticket
 from services.protocol.payloads import GenerationRequest
-from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
-from services.rollouts.records import pack_partial, unpack_partial
 from services.weights.receiver import EngineDead
 
 REQUEST_BYTES = 16 << 20
@@ -128,9 +127,5 @@ class Serving:
             raise NotServed(422, f"token ids must be in 0..{vocabulary - 1}, and max_tokens at least 1")
         if not request.prefix:
             return None
-        [prefix] = unpack_partial(request.prefix, _as_ticket(request), request.max_tokens, vocabulary)
+        [prefix] = unpack_partial(request.prefix, 1, request.max_tokens, vocabulary)
         return prefix
-
-
-def _as_ticket(request: GenerationRequest) -> Ticket:
-    return Ticket(request.id, 0, 0, 0, request.seed, [], "", 1, "")

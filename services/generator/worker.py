@@ -18,10 +18,10 @@ import numpy as np
 from services.chat.reply import completion_texts
 from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
+from services.groups.generated import Generated, GenerationFailed, SamplingParameters, Segment
+from services.groups.records import make_header, pack_partial, pack_payload, unpack_partial
 from services.protocol.messages import Header, Ticket
-from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters, Segment
-from services.rollouts.holding import PAYLOAD_TTL_S, ROOM, HeldTicket
-from services.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
+from services.runtime.holding import PAYLOAD_TTL_S, ROOM, HeldTicket
 from services.runtime.service import Service
 from services.runtime.tracing import gen_ai
 from services.store import Claim
@@ -108,7 +108,7 @@ class GroupWorker:
         """Return all completions of a ticket, continuing or keeping those that an earlier holder saved."""
         ticket = held.ticket
         saved = await self._tickets.load_partial(ticket.id)
-        prefixes = unpack_partial(saved, ticket, sampling.max_tokens, self._engine.vocabulary)
+        prefixes = unpack_partial(saved, ticket.group_size, sampling.max_tokens, self._engine.vocabulary)
 
         async def one(sample: int) -> Generated:
             done = prefix = prefixes[sample]

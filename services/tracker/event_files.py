@@ -17,7 +17,7 @@ from tensorboard.compat.proto.histogram_pb2 import HistogramProto
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from services.algorithm.histograms import Bins, edges, separated
+from services.groups.histograms import Bins, edges, separated
 
 
 class EventFiles:

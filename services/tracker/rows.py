@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from services.algorithm.advantages import Kind, advantages
+from services.groups.advantages import Kind, advantages
 from services.operations.inspection.text import TextReader
 from services.operations.samples.columns import SCHEMA
 from services.protocol import codec

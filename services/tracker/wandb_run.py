@@ -17,9 +17,9 @@ import numpy as np
 import structlog
 import wandb  # pyright: ignore
 
-from services.algorithm.histograms import Bins, edges, separated
 from services.config import RunConfig
 from services.config.secrets import without_secrets
+from services.groups.histograms import Bins, edges, separated
 from services.runtime.tracking import wandb_mode
 
 log = structlog.get_logger()

@@ -17,9 +17,9 @@ from typing import cast
 
 import structlog
 
-from services.algorithm.replay_weights import sampling_weight
 from services.config.evaluation import FINAL_S
 from services.config.loss_in_words import loss_in_words
+from services.groups.replay_weights import sampling_weight
 from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
 from services.runtime.loops import Loop

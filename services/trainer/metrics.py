@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.algorithm.histograms import separated
+from services.groups.histograms import separated
 from services.protocol.messages import SYNC_PHASES, StepPlan
 from services.runtime.metrics import Metrics, PhaseClock, counter, gauge, histogram
 

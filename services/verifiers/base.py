@@ -11,6 +11,7 @@ import msgspec
 from services.chat.reply import reply_of
 from services.config.data import ReasoningGymSource, Source
 from services.config.verifiers import VerifierConfig, named
+from services.groups.generated import TicketFailed
 from services.protocol.entries import decode_entry
 from services.protocol.messages import Row
 
@@ -18,11 +19,10 @@ SOLVED_TOLERANCE = 1e-8
 """A score may be this far below a threshold, since scores are sums of floats."""
 
 
-class VerifierFailure(Exception):
-    """A verifier could not score a group. This is not a score of zero.
+class VerifierFailure(TicketFailed):
+    """A verifier could not score a group. This is not a score of zero."""
 
-    `final`: a retry is useless, so the ticket goes to the dead letters at once.
-    """
+    cause = "verifier"
 
     def __init__(self, reason: str, final: bool = False) -> None:
         super().__init__(reason)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from services.protocol.messages import CHANGED, Round
+from services.runtime.loops import Broken
 
 
-class EngineDead(Exception):
-    """The engine cannot continue: the process must exit and be restarted. The message says why."""
+class EngineDead(Broken):
+    """The engine cannot continue: the process must exit and be restarted. The message says why.
+
+    A process with a stuck engine that stayed alive would keep its leases forever.
+    """
 
 
 class TransferFailed(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 from services.environment.door import anthropic_messages, chat_completions, responses
 from services.environment.door.fields import overruled
 from services.environment.door.turns import Question, RequestRefused
-from services.rollouts.generated import SamplingParameters
+from services.groups.generated import SamplingParameters
 
 READERS = {"chat": chat_completions.read, "anthropic": anthropic_messages.read, "responses": responses.read}
 

@@ -12,14 +12,14 @@ from urllib.parse import unquote
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from services.algorithm.advantages import advantages
-from services.algorithm.group_statistics import constant_kind
 from services.chat.format import family_of
 from services.chat.reply import completion_texts
 from services.chat.templates import ChatTemplate
 from services.config import ConfigError, load
 from services.config.data import FileSource
 from services.config.secrets import without_secrets
+from services.groups.advantages import advantages
+from services.groups.group_statistics import constant_kind
 from services.protocol.messages import Header
 from services.verifiers.base import Job
 from services.verifiers.loaded import LoadedVerifier

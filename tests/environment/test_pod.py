@@ -19,12 +19,12 @@ from services.environment.loop import EnvironmentLoop
 from services.environment.pod import EnvironmentPod
 from services.generator.api import add_routes
 from services.generator.loop import GeneratorLoop
+from services.groups.generated import Generated, SamplingParameters
 from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.errors import RedisUnreachable
 from services.protocol.messages import Header, Row, Ticket
 from services.protocol.payloads import Payload
-from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.loops import Fatal, Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Store
@@ -89,6 +89,7 @@ async def environment(config: RunConfig, name: str = "environment-0") -> AsyncIt
         try:
             yield pod
         finally:
+            await pod.loop.tickets.close()
             await end_tasks([running])
 
 

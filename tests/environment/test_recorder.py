@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from services.environment.recording.recorder import Recorder
+from services.groups.generated import Generated, GenerationFailed
 from services.protocol import codec
 from services.protocol.messages import Span
 from services.protocol.payloads import Turn
-from services.rollouts.generated import Generated, GenerationFailed
 from tests.environment.support.conversations import Program, exact_turns
 from tests.environment.support.templates import FAMILIES, Family, chat_of
 

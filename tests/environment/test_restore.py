@@ -15,8 +15,8 @@ from services.config.environments import PythonEnvironment
 from services.environment.conversation import converse, restorable
 from services.environment.records import Record, unpack_records
 from services.environment.rollout import FinishedRollout, LiveRollout, Manner, RolloutPlace
+from services.groups.generated import Generated, SamplingParameters
 from services.protocol.messages import Span
-from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.tracing import OtlpTracing, TraceRecorder, gen_ai
 from tests.environment.programs.test_programs import PROGRAMS, process
 from tests.environment.support.templates import FAMILIES, chat_of

@@ -27,8 +27,8 @@ from services.generator.engines.base import make_engine
 from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_arguments import check_cpu_arguments, engine_arguments, stop_tokens
 from services.generator.metrics import VllmMetrics
+from services.groups.generated import Generated, GenerationFailed, SamplingParameters
 from services.protocol.messages import Span
-from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.runtime.metrics import exposition
 from tests.support.models.tiny_vllm import EOS, VOCABULARY, assert_greedy, make_config, make_model, reference_logprobs, until
 

@@ -13,12 +13,12 @@ import pytest
 from services.console.run.redis_server import RedisServer
 from services.generator.loop import GeneratorLoop
 from services.generator.metrics import GeneratorMetrics
+from services.groups.generated import Generated
 from services.http.entry import open_service
 from services.protocol import codec
 from services.protocol.errors import RedisFull, RedisUnreachable, StoreError
 from services.protocol.messages import Header
-from services.rollouts.generated import Generated
-from services.rollouts.holding import MAX_ATTEMPTS
+from services.runtime.holding import MAX_ATTEMPTS
 from services.runtime.loops import Broken
 from services.runtime.service import Service
 from services.store import Store
@@ -309,8 +309,8 @@ async def test_a_zombie_cannot_submit_a_ticket_taken_over(tmp_path: Path, server
 async def test_a_full_redis_costs_no_attempt_and_no_completion(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollouts.holding.SUBMIT_AGAIN_S", 0.01)
-    monkeypatch.setattr("services.rollouts.holding.MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("services.runtime.holding.SUBMIT_AGAIN_S", 0.01)
+    monkeypatch.setattr("services.runtime.holding.MAX_ATTEMPTS", 1)
     async with generator(tmp_path, server) as (service, loop, engine):
         submit, refusals = service.store.tickets.submit, 3
 

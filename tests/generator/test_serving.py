@@ -13,13 +13,13 @@ from services.console.run.redis_server import RedisServer
 from services.generator import loop as loops
 from services.generator.api import GENERATE, add_routes
 from services.generator.serving import NotServed
+from services.groups.generated import Generated
+from services.groups.records import pack_partial
 from services.http.credentials import api_tokens
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import Span
 from services.protocol.payloads import GenerationRequest, Partial
-from services.rollouts.generated import Generated
-from services.rollouts.records import pack_partial
 from services.runtime.loops import Broken, Loop
 from services.store import Claim
 from services.weights.receiver import EngineDead

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.generator.engines.vllm import VllmEngine
-from services.rollouts.generated import SamplingParameters
+from services.groups.generated import SamplingParameters
 from services.weights.receiver import EngineDead
 from tests.support.models.tiny_vllm import make_config, make_model, until
 

@@ -6,7 +6,7 @@ import pytest
 
 from services.generator.engines import vllm_requests
 from services.generator.engines.vllm_requests import sampling_params
-from services.rollouts.generated import SamplingParameters
+from services.groups.generated import SamplingParameters
 
 pytestmark = [
     pytest.mark.slow,

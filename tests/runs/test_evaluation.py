@@ -22,8 +22,8 @@ from services.dataprep.evaluation_rounds import EvaluationRounds, hopeless
 from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.catalogue import Prompt
 from services.dataprep.prompts.order import SourceSpan
+from services.groups.generated import Generated, SamplingParameters
 from services.protocol.messages import PodStatus
-from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.loops import end_tasks
 from services.runtime.tracing import TraceRecorder
 from services.store import RunState

@@ -12,8 +12,8 @@ import pytest
 
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.generator.engines.vllm import VllmEngine
+from services.groups.generated import SamplingParameters
 from services.protocol.messages import Round
-from services.rollouts.generated import SamplingParameters
 from services.runtime.process_tools import free_port
 from services.trainer.ranks import World
 from services.trainer.step import batches

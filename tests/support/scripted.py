@@ -20,8 +20,8 @@ import numpy as np
 
 from services.config import RunConfig
 from services.generator.engines.base import QUEUED_S, Gauges
+from services.groups.generated import Generated, SamplingParameters
 from services.protocol.messages import Round, Span
-from services.rollouts.generated import Generated, SamplingParameters
 from services.weights.receiver import TransferFailed, WeightsChanged
 
 CHUNK = 4  # tokens per simulated engine iteration

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.algorithm.advantages import Kind
+from services.groups.advantages import Kind
 from services.operations.inspection.text import TextReader
 from services.operations.samples.columns import SCHEMA
 from services.operations.samples.folder import LogPosition

@@ -13,10 +13,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from services.algorithm.histograms import counted
 from services.config import RunConfig, load_resolved, to_toml
 from services.console.commands.__main__ import main
 from services.console.paths import RunPaths
+from services.groups.histograms import counted
 from services.http.credentials import api_tokens
 from services.operations.condition import Condition
 from services.operations.cost import FILE, Account, ProcessTime, write_account

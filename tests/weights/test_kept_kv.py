@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from services.generator.engines.vllm import VllmEngine
+from services.groups.generated import SamplingParameters
 from services.protocol.messages import Span
-from services.rollouts.generated import SamplingParameters
 from tests.support.models.tiny_vllm import make_config, make_model, perturb, reference_logprobs
 from tests.weights.test_weight_transfer import Pair, generated, until
 

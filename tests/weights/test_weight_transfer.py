@@ -17,8 +17,8 @@ import pytest_asyncio
 from services.config import RunConfig
 from services.generator.engines.base import Gauges
 from services.generator.engines.vllm import VllmEngine
+from services.groups.generated import SamplingParameters
 from services.protocol.messages import Round, Span
-from services.rollouts.generated import SamplingParameters
 from services.weights.receiver import TransferFailed, WeightsChanged
 from tests.support.models.tiny_vllm import BUCKET_BYTES, assert_greedy, make_config, make_model, perturb, reference_logprobs
 from tests.support.models.two_ranks import address, two_ranks

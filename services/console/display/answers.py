@@ -16,8 +16,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.algorithm.histograms import separated
 from services.console.display.text import cell, facts, table
+from services.groups.histograms import separated
 from services.operations.figures import NOTHING, duration
 from services.operations.inspection.answer import Answer
 from services.operations.inspection.completions import Completion, CompletionSegment

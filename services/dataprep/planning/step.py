@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from services.algorithm import advantages, group_statistics
-from services.algorithm import replay_weights as replay
 from services.config import RunConfig
 from services.dataprep.planning.plan import Layout, PlanGroup, Segments, plan_step
 from services.dataprep.replay import generated_statistics
+from services.groups import advantages, group_statistics
+from services.groups import replay_weights as replay
 from services.protocol.messages import Header, RankPlan, StepPlan
 from services.store import BufferedGroup
 from services.store.records import SweptTable

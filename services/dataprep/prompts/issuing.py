@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from services.algorithm.replay_weights import drawn
 from services.config import RunConfig
 from services.dataprep.prompts.catalogue import Prompt, PromptSource
 from services.dataprep.prompts.curriculum import load_curriculum
 from services.dataprep.prompts.order import Draft, Exhausted, Pick, PromptOrder
+from services.groups.replay_weights import drawn
 from services.protocol.messages import Ticket
 from services.runtime.portal import in_daemon_thread
 from services.runtime.tracing import TraceRecorder

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from services.algorithm.group_statistics import GroupSums
+from services.groups.group_statistics import GroupSums
 from services.protocol.messages import Header
 
 DROPS: tuple[str, ...] = ("zero", "solved", "nonzero", "all_truncated", "stale", "failed")

@@ -1,18 +1,18 @@
 """Decides the outcome of a finished group. Pure.
 
 Guarantees: a header that would break what comes after it goes to the dead letters with the reason; the filters run in the order
-of docs/semantics.md. What else a header contains is right by construction (services/rollouts/records.py).
+of docs/semantics.md. What else a header contains is right by construction (services/groups/records.py).
 """
 
 from __future__ import annotations
 
-from services.algorithm import advantages
-from services.algorithm import replay_weights as replay
-from services.algorithm.group_statistics import constant_kind
 from services.config import RunConfig
 from services.dataprep.replay.admission import is_stale
+from services.groups import advantages
+from services.groups import replay_weights as replay
+from services.groups.group_statistics import constant_kind
+from services.groups.records import segment_fault
 from services.protocol.messages import Header
-from services.rollouts.records import segment_fault
 from services.store import HeaderEntry, Settlement
 
 MOST_REWARD = 1e12

@@ -26,8 +26,8 @@ from services.environment.door import anthropic_messages, chat_completions, resp
 from services.environment.door.fields import overruled
 from services.environment.door.resends import AskedTurns, attempt_of, digest_of
 from services.environment.door.turns import Overrides, Question, RequestRefused, TurnLost, TurnReply
+from services.groups.generated import GenerationFailed, SamplingParameters
 from services.protocol.errors import StoreError
-from services.rollouts.generated import GenerationFailed, SamplingParameters
 
 MOST_BYTES = 64 << 20
 """Largest body that is read: more text than any model's context holds."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from services.environment.door.turns import Overrides, RequestRefused
-from services.rollouts.generated import SamplingParameters
+from services.groups.generated import SamplingParameters
 
 MOST_STOPS = 16
 LONGEST_TOKENS = 1 << 31

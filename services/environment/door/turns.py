@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from services.rollouts.generated import Generated
+from services.groups.generated import Generated
 
 
 class RequestRefused(Exception):

@@ -22,8 +22,8 @@ from services.chat.format import ChatFormat, message_of
 from services.chat.messages import BadMessages, canonical, normalised, normalised_tools
 from services.environment.recording.extension import Reply, extension
 from services.environment.recording.segments import segment_of
+from services.groups.generated import Generated, GenerationFailed, Segment
 from services.protocol.payloads import Turn
-from services.rollouts.generated import Generated, GenerationFailed, Segment
 
 LONGEST = 1 << 40
 """No limit."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from services.groups.generated import Generated, Segment, TurnTime
 from services.protocol.messages import Span
 from services.protocol.payloads import Turn
-from services.rollouts.generated import Generated, Segment, TurnTime
 
 
 def spans_of(turn: Turn) -> list[Span]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.config import ConfigError, RunConfig
-from services.rollouts.generated import Generated, SamplingParameters
+from services.groups.generated import Generated, SamplingParameters
 from services.weights.receiver import WeightReceiver
 
 QUEUED_S = 0.5

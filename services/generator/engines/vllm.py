@@ -30,8 +30,8 @@ from services.generator.engines.vllm_arguments import (
 )
 from services.generator.engines.vllm_requests import continued_seed, generated, last, sampling_params
 from services.generator.engines.vllm_weights import WorkerWeights, bounded
+from services.groups.generated import Generated, GenerationFailed, SamplingParameters
 from services.protocol.messages import Round
-from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.weights.receiver import EngineDead, TransferFailed
 from services.weights.transport import backend_of
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from services.groups.generated import Generated, GenerationFailed, SamplingParameters
 from services.protocol.messages import Span
-from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

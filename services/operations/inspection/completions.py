@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from services.algorithm.advantages import Kind, advantages
+from services.groups.advantages import Kind, advantages
 from services.operations.inspection.answer import Answer
 from services.operations.inspection.parts import CompletionPart, read_parts
 from services.operations.inspection.text import Passage, TextReader, notes_on_text, read_passage

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, Literal
 
-from services.algorithm.advantages import Kind
+from services.groups.advantages import Kind
 from services.operations.inspection.answer import Answer
 from services.operations.inspection.buffer import probability
 from services.operations.inspection.completions import (

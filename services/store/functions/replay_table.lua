@@ -16,7 +16,7 @@
 -- Time passes equally in all sets.
 
 local SHIFT = 4294967296
-local LIGHTEST, HEAVIEST = 1e-9, 1e9 -- as in services/algorithm/replay_weights.py; lighter is 0
+local LIGHTEST, HEAVIEST = 1e-9, 1e9 -- as in services/groups/replay_weights.py; lighter is 0
 local CLOCKS, SPAN = 4, 16 -- sets of clocks, each for weights within a factor of 2^16; together for LIGHTEST to HEAVIEST
 local SCALED_TOGETHER = 100 -- groups rescaled by one call: some milliseconds of the server's time
 local LONGEST = 4294967296 -- mean rings of a group: up to this time a double resolves ring times to 2^-20 of one

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from services.algorithm.histograms import BOUNDS
+from services.groups.histograms import BOUNDS
 from services.trainer.losses.correction import Correction
 from services.trainer.losses.tokens import ESTIMATORS, PolicyTerm, Tokens, reference_kl
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.groups.records import number_contexts
 from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
-from services.rollouts.records import number_contexts
 from services.trainer import losses
 from services.trainer.model.attention.packing import Packing, fields_to_device
 

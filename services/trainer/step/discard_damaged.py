@@ -16,9 +16,9 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from services.algorithm import group_statistics
-from services.algorithm.group_statistics import DAMAGED
 from services.config import RunConfig
+from services.groups import group_statistics
+from services.groups.group_statistics import DAMAGED
 from services.protocol.errors import Damaged, OutOfOrder, StoreError
 from services.protocol.messages import RankPlan, Sample, StepPlan
 from services.store import BufferedGroup, Store

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from services.algorithm.histograms import BOUNDS, named
+from services.groups.histograms import BOUNDS, named
 from services.trainer import ranks
 from services.trainer.losses.measures import COUNTS, HISTOGRAMS, MAXIMA, SUMS
 from services.trainer.losses.tokens import ESTIMATORS

@@ -21,9 +21,9 @@ import structlog
 
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
-from services.runtime.loops import Broken, Fatal, Loop
+from services.runtime.loops import Fatal, Loop
 from services.runtime.service import Service
-from services.weights.receiver import EngineDead, TransferFailed, WeightReceiver
+from services.weights.receiver import TransferFailed, WeightReceiver
 from services.weights.rounds.catch_up import CatchUp
 from services.weights.rounds.metrics import MemberMetrics
 
@@ -83,18 +83,15 @@ class WeightFollower:
     async def _follow(self, loop: Loop) -> None:
         current: Round | None = None
         while True:
-            try:
-                await self._obey_operator()
-                current = await self.service.store.fleet.round_of(self.service.status.member, current)
-                if current is not None and (current.attempt, current.phase) != self._seen:
-                    self._seen = (current.attempt, current.phase)
-                    await self._take_part(current)
-                if current is None or not self._counts_on_me(current):
-                    await self._offer()
-                    await self._reach_again(current)
-                    await self._catch_up()
-            except EngineDead as error:  # a stuck engine that stayed alive would keep its leases forever
-                raise Broken(str(error)) from None
+            await self._obey_operator()
+            current = await self.service.store.fleet.round_of(self.service.status.member, current)
+            if current is not None and (current.attempt, current.phase) != self._seen:
+                self._seen = (current.attempt, current.phase)
+                await self._take_part(current)
+            if current is None or not self._counts_on_me(current):
+                await self._offer()
+                await self._reach_again(current)
+                await self._catch_up()
             loop.progress()
             await self.service.notifications.wait("sync", "pause", "evaluation", timeout=POLL_S)
 

@@ -20,6 +20,8 @@ from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleEr
 from services.console.printable import printable, safe_json
 from services.console.run.folder import RunFolder
 from services.console.run.redis_server import RedisServer
+from services.groups.generated import Generated, Segment, TurnTime
+from services.groups.records import make_header, pack_payload
 from services.operations.inspection.buffer import deviation, inspect_buffer, mean
 from services.operations.inspection.group import inspect_group
 from services.operations.inspection.text import TextReader
@@ -27,8 +29,6 @@ from services.protocol import codec
 from services.protocol.errors import NotFound
 from services.protocol.messages import RankPlan, Sample, Span, StepPlan
 from services.protocol.payloads import Payload
-from services.rollouts.generated import Generated, Segment, TurnTime
-from services.rollouts.records import make_header, pack_payload
 from services.store import Claim, Settlement, Store
 from services.store.records import TableRules
 from tests.support import flow

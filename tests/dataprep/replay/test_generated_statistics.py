@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.algorithm.group_statistics import trained
 from services.dataprep.replay.generated_statistics import DRIFT_STEPS, GeneratedStats
+from services.groups.group_statistics import trained
 from services.protocol.messages import Header
 from tests.support.documented import undocumented
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.rollouts.generated import SamplingParameters
+from services.groups.generated import SamplingParameters
 from tests.environment.support.conversations import TOOL, exact_turns
 from tests.environment.support.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.support.templates import FAMILIES

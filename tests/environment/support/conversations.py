@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from services.environment.recording.recorder import Recorder
+from services.groups.generated import Generated, Segment
 from services.protocol.messages import Span
 from services.protocol.payloads import Turn
-from services.rollouts.generated import Generated, Segment
 from tests.environment.support.templates import Family, chat_of
 
 TOOL = {

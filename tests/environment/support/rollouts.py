@@ -19,7 +19,7 @@ from services.environment.door.app import make_door
 from services.environment.door.resends import AskedTurns
 from services.environment.door.turns import ContextFull, Overrides, RolloutOver, TurnReply, Usage
 from services.environment.recording.recorder import Call, Recorder
-from services.rollouts.generated import GenerationFailed, SamplingParameters
+from services.groups.generated import GenerationFailed, SamplingParameters
 from tests.environment.support.conversations import ScriptedPolicy
 from tests.environment.support.templates import Family, chat_of
 

@@ -15,11 +15,11 @@ import pytest
 
 from services.console.run.redis_server import RedisServer
 from services.dataprep.replay.settling import settle
+from services.groups.records import unpack_partial
 from services.protocol import codec
 from services.protocol.errors import Damaged
 from services.protocol.messages import Header, RankPlan, Sample, Ticket
 from services.protocol.payloads import Payload
-from services.rollouts.records import unpack_partial
 from services.store import Store
 from services.trainer.step import batches
 from tests.generator.test_pausing import pod
@@ -160,7 +160,7 @@ def test_arbitrary_messages_decode_or_are_rejected(entries: int) -> None:
                 codec.decode(data, kind)
             except codec.CorruptMessage:
                 continue
-        assert len(unpack_partial(data, given, 16)) == given.group_size
+        assert len(unpack_partial(data, given.group_size, 16)) == given.group_size
 
 
 async def test_an_oversized_entry_is_rejected(store: Store) -> None:

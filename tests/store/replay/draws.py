@@ -1,7 +1,7 @@
 """Make many draws at once, for tests of probabilities.
 
 100,000 draws on the real path would take minutes. So the library is loaded again under another name, with an extra function
-that calls the product's draw in a loop. The variates also come from the product, from services/algorithm/replay_weights.py.
+that calls the product's draw in a loop. The variates also come from the product, from services/groups/replay_weights.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.algorithm import replay_weights as replay
+from services.groups import replay_weights as replay
 from services.store import Store
 from services.store.functions import library
 from tests.store.replay.tables import Entry, fill

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 
-from services.algorithm.replay_weights import LIGHTEST
+from services.groups.replay_weights import LIGHTEST
 from tests.store.replay.tables import SHIFT, Entry, Table
 
 TIE = Fraction(1, 10**6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from services.algorithm import replay_weights as replay
+from services.groups import replay_weights as replay
 from services.protocol.errors import StoreError
 from services.store import Settlement
 from services.store.snapshot_format import clock_key

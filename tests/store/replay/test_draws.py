@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from services.algorithm import replay_weights as replay
+from services.groups import replay_weights as replay
 from services.store import Store
 from tests.store.replay import tables
 from tests.store.replay.draws import Bench, pearson

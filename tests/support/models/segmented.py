@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from services.dataprep.planning.plan import PlanGroup
 from services.dataprep.planning.step import segments_of
+from services.groups.generated import Generated, Segment
+from services.groups.records import make_header, pack_payload
 from services.protocol import codec
 from services.protocol.messages import Header, Span
 from services.protocol.payloads import Payload
-from services.rollouts.generated import Generated, Segment
-from services.rollouts.records import make_header, pack_payload
 from tests.support.harness import ticket
 
 VOCABULARY = 96

@@ -12,7 +12,7 @@ import numpy as np
 from services.config import RunConfig
 from services.config.load import validate
 from services.generator.engines.base import Engine
-from services.rollouts.generated import Generated
+from services.groups.generated import Generated
 
 VOCABULARY = 1024
 EOS = 1

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from services.algorithm.group_statistics import DAMAGED
 from services.console.run.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.dataprep.planning.step import make_step
 from services.dataprep.replay.generated_statistics import GeneratedStats
+from services.groups.group_statistics import DAMAGED
 from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
 from services.store import Store

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.dataprep.planning.plan import Layout, plan_step
+from services.groups.generated import Segment
 from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
-from services.rollouts.generated import Segment
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention.packing import Packing
 from services.trainer.step import batches, denominators, priorities

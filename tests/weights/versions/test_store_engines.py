@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from services.generator.engines.vllm import VllmEngine
+from services.groups.generated import SamplingParameters
 from services.protocol.messages import Round
-from services.rollouts.generated import SamplingParameters
 from services.weights.receiver import TransferFailed
 from tests.support.models.tiny_vllm import assert_greedy, make_config, make_model, perturb, reference_logprobs
 from tests.support.models.two_ranks import two_ranks

@@ -14,7 +14,7 @@ import pytest_asyncio
 import services.generator.engines.vllm as vllm_engine
 import services.generator.engines.vllm_weights as vllm_weights
 from services.generator.engines.vllm import VllmEngine
-from services.rollouts.generated import SamplingParameters
+from services.groups.generated import SamplingParameters
 from services.weights.broadcast import nccl
 from services.weights.receiver import TransferFailed, WeightsChanged
 from tests.support.models.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb

@@ -11,12 +11,23 @@ from services.config import RunConfig
 from services.protocol.messages import Span
 
 
-class GenerationFailed(Exception):
-    """One completion failed; the engine still works."""
+class TicketFailed(Exception):
+    """A ticket cannot be completed; the process still works."""
+
+    cause: Literal["verifier", "generation"] = "generation"
+    """The cause, as metrics name it."""
+    final = False
+    """Whether a retry is useless, so that the ticket goes to the dead letters at once."""
 
 
-class RolloutFailed(Exception):
+class GenerationFailed(TicketFailed):
+    """One completion failed."""
+
+
+class RolloutFailed(TicketFailed):
     """Too many rollouts of a group have failed permanently for it to be trained on."""
+
+    final = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from services.algorithm import histograms
-from services.algorithm.advantages import equal
+from services.groups import histograms
+from services.groups.advantages import equal
 from services.protocol.messages import Header, RankPlan, Sample
 
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.groups.generated import Generated, GenerationFailed, Segment, TurnTime
+from services.groups.records import make_header, mixed, number_contexts, pack_partial, pack_payload, unpack_partial
 from services.protocol import codec
 from services.protocol.messages import Header, Span
 from services.protocol.payloads import Partial, Payload
-from services.rollouts.generated import Generated, GenerationFailed, Segment, TurnTime
-from services.rollouts.records import make_header, mixed, number_contexts, pack_partial, pack_payload, unpack_partial
 from tests.support.harness import ticket
 
 COMPLETIONS = [
@@ -126,13 +126,13 @@ def test_invalid_tool_spans_fail_the_completion(spans: tuple[tuple[int, int], ..
 
 
 def test_a_partial_keeps_tool_spans() -> None:
-    back = unpack_partial(pack_partial(TOOLS), ticket(0, group_size=3), max_tokens=16)
+    back = unpack_partial(pack_partial(TOOLS), 3, max_tokens=16)
     assert [part.tool_spans for part in back if part is not None] == [one.tool_spans for one in TOOLS]
 
 
 @pytest.mark.parametrize("spans", BAD_SPANS)
 def test_a_partial_with_invalid_tool_spans_restarts(spans: tuple[tuple[int, int], ...]) -> None:
-    back = unpack_partial(pack_partial([TOOLS[0], _with_tools(6, *spans)]), ticket(0, group_size=2), max_tokens=16)
+    back = unpack_partial(pack_partial([TOOLS[0], _with_tools(6, *spans)]), 2, max_tokens=16)
     assert [part is None for part in back] == [False, True]
 
 
@@ -140,14 +140,14 @@ def test_a_partial_with_invalid_tool_spans_restarts(spans: tuple[tuple[int, int]
 def test_misshapen_tool_spans_void_the_partial(shape: tuple[int, ...]) -> None:
     whole = codec.decode(pack_partial(TOOLS), Partial)
     strange = codec.encode(msgspec.structs.replace(whole, tool_spans=np.ones(shape, np.int32)))
-    assert unpack_partial(strange, ticket(0, group_size=3), max_tokens=16) == [None] * 3
+    assert unpack_partial(strange, 3, max_tokens=16) == [None] * 3
 
 
 def test_a_partial_round_trips() -> None:
     halfway = Generated(np.array([6, 7], np.int32), np.array([-1, -1], np.float32), [Span(2, 0, 2)], "aborted")
     nothing = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
     data = pack_partial([COMPLETIONS[0], halfway, nothing])
-    done, begun, fresh = unpack_partial(data, ticket(0, group_size=3), max_tokens=16)
+    done, begun, fresh = unpack_partial(data, 3, max_tokens=16)
     assert done is not None
     assert (done.tokens.tolist(), done.finish, done.spans) == ([1, 2, 3], "stop", COMPLETIONS[0].spans)
     assert begun is not None
@@ -157,16 +157,16 @@ def test_a_partial_round_trips() -> None:
 
 def test_a_partial_with_other_sizes_is_ignored() -> None:
     data = pack_partial(COMPLETIONS)
-    assert unpack_partial(data, ticket(0, group_size=3), 16) == [None] * 3
-    assert unpack_partial(data, ticket(0, group_size=2), 2) == [None] * 2
-    assert None not in unpack_partial(data, ticket(0, group_size=2), 3)  # the longest has 3 tokens
-    assert unpack_partial(None, ticket(0, group_size=2), 16) == [None] * 2
+    assert unpack_partial(data, 3, 16) == [None] * 3
+    assert unpack_partial(data, 2, 2) == [None] * 2
+    assert None not in unpack_partial(data, 2, 3)  # the longest has 3 tokens
+    assert unpack_partial(None, 2, 16) == [None] * 2
 
 
 def test_a_partial_with_ids_that_the_model_does_not_have_is_ignored() -> None:
     data = pack_partial(COMPLETIONS)  # token ids up to 9
-    assert unpack_partial(data, ticket(0, group_size=2), 16, vocabulary=9) == [None] * 2
-    assert None not in unpack_partial(data, ticket(0, group_size=2), 16, vocabulary=10)
+    assert unpack_partial(data, 2, 16, vocabulary=9) == [None] * 2
+    assert None not in unpack_partial(data, 2, 16, vocabulary=10)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_partial_with_ids_that_the_model_does_not_have_is_ignored() -> None:
 )
 def test_a_completion_with_impossible_version_spans_restarts(spans: list[Span]) -> None:
     data = pack_partial([replace(COMPLETIONS[0], spans=spans), COMPLETIONS[1]])
-    assert [part is None for part in unpack_partial(data, ticket(0, group_size=2), 16)] == [True, False]
+    assert [part is None for part in unpack_partial(data, 2, 16)] == [True, False]
 
 
 def test_turns_are_stored_with_the_place_of_their_segment() -> None:
@@ -196,7 +196,7 @@ def test_arbitrary_bytes_never_crash_the_reader(noise: bytes, position: int, val
     good = bytearray(pack_partial([TOOLS[0], COMPLETIONS[1]]))
     good[position % len(good)] = value
     for data in (noise, bytes(good)):
-        for part in unpack_partial(data, ticket(0, group_size=2), 16):
+        for part in unpack_partial(data, 2, 16):
             if part is not None:
                 assert len(part.tokens) == len(part.logprobs) == sum(s.end - s.start for s in part.spans)
                 inside = [place for start, end in part.tool_spans for place in range(start, end)]

@@ -17,15 +17,13 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 from prometheus_client import Counter, Histogram
 
+from services.groups.generated import GenerationFailed, TicketFailed
+from services.groups.records import mixed
 from services.protocol.errors import RedisFull, StoreError
 from services.protocol.messages import Header, Ticket
-from services.rollouts.generated import GenerationFailed, RolloutFailed
-from services.rollouts.records import mixed
 from services.runtime.loops import Broken, Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Claim
-from services.verifiers.base import VerifierFailure
-from services.weights.receiver import EngineDead
 
 log = structlog.get_logger()
 
@@ -104,7 +102,7 @@ class TicketHolder(Generic[Held]):
         self._lease_s = service.config.fleet.lease_s
         self._scan = dict.fromkeys((False, True), "0-0")  # position in the stream of training and in that of evaluation
         self._adopts = {False, True}  # the first claims adopt the tickets of an earlier process of this pod
-        self._fault: EngineDead | None = None
+        self._fault: Broken | None = None
         self._ready_at: float | None = None  # when the pod first claimed
         self._submitted = False
 
@@ -145,9 +143,9 @@ class TicketHolder(Generic[Held]):
     def check_engine(self) -> None:
         """Raise `Broken` if the engine has died; leases then expire and other pods take over."""
         if self._fault is not None:
-            raise Broken(str(self._fault))
+            raise self._fault
 
-    def engine_died(self, error: EngineDead) -> None:
+    def engine_died(self, error: Broken) -> None:
         """End the pod's main loop, which ends the process."""
         self._fault = error
         self._service.notifications.notify(ROOM)
@@ -174,13 +172,9 @@ class TicketHolder(Generic[Held]):
             group = await self._worker.complete(held)
             if group is None or not await self._submit(held, *group):
                 self._metrics.refused.inc()
-        except VerifierFailure as failure:
-            await self._fail(held, "verifier", str(failure), 1 if failure.final else MAX_ATTEMPTS)
-        except GenerationFailed as failure:
-            await self._fail(held, "generation", str(failure), MAX_ATTEMPTS)
-        except RolloutFailed as failure:
-            await self._fail(held, "generation", str(failure), 1)
-        except EngineDead as error:
+        except TicketFailed as failure:
+            await self._fail(held, failure.cause, str(failure), 1 if failure.final else MAX_ATTEMPTS)
+        except Broken as error:
             self.engine_died(error)
         except StoreError as error:  # not the ticket's fault: its lease expires, and it is claimed again
             self._metrics.failures["store"].inc()

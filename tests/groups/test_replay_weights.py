@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.algorithm import replay_weights as replay
-from services.algorithm.replay_weights import HEAVIEST, LIGHTEST, sampling_weight
+from services.groups import replay_weights as replay
+from services.groups.replay_weights import HEAVIEST, LIGHTEST, sampling_weight
 from services.protocol.messages import Header
 from tests.support.harness import small_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.algorithm.group_statistics import of_rows, tokens
+from services.groups.group_statistics import of_rows, tokens
 from services.protocol.messages import RankPlan, Sample
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.algorithm.advantages import Kind, advantages, equal, trained
 from services.config.training import Advantage
+from services.groups.advantages import Kind, advantages, equal, trained
 
 rewards = st.lists(st.floats(0, 10).map(lambda x: round(x, 3)), min_size=2, max_size=16)
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.algorithm.advantages import trained
 from services.config import RunConfig
+from services.groups.advantages import trained
 from services.protocol.messages import Header
 
 HEAVIEST = 1e9

@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from services.groups.generated import Generated, GenerationFailed, Segment
 from services.protocol import codec
 from services.protocol.messages import Header, Span, Ticket
 from services.protocol.payloads import Partial, Payload
-from services.rollouts.generated import Generated, GenerationFailed, Segment
 
 MOST_TOKEN_IDS = 1 << 31
 """As many as there are nonnegative int32."""
@@ -130,12 +130,10 @@ def pack_partial(completions: Sequence[Generated]) -> bytes:
     return codec.encode(Partial(finish, *_columns(completions)))
 
 
-def unpack_partial(
-    data: bytes | None, ticket: Ticket, max_tokens: int, vocabulary: int = MOST_TOKEN_IDS
-) -> list[Generated | None]:
-    """Decode the tokens with which a ticket was handed back: one entry per sample, None for samples to generate from the
-    start. `vocabulary`: number of token ids that the engine reads, which an id beyond would kill."""
-    fresh: list[Generated | None] = [None] * ticket.group_size
+def unpack_partial(data: bytes | None, samples: int, max_tokens: int, vocabulary: int = MOST_TOKEN_IDS) -> list[Generated | None]:
+    """Decode the tokens with which a ticket of `samples` completions was handed back: one entry per sample, None for samples to
+    generate from the start. `vocabulary` is the number of token ids that the engine reads, which an id beyond would kill."""
+    fresh: list[Generated | None] = [None] * samples
     if data is None:
         return fresh
     try:
@@ -144,8 +142,8 @@ def unpack_partial(
         return fresh
     lengths = partial.lengths
     whole = (
-        len(partial.finish) == ticket.group_size
-        and lengths.shape == (ticket.group_size,)
+        len(partial.finish) == samples
+        and lengths.shape == (samples,)
         and lengths.dtype == np.int32
         and bool((lengths >= 0).all())
         and bool((lengths <= max_tokens).all())

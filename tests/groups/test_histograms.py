@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.algorithm.group_statistics import is_trained, trained
-from services.algorithm.histograms import BOUNDS, PREFIX, counted, edges, named, separated
+from services.groups.group_statistics import is_trained, trained
+from services.groups.histograms import BOUNDS, PREFIX, counted, edges, named, separated
 from services.protocol.messages import Ticket
 from services.store import Claim
 from services.tracker.event_files import EventFiles
