@@ -90,13 +90,8 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
     config, until = _here(attached.config, attached.folder, host, port), asyncio.Event()
 
     def say(url: str) -> None:
-        if served == word:
-            return
-        links = {} if served else _links(url, api_tokens(config))
-        if as_json:
-            print_json({"run": attached.name, "condition": word, **links}, line=True)
-        else:
-            print(f"run {attached.name}: {word}", *_shown(links), sep="\n  ", flush=True)
+        if served != word:
+            _print(attached.name, word, {} if served else _links(url, api_tokens(config)), as_json)
 
     watching = asyncio.create_task(_watch(attached, told, until))
     try:
@@ -114,12 +109,8 @@ async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Ev
     config, tokens = _here(folder.settings, folder, host, port), _tokens(folder)
 
     def say(url: str) -> None:
-        word = folder.condition_now().word
         links = {**_links(url, tokens), "control": ""}  # there is nothing left to control
-        if as_json:
-            print_json({"run": folder.path.name, "condition": word, **links, "note": NOTE}, line=True)
-        else:
-            print(f"run {folder.path.name}: {word}; {NOTE}", *_shown(links), sep="\n  ", flush=True)
+        _print(folder.path.name, folder.condition_now().word, links, as_json, NOTE)
 
     gone = cast("Store", GoneStore())
     await show(config, gone, say, told, lambda _: folder.condition_now(), folder=folder.path, tokens=tokens)
@@ -140,12 +131,14 @@ def _links(url: str, tokens: ApiTokens) -> dict[str, str]:
     return {"url": url, "control": f"{url}/#token={tokens.operate}", "view": look}
 
 
-def _shown(links: Mapping[str, str]) -> list[str]:
-    """Return links as lines; none if they have been shown."""
-    if not links:
-        return []
-    control = [f"to control it: {links['control']}"] if links["control"] else []
-    return [*control, f"to view only:  {links['view']}", "(Ctrl-C to quit)"]
+def _print(run: str, word: str, links: Mapping[str, str], as_json: bool, note: str = "") -> None:
+    """Print the run's condition, and how to reach the page unless that has been printed."""
+    if as_json:
+        print_json({"run": run, "condition": word, **links, **({"note": note} if note else {})}, line=True)
+        return
+    control = [f"to control it: {links['control']}"] if links.get("control") else []
+    look = [*control, f"to view only:  {links['view']}", "(Ctrl-C to quit)"] if links else []
+    print(f"run {run}: {word}{f'; {note}' if note else ''}", *look, sep="\n  ", flush=True)
 
 
 def _tokens(folder: RunPaths) -> ApiTokens:

@@ -39,27 +39,23 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
         argv = (sys.executable, "-m", f"services.{kind}", "--config", str(config_path), "--name", name)
         return ProcessPlan(name, argv, {**environ, "GRPO_CONFIG": str(config_path), "GRPO_POD": name})
 
-    trainers = []
-    for rank in range(ranks):
-        place = rank_environment(rank, rank, ranks, "127.0.0.1")
-        trainers.append(pod("trainer", f"trainer-{rank}", {**place, **visible(0, ranks)}))
-    generators = [
-        pod("generator", f"generator-{i}", visible(ranks + i * tensor_parallel, tensor_parallel))
-        for i in range(config.generator.count)
-    ]
-    environments = [pod("environment", "environment-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.environments else []
-    trackers = (
-        [pod("tracker", "tracker-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.tracking.trackers or config.samples.keep else []
-    )
-    webs = [pod("web", "web-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.web.port else []
-    return [
-        ServicePlan("dataprep-0", (pod("dataprep", "dataprep-0", {"CUDA_VISIBLE_DEVICES": ""}),)),
-        ServicePlan(TRAINER, tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
-        *(ServicePlan(pod.name, (pod,), stop_s=config.generator.drain_s + STOP_S) for pod in generators),
-        *(ServicePlan(each.name, (each,), stop_s=config.generator.drain_s + STOP_S) for each in environments),
-        *(ServicePlan(tracker.name, (tracker,), essential=False, stop_s=TRACKER_STOP_S) for tracker in trackers),
-        *(ServicePlan(web.name, (web,), essential=False, stays=True) for web in webs),
-    ]
+    def lone(kind: str) -> tuple[ProcessPlan]:
+        return (pod(kind, f"{kind}-0", {"CUDA_VISIBLE_DEVICES": ""}),)
+
+    places = [rank_environment(rank, rank, ranks, "127.0.0.1") for rank in range(ranks)]
+    trainers = tuple(pod("trainer", f"trainer-{rank}", {**place, **visible(0, ranks)}) for rank, place in enumerate(places))
+    drain_s = config.generator.drain_s + STOP_S
+    units = [ServicePlan("dataprep-0", lone("dataprep")), ServicePlan(TRAINER, trainers, collective=True, stop_s=TRAINER_STOP_S)]
+    for i in range(config.generator.count):
+        generator = pod("generator", f"generator-{i}", visible(ranks + i * tensor_parallel, tensor_parallel))
+        units.append(ServicePlan(generator.name, (generator,), stop_s=drain_s))
+    if config.environments:
+        units.append(ServicePlan("environment-0", lone("environment"), stop_s=drain_s))
+    if config.tracking.trackers or config.samples.keep:
+        units.append(ServicePlan("tracker-0", lone("tracker"), essential=False, stop_s=TRACKER_STOP_S))
+    if config.web.port:
+        units.append(ServicePlan("web-0", lone("web"), essential=False, stays=True))
+    return units
 
 
 def max_generators(config: RunConfig, gpus: Sequence[str], cores: int) -> int:
