@@ -41,7 +41,8 @@ from services.store.evaluation import EvaluationState
 
 LOGS_POLL_S = 0.2
 STEPS_POLL_S = 0.5
-BLOCK_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 16  # of the end of a file, read at a time
+ADDED_BYTES = 1 << 20  # of new lines, read by one poll
 
 
 def ls(
@@ -241,8 +242,10 @@ def _added(file: Path, start: int) -> tuple[bytes, int]:
     with file.open("rb") as body:
         body.seek(start if os.fstat(body.fileno()).st_size >= start else 0)
         begun = body.tell()
-        text = body.read(BLOCK_BYTES)
-    whole = text.rfind(b"\n") + 1 if len(text) < BLOCK_BYTES else len(text)
+        text = body.read(ADDED_BYTES)
+    whole = text.rfind(b"\n") + 1
+    if not whole and len(text) == ADDED_BYTES:  # a longer line comes in pieces
+        whole = len(text)
     return text[:whole], begun + whole
 
 
