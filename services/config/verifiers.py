@@ -70,11 +70,11 @@ class MathConfig(CommonVerifier):
 
 
 class ExtractingVerifier(CommonVerifier):
-    """The key of verifiers that compare an answer which they find within the completion."""
+    """The key of verifiers that compare an answer which they find within the reply."""
 
     extract: Capture = ""
-    """Regular expression that finds the answer within the completion; the first group of its last match counts. Empty: the whole
-    completion."""
+    """Regular expression that finds the answer within the reply, which is what the completion says after its reasoning; the first
+    group of its last match counts. Empty: the whole reply."""
 
 
 class ExactConfig(ExtractingVerifier):
@@ -210,8 +210,8 @@ class JudgeConfig(RemoteVerifier):
     model: str
     """Name of the model at the endpoint."""
     prompt: str | list[PromptMessage]
-    """Jinja2 template of the question, with the variables `question`, `prompt` (messages), `answer`, `row`, `completion`, and
-    `completions` with `scope = "group"`; or a list of messages, each a `role` and a template as `content`."""
+    """Jinja2 template of the question, with the variables `question`, `prompt` (messages), `answer`, `row`, `completion` (its reply),
+    and `completions` with `scope = "group"`; or a list of messages, each a `role` and a template as `content`."""
     verdict: Capture = (
         r"(?i)\bscore[\s:=*]*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|\.\d)"
         r"(?=\s*(?:$|[\n.,;!)\]*\"'|(]|[-–—]\s|/\s*\d|(?:out\s+)?of\s+\d|points?\b|because\b|since\b))"
