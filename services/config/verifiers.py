@@ -210,8 +210,8 @@ class JudgeConfig(RemoteVerifier):
     model: str
     """Name of the model at the endpoint."""
     prompt: str | list[PromptMessage]
-    """Jinja2 template of the question, with the variables `question`, `prompt` (messages), `answer`, `row`, `completion` (its reply),
-    and `completions` with `scope = "group"`; or a list of messages, each a `role` and a template as `content`."""
+    """Jinja2 template of the question, with the variables `question`, `prompt` (messages), `answer`, `row`, `completion` (its
+    reply), and `completions` with `scope = "group"`; or a list of messages, each a `role` and a template as `content`."""
     verdict: Capture = (
         r"(?i)\bscore[\s:=*]*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|\.\d)"
         r"(?=\s*(?:$|[\n.,;!)\]*\"'|(]|[-–—]\s|/\s*\d|(?:out\s+)?of\s+\d|points?\b|because\b|since\b))"
