@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -65,11 +65,15 @@ class Offline:
 
     def first_answer(self, source: Source) -> Job:
         """Return the first row of a source with its own answer as the completion. Raises `DataError`."""
-        row = next(read_rows(source, self._needs(source)), None)
-        if row is None:
-            raise DataError(f'source "{source.name}" has no rows: add prompts')
-        answer = row.answer if isinstance(source, FileSource) else str(decode_entry(row.answer).get("answer"))
-        return self.job(row, source, [answer])
+        for _, job in self.own_answers(source):
+            return job
+        raise DataError(f'source "{source.name}" has no rows: add prompts')
+
+    def own_answers(self, source: Source) -> Iterator[tuple[str, Job]]:
+        """Yield each row of a source with its own answer as the completion, after its place. Raises `DataError`."""
+        for row in read_rows(source, self._needs(source)):
+            answer = row.answer if isinstance(source, FileSource) else str(decode_entry(row.answer).get("answer"))
+            yield row.where, self.job(row, source, [answer])
 
     def _source(self, name: str, where: str) -> Source:
         if name in self.sources:

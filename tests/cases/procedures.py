@@ -9,9 +9,9 @@ from pathlib import Path
 NODES: dict[str, str] = {
     "stop-01": "tests/generator/test_stop_strings.py::test_a_stop_string_ends_a_completion",
     "stop-02": "tests/generator/test_stop_strings.py::test_a_stop_string_ends_a_completion",
-    "own-01": "",
-    "own-02": "",
-    "own-03": "",
+    "own-01": "tests/console/doctor/test_own_answers.py::test_own_answers_that_are_right_are_counted",
+    "own-02": "tests/console/doctor/test_own_answers.py::test_answers_that_no_completion_can_have_are_a_problem",
+    "own-03": "tests/console/doctor/test_own_answers.py::test_an_answer_that_cannot_be_parsed_is_named_with_its_row",
     "cfg-01": "tests/console/doctor/test_model_files.py::test_targets_of_adapters_are_compared_with_the_layers",
     "cfg-02": "tests/config/test_model_files.py::test_an_adapter_is_refused_with_the_way_to_merge_it",
     "cfg-03": "tests/trainer/step/test_deepspeed_engine.py::test_the_learning_rate_never_rises_when_a_run_is_extended",

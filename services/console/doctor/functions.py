@@ -1,15 +1,19 @@
 """Checks of every function that a run names: curriculum, loss, engine and verifiers.
 
-Verifiers are called on the first row of each prompt source, in the processes in which they score during a run.
+Verifiers are called in the processes in which they score during a run: those that compare with the row's answer on the rows of
+each prompt source, as many as `ROWS_S` allows, the others on the first row.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from services.config import ConfigError, RunConfig
 from services.config.loss import IMPORT_PATH
@@ -19,9 +23,20 @@ from services.console.doctor import Finding, fault, note, ok, told
 from services.console.doctor.packages import VERIFIERS, there
 from services.console.doctor.work import Work
 
+if TYPE_CHECKING:
+    from services.config.data import Source
+    from services.console.offline import Offline
+    from services.verifiers.scoring import Scoring
+
 IMPORT_LIMIT_S = 120.0  # torch takes seconds on an idle machine
+ANSWER_CHARACTERS = 40
 _IMPORT = "import importlib, sys; getattr(importlib.import_module(sys.argv[1]), sys.argv[2])"
 REMOTE_GIVE_UP_S = 5.0  # for a service that does not answer
+ROWS_S = 10.0  # for the rows of one source
+COMPARING = ("math", "exact", "reasoning_gym")
+"""Verifiers for which a row's own answer is right."""
+SHOWN = 3  # rows that are named
+MOST_FAULTS = 20  # rows after which no further ones are tried: each may end a worker
 
 
 def functions(config: RunConfig) -> Iterator[Finding]:
@@ -92,17 +107,95 @@ async def _call(config: RunConfig, index: int, name: str, verifier: str, remote:
     asked = [source for source in sources if tried.scores(source.name)]
     only = config.model_copy(update={"verifiers": [tried.model_copy(update={"name": name})]})
     scoring, offline = Scoring(only, sources, workers=1, give_up_s=REMOTE_GIVE_UP_S), Offline(only)
-    began = time.monotonic()
+    began, scores, found = time.monotonic(), list[str](), list[Finding]()
     try:
         await scoring.start()
         if asks and not remote:
             return []
-        scores = [(await scoring.score(offline.first_answer(source))).scores[name][0] for source in asked]
+        for source in asked:
+            if tried.kind in COMPARING:
+                rows = await _own_answers(scoring, offline, name, source, getattr(tried, "extract", ""))
+                found += rows.findings(what, given, source.name)
+                scores.append(f"the own answers of {rows.right} of {rows.tried} rows are right (source {source.name})")
+            else:
+                score = (await scoring.score(offline.first_answer(source))).scores[name][0]
+                scores.append(f"the first row's own answer scores {score:g} (source {source.name})")
     except VerifierFailure as failure:
         return [fault(what, f"{given}: {failure}", "fix this error; to try it, use grpo score")]
     except ConfigError as error:
         return [note(what, f"not called, since a row cannot be read: {error}", "fix the data first")]
     finally:
         await scoring.close()
-    shown = ", ".join(f"{score:g} (source {source.name})" for score, source in zip(scores, asked, strict=True))
-    return [ok(what, f"gives the first row's own answer a score of {shown}, in {time.monotonic() - began:.2f} s")]
+    if any(one.state == "fault" for one in found):
+        return found
+    return [ok(what, f"{', '.join(scores)}, in {time.monotonic() - began:.2f} s"), *found]
+
+
+@dataclass
+class OwnAnswers:
+    """Scores of rows' own answers."""
+
+    tried: int = 0
+    right: int = 0
+    wrong: list[str] = field(default_factory=list[str])
+    """Rows whose own answer is not right, each with its score."""
+    failed: list[str] = field(default_factory=list[str])
+    """Rows that cannot be scored, each with the reason."""
+
+    def findings(self, what: str, given: str, source: str) -> Iterator[Finding]:
+        """Yield what is wrong with the rows of a source."""
+        for line in self.failed[:SHOWN]:
+            yield fault(what, f"{given}: {line}", "fix the row's answer, or remove the row")
+        if self.wrong:
+            how_many = f"{len(self.wrong)} of {self.tried} rows of source {source}"
+            detail = f"{given}: the own answer of {how_many} is not right: {'; '.join(self.wrong[:SHOWN])}"
+            state = fault if len(self.wrong) == self.tried else note
+            yield state(what, detail, "compare answer_field, answer_pattern and the verifier with these rows")
+
+
+async def _own_answers(scoring: Scoring, offline: Offline, name: str, source: Source, extract: str) -> OwnAnswers:
+    """Score rows with their own answers, up to `ROWS_S`; what `extract` can find counts for the text around it."""
+    from services.verifiers.base import VerifierFailure
+
+    found, until = OwnAnswers(), time.monotonic() + ROWS_S
+    group = group_of(extract)
+    for where, job in offline.own_answers(source):
+        if (found.tried and time.monotonic() > until) or len(found.failed) == MOST_FAULTS:
+            break
+        found.tried += 1
+        answer = job.completions[0]
+        if extract:
+            score = float(not group or re.fullmatch(group, answer.strip()) is not None)
+        else:
+            try:
+                score = (await scoring.score(job)).scores[name][0]
+            except VerifierFailure as failure:
+                found.failed.append(f"{where}: {failure}")
+                continue
+        found.right += score > 0
+        found.wrong += [f"{where} scores {score:g} for {answer[:ANSWER_CHARACTERS]!r}"] * (score <= 0)
+    return found
+
+
+def group_of(pattern: str) -> str:
+    """Return what the first group of a regular expression captures, as one of its own; "" where it needs the rest."""
+    depth, begin, place = 0, -1, 0
+    starts = list[int]()
+    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?P<\w+>|\?)?|\)", pattern):
+        if token[0].startswith("("):
+            capturing = token[0] != "(?"
+            starts.append(token.end() if capturing and begin < 0 else -1)
+            if capturing and begin < 0:
+                begin, depth = token.end(), len(starts)
+        elif token[0] == ")" and starts:
+            if len(starts) == depth and starts[-1] == begin:
+                place = token.start()
+                break
+            starts.pop()
+    part = pattern[begin:place] if begin >= 0 and place else ""
+    flags = re.match(r"\(\?[a-zA-Z]+\)", pattern)
+    try:
+        re.compile(part := f"{flags[0] if flags else ''}{part}")
+    except re.error:
+        return ""
+    return part
