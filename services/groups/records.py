@@ -211,34 +211,3 @@ def _columns(completions: Sequence[Generated]) -> tuple[np.ndarray, ...]:
     spans = [(i, span.version, span.start, span.end) for i, c in enumerate(completions) for span in c.spans]
     tool_spans = [(i, start, end) for i, c in enumerate(completions) for start, end in c.tool_spans]
     return lengths, tokens, logprobs, np.array(spans, np.int32).reshape(-1, 4), np.array(tool_spans, np.int32).reshape(-1, 3)
-
-
-def segment_fault(header: Header, n: int) -> str:
-    """Return what is wrong with the segments of a header of n rollouts (columns, owners, tool tokens, contexts), or empty."""
-    segments = len(header.rollout) or n
-    names = (
-        "lengths",
-        "oldest",
-        "newest",
-        "tool_tokens",
-        *(name for name in ("context_tokens", "contexts") if getattr(header, name)),
-    )
-    columns = {name: getattr(header, name) for name in names}
-    for name, column in columns.items():
-        if len(column) != segments:
-            return f"the header has {len(column)} {name}, but {n} rollouts of {segments} segments"
-    if sorted({*header.owners}) != list(range(n)) or header.owners != sorted(header.owners):
-        return f"segments belong to rollouts {header.owners}, which must ascend from 0 to {n - 1} without gaps"
-    if any(not 0 <= tool <= length for tool, length in zip(header.tool_tokens, header.lengths, strict=True)):
-        return f"tool tokens {header.tool_tokens} do not fit into lengths {header.lengths}"
-    return _context_fault(header)
-
-
-def _context_fault(header: Header) -> str:
-    """Return what is wrong with the contexts of a header, or empty. Equal numbers have equal lengths; only the prompt has 0."""
-    own = header.context_tokens or [0] * len(header.lengths)
-    sizes = {0: 0}
-    for number, tokens in zip(header.context_numbers, own, strict=True):
-        if not 0 <= number <= len(sizes) or sizes.setdefault(number, tokens) != tokens or (tokens > 0) != (number > 0):
-            return f"contexts {header.context_numbers} of {own} tokens are impossible"
-    return ""

@@ -48,8 +48,6 @@ class Settlement(msgspec.Struct, frozen=True):
     """Its sampling weight for the sampler `prioritized`; the lowest is evicted first by `lowest_priority`."""
     variate: float = 1.0
     """Exp(1)-distributed: sets its clock."""
-    victim: float = 0.0
-    """Uniform in 0..1: selects the group that leaves a full table for it, for the remover `uniform`."""
     rate: tuple[int, float, float] | None = None
     """Dataset row, pass rate and the rate that excludes rows (0: none), if the order of later epochs depends on it."""
 

@@ -32,7 +32,7 @@ class ReplayTable(Facet):
             for s in piece:
                 kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), float(s.rate[2]))
                 args += (s.item.entry, s.item.ticket, s.item.payload, s.action, s.oldest, s.item.body)
-                args += (float(s.weight), float(s.variate), float(s.victim), *kept)
+                args += (float(s.weight), float(s.variate), *kept)
             calls.append(self._redis.function("settle", fence, *args))
         return sum(map(int, await self._redis.send(*calls)))
 

@@ -47,7 +47,7 @@ class Walk:
 
     async def begin(self) -> None:
         sampler = self.random.choice(["fifo", "lifo", "freshest", "uniform", "prioritized"])
-        remover = self.random.choice(["fifo", "lifo", "lowest_priority", "stalest", "uniform"])
+        remover = self.random.choice(["fifo", "lowest_priority", "stalest"])
         table = TableRules(sampler, remover, CAPACITY, self.random.choice([1, 2, 3]))
         await self.store.run.create("config", "dataset", 1000, SLOTS, table)
         await self.change_leader()

@@ -19,7 +19,6 @@ MOST_REWARD = 1e12
 """Sums and squares of rewards up to this stay finite; they are weighted sums of scores of at most a million."""
 NUMBERS = 10**9
 """Epochs and rows are below this (store/functions/arguments.lua)."""
-_OWN = ("solved", "turns", "tool_s", "tool_calls", "malformed_calls")  # columns with a value for each rollout, or none
 
 
 def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) -> Settlement:
@@ -40,11 +39,10 @@ def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) 
         outcome = "stale"
     if outcome:
         return Settlement(item, outcome, oldest, rate=rate)
-    seed, weight = config.run.seed, 1.0
+    weight = 1.0
     if config.replay.sampler == "prioritized":
         weight = replay.weight(header, advantages.advantages(header.rewards, config.advantage.kind), config, base)
-    variate, victim = replay.exponential(seed, header.ticket, 0), replay.uniform(seed, header.ticket, "victim")
-    return Settlement(item, "insert", oldest, weight, variate, victim, rate)
+    return Settlement(item, "insert", oldest, weight, replay.exponential(config.run.seed, header.ticket, 0), rate)
 
 
 def _filtered(header: Header, config: RunConfig) -> str:
@@ -59,15 +57,16 @@ def _filtered(header: Header, config: RunConfig) -> str:
 def _fault(header: Header, next_step: int, config: RunConfig) -> str:
     """Return why a header cannot be used, or empty. A foreign client may have sent it, or a generator with other settings."""
     maximum = config.sampling.group_size
-    minimum, n = config.sampling.min_group_size or maximum, len(header.rewards)
+    minimum, n, segments = config.sampling.min_group_size or maximum, len(header.rewards), len(header.lengths)
     if not minimum <= n <= maximum:
         remedy = f", of which sampling.min_group_size requires {minimum}" if minimum < maximum else ""
         return f"the header has {n} rewards, but sampling.group_size is {maximum}{remedy}"
-    columns = {"truncated": header.truncated, **{name: column for name in _OWN if (column := getattr(header, name))}}
-    columns |= {f"scores of {name}": scores for name, scores in header.scores.items()}
-    for name, column in columns.items():
-        if len(column) != n:
-            return f"the header has {len(column)} {name}, but {n} rewards"
+    optional = (header.solved, header.turns, header.tool_s, header.tool_calls, header.malformed_calls)
+    of_rollouts = [header.truncated, *header.scores.values(), *filter(None, optional)]
+    of_segments = [header.rollout or header.rewards, header.oldest, header.newest, header.tool_tokens]
+    of_segments += filter(None, (header.context_tokens, header.contexts))
+    if any(len(column) != n for column in of_rollouts) or any(len(column) != segments for column in of_segments):
+        return f"not every column of the header has {n} rollouts or {segments} segments"
     numbers = header.epoch, header.index
     if header.ticket != f"{header.epoch}-{header.index}" or not all(0 <= number < NUMBERS for number in numbers):
         return f"epoch {header.epoch} and row {header.index} are impossible"
@@ -75,8 +74,6 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
         return f"no prompt source is called {header.source!r}"
     if not all(abs(reward) <= MOST_REWARD for reward in header.rewards):
         return f"rewards {header.rewards} are not numbers of at most {MOST_REWARD:g}"
-    if fault := segment_fault(header, n):
-        return fault
     sizes = [sum(pair) for pair in zip(header.context_sizes, header.lengths, strict=True)]
     if min(header.lengths) < 1 or max(sizes) > config.trainer.row_tokens:
         return (

@@ -25,27 +25,27 @@ end
 
 -- Insert a group. A table of `capacity` groups evicts first, so its size never exceeds it; a group that is already there is
 -- replaced.
-local function insert(t, group, payload, seq, oldest, header, weight, variate, victim)
+local function insert(t, group, payload, seq, oldest, header, weight, variate)
   if redis.call('ZSCORE', t.key .. 'order', group) then
     leave_table(t, group)
     local old = redis.call('HGET', t.prefix .. ':group:' .. group, 'payload')
     if old ~= payload then redis.call('UNLINK', t.prefix .. ':payload:' .. old) end
   end
-  while t.size >= t.capacity do drop_group(t, REMOVERS[t.remover](t, victim), 'evicted') end
+  while t.size >= t.capacity do drop_group(t, REMOVERS[t.remover](t), 'evicted') end
   redis.call('HSET', t.prefix .. ':group:' .. group, 'header', header, 'payload', payload, 'seq', seq, 'uses', 0)
   enter_table(t, group, seq, oldest, weight, variate)
 end
 
--- args: leader fence, then of each header: entry, ticket, payload, action, oldest version, header, weight, variate (Exp(1)),
--- victim (uniform in 0..1), row, pass rate and the one that excludes rows ('' if they are not kept).
+-- args: leader fence, then of each header: entry, ticket, payload, action, oldest version, header, weight, variate (Exp(1)), row,
+-- pass rate and the one that excludes rows ('' if they are not kept).
 -- Actions: `insert`; `failed:<reason>` makes a dead letter; any other is the outcome to count (`stale`, `filtered:<reason>`).
 -- An entry that was settled before is skipped, which makes a repeated call harmless. Returns how many were settled.
 register_leader('settle', {
   EACH, 'entry', ENTRY, 'ticket', TEXT, 'payload', TEXT, 'action', TEXT, 'oldest version', INTEGER, 'header', TEXT, 'weight', TEXT,
-  'variate', VARIATE, 'victim', SHARE, 'row', TEXT, 'rate', TEXT, 'bound', TEXT,
+  'variate', VARIATE, 'row', TEXT, 'rate', TEXT, 'bound', TEXT,
 }, function(prefix, args)
-  local settlements = records(args, 2, 'entry', 'ticket', 'payload', 'action', 'oldest', 'header', 'weight', 'variate', 'victim',
-    'row', 'rate', 'bound')
+  local settlements = records(args, 2, 'entry', 'ticket', 'payload', 'action', 'oldest', 'header', 'weight', 'variate', 'row', 'rate',
+    'bound')
   for _, each in ipairs(settlements) do
     if each.action == 'insert' and not weight_of(each.weight) then
       return redis.error_reply('INVALID weight ' .. each.weight .. ' of group ' .. each.ticket .. ' is not in 0..1e9')
@@ -65,8 +65,7 @@ register_leader('settle', {
       succeeded = succeeded or known and not string.match(action, '^failed:')
       if known and each.row ~= '' then keep_rate(prefix, each.row, seq, each.rate, tonumber(each.bound)) end
       if known and action == 'insert' then
-        insert(t, ticket, payload, seq, tonumber(each.oldest), each.header, weight_of(each.weight), tonumber(each.variate),
-          tonumber(each.victim))
+        insert(t, ticket, payload, seq, tonumber(each.oldest), each.header, weight_of(each.weight), tonumber(each.variate))
       else
         local reason = string.match(action, '^failed:(.*)')
         if not (known and keep_sample(prefix, ticket, action, each.header, payload)) and payload ~= '' then

@@ -236,16 +236,11 @@ local function ring_clocks(t, groups, variates)
   for i, group in ipairs(groups) do wind(t, group, speeds[i], variates[i]) end
 end
 
--- By name of the remover: the group that leaves a full table. `victim` is uniform in 0..1.
+-- By name of the remover: the group that leaves a full table.
 local REMOVERS = {
   fifo = function(t) return redis.call('ZRANGE', t.key .. 'order', 0, 0)[1] end,
-  lifo = function(t) return redis.call('ZRANGE', t.key .. 'order', -1, -1)[1] end,
   lowest_priority = function(t) return redis.call('ZRANGE', t.key .. 'weight', 0, 0)[1] end,
   stalest = function(t) return redis.call('ZRANGE', t.key .. 'version', 0, 0)[1] end,
-  uniform = function(t, victim)
-    local rank = math.min(math.floor(victim * t.size), t.size - 1)
-    return redis.call('ZRANGE', t.key .. 'order', rank, rank)[1]
-  end,
 }
 
 local function delete_group(prefix, group)

@@ -62,27 +62,20 @@ def test_rollouts_of_several_segments_are_trained_on() -> None:
 
 
 def test_invalid_segments_are_dead_lettered() -> None:
+    shape = "not every column of the header has 4 rollouts or 6 segments"
     invalid: list[tuple[dict[str, Any], str]] = [
-        ({"rollout": [0, 0, 1, 2, 2, 2]}, "must ascend from 0 to 3"),
-        ({"rollout": [0, 0, 1, 3, 2, 3]}, "must ascend from 0 to 3"),
-        ({"rollout": [0, 0, 1, 2, 3, 4]}, "must ascend from 0 to 3"),
-        ({"rollout": []}, "6 lengths, but 4 rollouts of 4 segments"),
-        ({"oldest": [0] * 4}, "4 oldest, but 4 rollouts of 6 segments"),
-        ({"contexts": [0, 1, 0]}, "3 contexts, but 4 rollouts of 6 segments"),
-        ({"contexts": []}, "contexts .* are impossible"),
-        ({"context_tokens": []}, "contexts .* are impossible"),
-        ({"contexts": [0, 2, 0, 0, 1, 1]}, "contexts .* are impossible"),
-        ({"context_tokens": [0, 30, 0, 0, 7, 8]}, "contexts .* are impossible"),
-        ({"context_tokens": [0, -1, 0, 0, 7, 7]}, "contexts .* are impossible"),
-        ({"turns": [1, 1, 1]}, "3 turns, but 4 rewards"),
-        ({"tool_calls": [2, 0, 0]}, "3 tool_calls, but 4 rewards"),
-        ({"truncated": [False] * 6}, "6 truncated, but 4 rewards"),
-        ({"tool_tokens": [0, 3, 0, 0, 0, 0]}, "tool tokens .* do not fit into lengths"),
+        ({"rollout": []}, shape),
+        ({"oldest": [0] * 4}, shape),
+        ({"contexts": [0, 1, 0]}, shape),
+        ({"turns": [1, 1, 1]}, shape),
+        ({"tool_calls": [2, 0, 0]}, shape),
+        ({"truncated": [False] * 6}, shape),
+        ({"scores": {"tools": [0.0] * 3}}, shape),
         ({"lengths": [124, 2, 3, 4, 5, 6]}, r"segments of \[129, 32, 8, 9, 12, 13\] tokens .* trainer.row_tokens = 128"),
         ({"lengths": [0, 2, 3, 4, 5, 6], "tool_tokens": [0] * S}, "with contexts are empty"),
     ]
-    actions = {message: _action(_header(**fields), _config()) for fields, message in invalid}
-    assert [message for message, action in actions.items() if not re.match(f"failed:.*{message}", action)] == []
+    for fields, message in invalid:
+        assert re.match(f"failed:.*{message}", _action(_header(**fields), _config())), fields
 
 
 def _without_the_last() -> Header:
@@ -105,27 +98,20 @@ def test_a_group_may_lack_rollouts_down_to_the_minimum_size() -> None:
 @given(
     st.lists(st.integers(1, 3), min_size=GROUP_SIZE, max_size=GROUP_SIZE),
     st.lists(st.integers(0, 3), min_size=12, max_size=12),
-    st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    st.lists(st.integers(1, 5), min_size=3, max_size=3),
     st.lists(st.integers(0, 9), min_size=12, max_size=12),
-    st.booleans(),
 )
-def test_inserted_groups_can_be_planned(
-    counts: list[int], numbers: list[int], sizes: list[int], lengths: list[int], numbered: bool
-) -> None:
-    """Rollouts have `counts` segments in the contexts `numbers` of these `sizes`, valid if `numbered` by occurrence."""
+def test_inserted_groups_can_be_planned(counts: list[int], drawn: list[int], sizes: list[int], lengths: list[int]) -> None:
+    """Rollouts have `counts` segments in contexts of these `sizes`, which are numbered by occurrence; 0 is the prompt."""
     owners = [rollout for rollout, count in enumerate(counts) for _ in range(count)]
     s = len(owners)
-    if numbered:
-        places = {0: 0, **{number: place for place, number in enumerate(dict.fromkeys(n for n in numbers[:s] if n), 1)}}
-        numbers, sizes = [places.get(number, 0) for number in numbers], [0, *(size + 1 for size in sizes[1:])]
+    places = {0: 0, **{number: place for place, number in enumerate(dict.fromkeys(n for n in drawn[:s] if n), 1)}}
     header = _header(
-        rollout=owners, context_tokens=[sizes[number] for number in numbers[:s]], contexts=numbers[:s], lengths=lengths[:s],
-        oldest=[0] * s, newest=[0] * s, tool_tokens=[0] * s,
+        rollout=owners, contexts=[places[number] for number in drawn[:s]], lengths=lengths[:s], oldest=[0] * s, newest=[0] * s,
+        context_tokens=[sizes[number - 1] if number else 0 for number in drawn[:s]], tool_tokens=[0] * s,
     )  # fmt: skip
-    firsts = list(dict.fromkeys(number for number in numbers[:s] if number))
-    sensible = firsts == list(range(1, len(firsts) + 1)) and all((sizes[n] > 0) == (n > 0) for n in numbers[:s])
-    assert (_action(header, _config()) == "insert") == (sensible and min(lengths[:s]) > 0)
-    if not sensible or not min(lengths[:s]):
+    assert (_action(header, _config()) == "insert") == (min(lengths[:s]) > 0)
+    if not min(lengths[:s]):
         return
     group = PlanGroup(
         "0-1", "0-1.1", header.prompt_tokens, np.asarray(header.lengths), np.zeros(GROUP_SIZE), np.ones(GROUP_SIZE, bool),

@@ -60,20 +60,18 @@ class Model:
 
     def insert(self, name: str, seq: int, entry: Entry) -> None:
         while len(self.groups) >= self.capacity:
-            self.drop(self.victim(entry.victim), "evicted")
+            self.drop(self.victim(), "evicted")
         group = self.groups[name] = Group(name, seq, entry.oldest, entry.weight)
         self.inserted += 1
         self.wind(group, Fraction(entry.variate))
 
-    def victim(self, chance: float) -> Group:
+    def victim(self) -> Group:
         """Return the group that the remover evicts from a full table."""
         groups = sorted(self.groups.values(), key=lambda group: group.seq)
         by: dict[str, Callable[[], Group]] = {
             "fifo": lambda: groups[0],
-            "lifo": lambda: groups[-1],
             "lowest_priority": lambda: min(groups, key=lambda group: (group.weight, group.name)),
             "stalest": lambda: min(groups, key=lambda group: (group.oldest, group.seq)),
-            "uniform": lambda: groups[min(int(chance * len(groups)), len(groups) - 1)],
         }
         return by[self.remover]()
 

@@ -14,7 +14,7 @@ from services.store.snapshot_format import CLOCKS, clock_of
 from tests.support import flow
 
 SAMPLERS = ("fifo", "lifo", "freshest", "uniform", "prioritized")
-REMOVERS = ("fifo", "lifo", "lowest_priority", "stalest", "uniform")
+REMOVERS = ("fifo", "lowest_priority", "stalest")
 MANY_SLOTS = 1_000_000
 SHIFT = 2**32
 
@@ -25,7 +25,6 @@ class Entry:
 
     weight: float = 1.0
     variate: float = 1.0
-    victim: float = 0.0
     oldest: int = 0
 
 
@@ -75,7 +74,7 @@ async def settle(store: Store, team: flow.Team, entries: Sequence[Entry]) -> int
     return await store.replay.settle(
         team.leader,
         [
-            Settlement(item, "insert", min(item.header.oldest), entry.weight, entry.variate, entry.victim)
+            Settlement(item, "insert", min(item.header.oldest), entry.weight, entry.variate)
             for item, entry in zip(items, entries, strict=True)
             if item.header
         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.store import Store
-from tests.store.replay.tables import Entry, begin, check, draw, fill, read
+from tests.store.replay.tables import Entry, begin, check, fill, read
 from tests.support import flow
 
 LONG = 2.0**31
@@ -82,13 +82,3 @@ async def test_time_advances_to_the_last_ring_in_any_order_of_groups(store: Stor
     assert float(table.state["now:3"]) == 2.0
     assert float(table.state["idle_now"]) == 7.0
     assert table.idle == {names[2]: 17.0, names[3]: 17.0, names[4]: 9.0}
-
-
-async def test_a_victim_of_one_is_the_last_group_of_the_table(store: Store) -> None:
-    team = await begin(store, "fifo", "uniform", capacity=3)
-    names = await fill(store, team, [Entry()] * 3)
-    [new] = await fill(store, team, [Entry(victim=1.0)])
-    table = await read(store)
-    assert set(table.order) == {names[0], names[1], new}
-    assert table.drops[names[2]] == "evicted"
-    assert await draw(store, team, 1) == [names[0]]

@@ -30,8 +30,8 @@ async def test_a_table_offered_triple_its_capacity_stays_full(store: Store, samp
     for size, item in enumerate(items, 1):
         assert item.header is not None
         seq, oldest = item.header.seq, min(item.header.oldest)
-        entry = Entry(dice.choice([0.0, 0.5, 2.0, 9.0]), dice.expovariate(1), dice.random(), oldest)
-        settlement = Settlement(item, "insert", oldest, entry.weight, entry.variate, entry.victim)
+        entry = Entry(dice.choice([0.0, 0.5, 2.0, 9.0]), dice.expovariate(1), oldest)
+        settlement = Settlement(item, "insert", oldest, entry.weight, entry.variate)
         assert await store.replay.settle(team.leader, [settlement]) == 1
         model.insert(item.ticket, seq, entry)
         table = await tables.read(store)

@@ -34,7 +34,6 @@ KEYS = (
 )
 weights = st.sampled_from([0.0, 0.0, 1e-9, 0.25, 1.0, 1.0, 3.7, 1e9]) | st.floats(1e-9, 1e9)
 variates = st.floats(1e-6, 20.0)
-chances = st.floats(0.0, 1.0, exclude_max=True)
 twice = st.sampled_from([False, False, False, True])
 
 
@@ -89,8 +88,8 @@ class TableMachine(RuleBasedStateMachine):
         for item in items:
             name, seq, oldest = item.ticket, int(item.ticket[2:]), self.waiting.pop(item.ticket)
             action = data.draw(st.sampled_from(["insert"] * 6 + ["filtered:zero", "stale"]))
-            entry = Entry(data.draw(weights), data.draw(variates), data.draw(chances), oldest)
-            settlements.append(Settlement(item, action, oldest, entry.weight, entry.variate, entry.victim))
+            entry = Entry(data.draw(weights), data.draw(variates), oldest)
+            settlements.append(Settlement(item, action, oldest, entry.weight, entry.variate))
             if action == "insert":
                 self.model.insert(name, seq, entry)
             else:
