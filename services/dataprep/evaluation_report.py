@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.config.evaluation import ALL
-from services.groups.records import segment_fault
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
+from services.groups.records import mixed
 
 
 class Unfit(Exception):
@@ -32,8 +32,8 @@ class Result:
     truncated: list[bool]
 
 
-def read_result(ticket: Ticket, body: bytes, longest: int) -> Result:
-    """Decode the result of a ticket, whose segments have at most `longest` tokens. Raises `Unfit` for an impossible result."""
+def read_result(ticket: Ticket, body: bytes) -> Result:
+    """Decode the result of a ticket. Raises `Unfit` if it is corrupt or does not answer the ticket."""
     try:
         header = codec.decode(body, Header)
     except codec.CorruptMessage as error:
@@ -42,15 +42,9 @@ def read_result(ticket: Ticket, body: bytes, longest: int) -> Result:
     columns = (header.rewards, header.solved, header.truncated)
     if header.ticket != ticket.id or any(len(column) != n for column in columns):
         raise Unfit(f"the result of {ticket.id} names ticket {header.ticket} or does not have {n} rollouts in every column")
-    if fault := segment_fault(header, n):
-        raise Unfit(f"the result of {ticket.id} is impossible: {fault}")
-    if {*header.oldest, *header.newest} != {ticket.version}:
-        versions = sorted({*header.oldest, *header.newest})
-        raise Unfit(f"the result of {ticket.id} was sampled by policy versions {versions}, not by {ticket.version} alone")
-    if not all(map(math.isfinite, header.rewards)) or min(header.lengths) < 1 or max(header.lengths) > longest:
-        raise Unfit(
-            f"the result of {ticket.id} is impossible: rewards {header.rewards}, lengths {header.lengths} of at most {longest}"
-        )
+    assert ticket.version is not None
+    if fault := mixed(header, ticket.version):
+        raise Unfit(f"the result of {ticket.id} was {fault}")
     lengths = [0] * n
     for rollout, tokens in zip(header.owners, header.lengths, strict=True):
         lengths[rollout] += tokens
@@ -87,12 +81,9 @@ def report(results: Sequence[Result], ks: Sequence[int]) -> dict[str, float]:
     return record
 
 
-def read_results(tickets: Sequence[Ticket], bodies: Mapping[str, bytes], longest: Mapping[str, int]) -> list[Result]:
-    """Decode the results of all tickets, whose segments have at most `longest` tokens, by source.
-
-    Raises `Unfit` if one is missing or unfit.
-    """
+def read_results(tickets: Sequence[Ticket], bodies: Mapping[str, bytes]) -> list[Result]:
+    """Decode the results of all tickets. Raises `Unfit` if one is missing or unfit."""
     missing = [ticket.id for ticket in tickets if ticket.id not in bodies]
     if missing or len(bodies) != len(tickets):
         raise Unfit(f"{len(bodies)} results for {len(tickets)} tickets; missing: {', '.join(missing[:3]) or 'none'}")
-    return [read_result(ticket, bodies[ticket.id], longest[ticket.source]) for ticket in tickets]
+    return [read_result(ticket, bodies[ticket.id]) for ticket in tickets]

@@ -104,10 +104,8 @@ class EvaluationRounds:
 
     async def _close(self, fence: int, found: EvaluationRound, incarnation: int) -> None:
         tickets = self.tickets(found.version)
-        single = self.given.max_tokens or self.config.sampling.max_tokens
-        longest = {each.name: self.config.model.max_tokens if each.environment else single for each in self.given.sources}
         try:
-            results = read_results(tickets, await self.store.evaluation.results(), longest)
+            results = read_results(tickets, await self.store.evaluation.results())
         except Unfit as fault:
             await self._abandon(fence, found, str(fault))
             return

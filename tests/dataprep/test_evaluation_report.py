@@ -15,7 +15,6 @@ from services.protocol.messages import Header, Ticket
 from tests.support.harness import ticket
 
 VERSION = 6
-LONGEST = {"held_out": 16}
 
 
 def asked(index: int = 0, source: str = "held_out") -> Ticket:
@@ -63,42 +62,37 @@ def test_a_report_covers_each_source_and_all_of_them() -> None:
 def test_a_solved_completion_is_correct_whatever_its_reward() -> None:
     one = asked()
     body = answered(one, rewards=[-0.1, 0.3, 7.0, 0.0], solved=[True, False, False, True])
-    (result,) = read_results([one], {one.id: body}, LONGEST)
+    (result,) = read_results([one], {one.id: body})
     assert result.correct == 2
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"oldest": [VERSION, VERSION, 5, VERSION]}, r"versions \[5, 6\], not by 6 alone"),
-        ({"newest": [VERSION + 1] * 4}, "not by 6 alone"),
-        ({"oldest": [5] * 4, "newest": [5] * 4}, "not by 6 alone"),
+        ({"oldest": [VERSION, VERSION, 5, VERSION]}, r"versions \[5, 6\], but the round is of version 6"),
+        ({"newest": [VERSION + 1] * 4}, "but the round is of version 6"),
+        ({"oldest": [5] * 4, "newest": [5] * 4}, "but the round is of version 6"),
         ({"rewards": [1.0]}, "4 rollouts"),
         ({"solved": []}, "4 rollouts"),
-        ({"rewards": [float("nan")] * 4}, "is impossible"),
-        ({"lengths": [0, 1, 1, 1]}, "is impossible"),
-        ({"lengths": [17, 1, 1, 1]}, "is impossible"),
         ({"ticket": "other:0"}, "names ticket other:0"),
     ],
 )
 def test_an_unsuitable_result_is_rejected(fields: dict[str, object], why: str) -> None:
     one = asked()
     with pytest.raises(Unfit, match=why):
-        read_results([one], {one.id: answered(one, **fields)}, LONGEST)
+        read_results([one], {one.id: answered(one, **fields)})
 
 
 def test_a_rollouts_length_is_the_sum_of_its_segments() -> None:
     one, owners = asked(), [0, 1, 1, 2, 3, 3]
     columns = {"lengths": [2, 4, 6, 8, 1, 2], "oldest": [VERSION] * 6, "newest": [VERSION] * 6, "tool_tokens": [0] * 6}
-    (result,) = read_results([one], {one.id: answered(one, rollout=owners, **columns)}, LONGEST)
+    (result,) = read_results([one], {one.id: answered(one, rollout=owners, **columns)})
     assert (result.lengths, result.rewards) == ([2, 10, 8, 3], [1.0, 0.0, 1.0, 0.5])
-    with pytest.raises(Unfit, match="must ascend from 0 to 3"):
-        read_results([one], {one.id: answered(one, rollout=owners[::-1], **columns)}, LONGEST)
 
 
 def test_malformed_and_missing_results_are_rejected() -> None:
     one, other = asked(0), asked(1)
     with pytest.raises(Unfit, match="corrupt"):
-        read_results([one], {one.id: b"\xff"}, LONGEST)
+        read_results([one], {one.id: b"\xff"})
     with pytest.raises(Unfit, match="missing: held_out:1"):
-        read_results([one, other], {one.id: answered(one)}, LONGEST)
+        read_results([one, other], {one.id: answered(one)})

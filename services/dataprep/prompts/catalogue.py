@@ -57,30 +57,30 @@ class PromptSource:
     """All prompts of `sources`, or of `data.sources` if that is None, by row. `order.PromptOrder` determines their order."""
 
     def __init__(self, config: RunConfig, sources: Sequence[Source] | None = None) -> None:
-        tokenizer = PromptTokenizer(tokenizer_folder(config.model.path), config.data)
-        columns = _Columns()
+        self._tokenizer = PromptTokenizer(tokenizer_folder(config.model.path), config.data)
+        self._tokens, self._token_starts = array("i"), array("q", [0])
+        self._answers, self._rows = _Texts(), _Texts()
+        self._has_texts = False  # whether a prompt of the last source is a text, and not a list of messages
         spans: list[SourceSpan] = []
         self.remarks: list[Remark] = []
         for source in config.data.sources if sources is None else sources:
-            first = len(columns.token_ends)
+            first = len(self)
             tools = tools_of(next((each for each in config.environments if each.name == source.environment), None))
-            if tools and not tokenizer.shows(tools):
-                self.remarks.append(Remark(source.name, f"{UNSHOWN}: {_names(tools)}", UNSHOWN_REMEDY))
-            if skipped := columns.read(source, tokenizer, config.data, Needs.of(config.verifiers, source), tools):
+            if tools and not self._tokenizer.shows(tools):
+                names = ", ".join(tool["function"]["name"] for tool in tools)
+                self.remarks.append(Remark(source.name, f"{UNSHOWN}: {names}", UNSHOWN_REMEDY))
+            if skipped := self._read(source, config, tools):
                 self.remarks.append(
                     Remark(source.name, f"prompts skipped: {skipped}", "raise data.max_prompt_tokens to keep them")
                 )
             unused = ["data.system_prompt"] * bool(config.data.system_prompt)
             unused += ["data.user_template"] * (config.data.user_template != PLACEHOLDER)
-            if unused and not columns.has_texts:
+            if unused and not self._has_texts:
                 what = f"{' and '.join(unused)} without effect: every prompt is a list of messages"
                 self.remarks.append(Remark(source.name, what, "write it into the messages, or remove it"))
-            spans.append(SourceSpan(source.name, source.weight, first, len(columns.token_ends) - first))
+            spans.append(SourceSpan(source.name, source.weight, first, len(self) - first))
         self.spans = tuple(spans)
         """The rows of each source."""
-        self._tokens = np.frombuffer(columns.tokens, dtype=np.int32)
-        self._token_starts = np.concatenate(([0], np.frombuffer(columns.token_ends, dtype=np.int64)))
-        self._answers, self._rows = columns.answers.frozen(), columns.rows.frozen()
         self.digest = self._digest(config.run.seed, config.data.shuffle)
         """SHA-256 of all token ids, all answers and rows, and the inputs of their order: the identity of the dataset."""
 
@@ -99,13 +99,46 @@ class PromptSource:
     @property
     def longest(self) -> int:
         """Number of tokens of the longest prompt."""
-        return int(np.diff(self._token_starts).max())
+        return int(np.diff(_int64(self._token_starts)).max())
+
+    def _read(self, source: Source, config: RunConfig, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Add all rows of a source, whose prompts show `tools`. Return which were left out because they are too long."""
+        data, rows, before = config.data, read_rows(source, Needs.of(config.verifiers, source)), len(self)
+        self._has_texts, too_long, first, longest = False, 0, "", ("", 0)
+        while chunk := list(islice(rows, CHUNK_ROWS)):
+            for row, ids in zip(chunk, self._tokenizer.encode(chunk, tools), strict=True):
+                if not ids:
+                    raise DataError(f"{row.where}: the prompt has no tokens: fill in or remove the row")
+                if len(ids) <= data.max_prompt_tokens:
+                    self._tokens.extend(ids)
+                    self._token_starts.append(len(self._tokens))
+                    self._answers.add(row.answer)
+                    self._has_texts |= isinstance(row.prompt, str)
+                    self._rows.add(row_text(row, data))
+                    continue
+                too_long += 1
+                first = first or f"{row.where}: the prompt has {len(ids)} tokens, more than"
+                longest = max(longest, (row.where, len(ids)), key=lambda one: one[1])
+        limit = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
+        skipped = f"{too_long} rows have" if too_long > 1 else "1 row has"
+        skipped += f" more than {limit} tokens, the longest {longest[1]} ({longest[0]})"
+        if too_long and data.long_prompts == "error":
+            raise DataError(
+                f"{first} {limit}{f'; {skipped}' if too_long > 1 else ''}: "
+                'raise data.max_prompt_tokens, remove the rows or set data.long_prompts = "drop"'
+            )
+        if too_long and len(self) == before:
+            raise DataError(f'source "{source.name}" has no rows left: {skipped}: raise data.max_prompt_tokens')
+        if len(self) == before:
+            place = f"task {source.task!r}" if source.kind == "reasoning_gym" else f"path = {source.path!r}"
+            raise DataError(f'source "{source.name}" has no rows ({place}): add prompts')
+        return skipped if too_long else ""
 
     def _digest(self, seed: int, shuffle: bool) -> str:
         digest = hashlib.sha256(msgspec.json.encode((seed, shuffle, self.spans)))
-        columns = [self._token_starts, self._tokens, self._answers.starts]
+        columns = [_int64(self._token_starts), np.frombuffer(self._tokens, np.int32), _int64(self._answers.starts)]
         if self._rows.body:
-            columns.append(self._rows.starts)
+            columns.append(_int64(self._rows.starts))
         for column in columns:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).data)
         digest.update(self._answers.body)
@@ -113,63 +146,22 @@ class PromptSource:
         return digest.hexdigest()
 
 
-class _Columns:
-    """Token ids, answers and rows, concatenated."""
-
-    def __init__(self) -> None:
-        self.tokens, self.token_ends = array("i"), array("q")
-        self.answers, self.rows = _TextBuilder(), _TextBuilder()
-        self.has_texts = False
-        """Whether a prompt of the last source is a text, and not a list of messages."""
-
-    def read(
-        self, source: Source, tokenizer: PromptTokenizer, data: Data, needs: Needs, tools: Sequence[Mapping[str, Any]]
-    ) -> str:
-        """Add all rows of a source, whose prompts show `tools`. Return those that were left out because they are too long."""
-        first, too_long = len(self.token_ends), _TooLong(data.max_prompt_tokens)
-        rows, self.has_texts = read_rows(source, needs), False
-        while chunk := list(islice(rows, CHUNK_ROWS)):
-            for row, ids in zip(chunk, tokenizer.encode(chunk, tools), strict=True):
-                if not ids:
-                    raise DataError(f"{row.where}: the prompt has no tokens: fill in or remove the row")
-                if len(ids) > data.max_prompt_tokens:
-                    too_long.see(row.where, len(ids))
-                    continue
-                self.tokens.extend(ids)
-                self.token_ends.append(len(self.tokens))
-                self.answers.add(row.answer)
-                self.has_texts |= isinstance(row.prompt, str)
-                self.rows.add(row_text(row, data))
-        if too_long.count and data.long_prompts == "error":
-            raise DataError(too_long.fault())
-        if too_long.count and len(self.token_ends) == first:
-            raise DataError(f'source "{source.name}" has no rows left: {too_long.summary()}: raise data.max_prompt_tokens')
-        if len(self.token_ends) == first:
-            raise DataError(f'source "{source.name}" has no rows ({_place(source)}): add prompts')
-        return too_long.summary() if too_long.count else ""
-
-
 class _Texts:
     """Texts, concatenated as UTF-8."""
 
-    def __init__(self, body: bytes, ends: array[int]) -> None:
-        self.body = body
-        self.starts = np.concatenate(([0], np.frombuffer(ends, dtype=np.int64)))
+    def __init__(self) -> None:
+        self.body, self.starts = bytearray(), array("q", [0])
+
+    def add(self, text: str) -> None:
+        self.body += text.encode("utf-8", "replace")
+        self.starts.append(len(self.body))
 
     def __getitem__(self, row: int) -> str:
         return self.body[self.starts[row] : self.starts[row + 1]].decode()
 
 
-class _TextBuilder:
-    def __init__(self) -> None:
-        self._body, self._ends = bytearray(), array("q")
-
-    def add(self, text: str) -> None:
-        self._body += text.encode("utf-8", "replace")
-        self._ends.append(len(self._body))
-
-    def frozen(self) -> _Texts:
-        return _Texts(bytes(self._body), self._ends)
+def _int64(numbers: array[int]) -> np.ndarray:
+    return np.frombuffer(numbers, np.int64)
 
 
 def row_text(row: PromptRow, data: Data) -> str:
@@ -190,42 +182,3 @@ def row_text(row: PromptRow, data: Data) -> str:
             f"largest field is {largest!r}: name the fields to send in `columns` of the source"
         )
     return text.decode()
-
-
-class _TooLong:
-    """Collects prompts over the limit, so that one message reports them all."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.count = 0
-        self._first = self._longest = ("", 0)
-
-    def see(self, where: str, length: int) -> None:
-        self.count += 1
-        if self.count == 1:
-            self._first = (where, length)
-        if length > self._longest[1]:
-            self._longest = (where, length)
-
-    def summary(self) -> str:
-        """Say how many prompts are too long, and the longest of them."""
-        rows = "1 row has" if self.count == 1 else f"{self.count} rows have"
-        where, length = self._longest
-        return f"{rows} more than data.max_prompt_tokens = {self._limit} tokens, the longest {length} ({where})"
-
-    def fault(self) -> str:
-        """Report the first of them as an error."""
-        where, length = self._first
-        others = f"; {self.summary()}" if self.count > 1 else ""
-        return (
-            f"{where}: the prompt has {length} tokens, more than data.max_prompt_tokens = {self._limit}{others}: "
-            'raise data.max_prompt_tokens, remove the rows or set data.long_prompts = "drop"'
-        )
-
-
-def _names(tools: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(tool["function"]["name"] for tool in tools)
-
-
-def _place(source: Source) -> str:
-    return f"task {source.task!r}" if source.kind == "reasoning_gym" else f"path = {source.path!r}"

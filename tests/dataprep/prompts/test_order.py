@@ -319,28 +319,18 @@ def test_remaining_rows_are_drawn_before_the_end():
     assert order.draft(0, 5, solved).picks == []
 
 
-def test_an_invalid_or_foreign_state_is_rejected():
-    order = _order(_spans((5, 1.0), (6, 1.0)))
-    draft = order.draft(4, 0, {})
-    for spans, state, epochs in [
+def test_a_damaged_or_foreign_state_is_rejected():
+    spans = _spans((5, 1.0), (6, 1.0))
+    draft = _order(spans).draft(4, 0, {})
+    for now, state, epochs in [
         (_spans((5, 1.0)), draft.state, draft.epochs),
         (_spans((5, 1.0), (6, 1.0), (2, 1.0)), draft.state, draft.epochs),
-        (_spans((5, 1.0), (3, 1.0)), draft.state, draft.epochs),
-        (_spans((5, 1.0), (6, 1.0)), draft.state, {"a": draft.epochs["a"]}),
-        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["b"]}),
-        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": np.array([0, 5], "<i4").tobytes()}),
-        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"b": np.array([4, 5], "<i4").tobytes()}),
-        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:4]}),
-        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:7]}),
-        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:4] * 5}),
-        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"x": b"\0\0\0\0"}),
-        (_spans((5, 1.0), (6, 1.0)), b"", draft.epochs),
+        (spans, draft.state, draft.epochs | {"x": b"\0\0\0\0"}),
+        (spans, draft.state[:-1], draft.epochs),
+        (spans, b"", draft.epochs),
     ]:
         with pytest.raises(DataError, match=r"order of prompts in Redis is invalid .* another run\.name"):
-            _order(spans).restore(state, epochs)
-    state = codec.encode([[["a", 0, 2, 2, False], ["b", 0, 2, 2, False]], np.zeros(2, np.float32), 0.0])
-    with pytest.raises(DataError, match="its recent prompts are not rows"):
-        _order(_spans((5, 1.0), (6, 1.0))).restore(state, draft.epochs)
+            _order(now).restore(state, epochs)
 
 
 def test_a_fork_with_fewer_slots_keeps_the_last_recent_prompts():
@@ -353,23 +343,6 @@ def test_a_fork_with_fewer_slots_keeps_the_last_recent_prompts():
     picks = fork.draft(1, 9, {}).picks
     assert picks == origin.draft(1, 9, {}).picks
     np.testing.assert_array_equal(codec.decode(fork.draft(0, 9, {}).state, _State).recent, origin._state.recent[-3:])
-
-
-@given(st.data())
-def test_corrupt_state_is_rejected_or_works(data: st.DataObject):
-    spans = _spans((5, 1.0), (6, 1.0))
-    draft = _order(spans).draft(4, 0, {})
-    state = bytearray(draft.state)
-    if data.draw(st.booleans()):
-        state[data.draw(st.integers(0, len(state) - 1))] = data.draw(st.integers(0, 255))
-    else:
-        state = bytearray(data.draw(st.binary(min_size=1)))
-    order = _order(spans, exclude=0.5)
-    try:
-        order.restore(bytes(state), draft.epochs)
-    except DataError:
-        return
-    assert all(pick.row in range(11) for pick in order.draft(20, 4, {}).picks)
 
 
 def test_restoring_an_empty_state_starts_from_the_beginning():
