@@ -39,7 +39,7 @@ from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
 from services.trainer.model import policy_network
 from services.trainer.model.attention import UnsupportedModel
-from services.trainer.model.proofs import Proofs
+from services.trainer.model.proof import Proofs
 from services.trainer.step import batches
 
 LARGEST_GAP = 1e-4
@@ -98,7 +98,7 @@ def _gap(scorer: policy_network.Scorer, folder: Path) -> float:
     samples = [Sample(n, i, 1.0, int(length)) for n, payload in payloads.items() for i, length in enumerate(payload.lengths)]
     (row,) = batches.build(RankPlan([samples]), payloads, vocabulary=10**6, row_tokens=10**6)
     scorer.train()
-    logprobs, _ = scorer(row.input_ids, row.positions, row.packing, row.predictors, row.targets)
+    logprobs, _ = scorer(row)
     logprobs.sum().backward()
     expected: list[torch.Tensor] = []
     for sample in samples:

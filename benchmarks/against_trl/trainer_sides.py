@@ -110,7 +110,7 @@ def ours(job: dict[str, Any], output: Output) -> None:
     behaviour = np.zeros(int(lengths.sum()), np.float32)
     with torch.no_grad():
         for row, numbers in zip(first, packed, strict=True):
-            found = policy.engine.module(row.input_ids, row.positions, row.packing, row.predictors, row.targets)[0].numpy()
+            found = policy.engine.module(row)[0].numpy()
             at = 0
             for i in numbers:
                 behaviour[ends[i] - lengths[i] : ends[i]] = found[at : at + lengths[i]]

@@ -11,8 +11,7 @@ from benchmarks import tiny_models
 from services.trainer.model import policy_network
 from services.trainer.model.attention import NAME, packed_attention
 from services.trainer.model.computing import Computing
-from services.trainer.model.proof import Proof
-from services.trainer.model.proofs import Proofs
+from services.trainer.model.proof import Proof, Proofs
 from tests.gpu.bench import Bench, Figures
 from tests.support.models.tiny_model import make_config
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from services.config.loss import POLICIES, Loss
 from services.trainer import losses
-from services.trainer.losses import objective
-from services.trainer.losses.tokens import Tokens
+from services.trainer.losses.policies import Tokens, check
 from services.trainer.model.attention import flash2, flash4, fused
 from services.trainer.model.attention import packed_attention as attend
 from services.trainer.model.attention.explicit import ScoreRule
@@ -61,7 +60,7 @@ def all_losses(bench: Bench) -> Figures:
     errors: dict[str, float] = {}
     for policy in POLICIES:
         config = Loss(policy=policy, kl_beta=0.1, entropy_coefficient=0.01)
-        losses.check(config)
+        check(config)
         expected = _loss(values, config, torch.device("cpu"), torch.float64)
         found = _loss(values, config, bench.device, torch.float32)
         errors[policy] = max(difference(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
@@ -77,7 +76,7 @@ def _loss(values: dict[str, torch.Tensor], config: Loss, device: torch.device, d
         logprobs, columns["behaviour"], columns["behaviour"], columns["reference"], columns["advantages"], ones, ones,
         -logprobs, samples,
     )  # fmt: skip
-    loss = objective.compute(tokens, config, float(len(logprobs))).loss
+    loss = losses.compute(tokens, config, float(len(logprobs))).loss
     loss.backward()
     assert logprobs.grad is not None
     return [loss.detach(), logprobs.grad]

@@ -15,7 +15,7 @@ from services.groups.histograms import BOUNDS, PREFIX, counted, edges, named, se
 from services.protocol.messages import Ticket
 from services.store import Claim
 from services.tracker.event_files import EventFiles
-from services.trainer.losses.measures import HISTOGRAMS, _counts
+from services.trainer.losses import HISTOGRAMS, _counts
 from tests.support import flow
 from tests.support.documented import undocumented
 

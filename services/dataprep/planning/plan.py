@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from services.groups.denominators import denominator
 from services.dataprep.planning.balance import deal, spread
 from services.dataprep.planning.packing import Response, pack
 from services.protocol.messages import RankPlan, Sample, StepPlan
@@ -95,8 +96,7 @@ class Layout:
     row_tokens: int
     mini_batches: int = 1
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
-    """Unit of the denominator, among everything in the loss: response tokens, rollouts or groups, each counted once whatever
-    its group's weight; or `group_tokens` for each group, in the loss or not."""
+    """What the denominator counts (services/algorithm/denominators.py)."""
     group_tokens: int = 0
     same_rows: bool = False
     """Pack rows first and deal whole rows to the ranks, so that rows do not depend on the number of ranks."""
@@ -130,14 +130,14 @@ def plan_step(
     mini_batch_rows, denominators = list[int](), list[float]()
     response_tokens = total_tokens = 0
     for mini_batch in _mini_batches(groups, layout):
-        before, in_loss = len(rows[0]), 0
+        before = len(rows[0])
         for members in mini_batch:
-            samples = _add_rows(rows, groups, members, layout)
-            in_loss += _in_loss(samples, layout)
-            response_tokens += int(samples.trained_tokens.sum())
-            total_tokens += int(samples.tokens.sum())
+            _add_rows(rows, groups, members, layout)
         mini_batch_rows.append(len(rows[0]) - before)
-        denominators.append(float(max(1, in_loss)))
+        samples = [sample for of_rank in rows for row in of_rank[before:] for sample in row]
+        denominators.append(denominator(samples, layout.denominator, layout.group_tokens))
+        response_tokens += sum(sample.trained_tokens for sample in samples)
+        total_tokens += sum(sample.tokens for sample in samples)
     plan = StepPlan(
         step=step,
         groups=[group.group for group in groups],
@@ -196,12 +196,11 @@ def _parts(groups: Sequence[PlanGroup], members: Sequence[int], layout: Layout) 
     return [part for part in parts.values() if part]
 
 
-def _add_rows(rows: list[list[list[Sample]]], groups: Sequence[PlanGroup], members: Sequence[int], layout: Layout) -> _Samples:
-    """Pack these groups into separate rows, and add those to each rank's. Returns the samples."""
+def _add_rows(rows: list[list[list[Sample]]], groups: Sequence[PlanGroup], members: Sequence[int], layout: Layout) -> None:
+    """Pack these groups into separate rows, and add those to each rank's."""
     samples = _columns(groups, members)
     for rank, packed in enumerate(_pack_ranks(samples, layout)):
-        rows[rank].extend(_row(groups, samples, row) for row in packed)
-    return samples
+        rows[rank].extend([_sample(groups[int(samples.group[i])], samples, i) for i in sorted(row)] for row in packed)
 
 
 def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
@@ -217,21 +216,6 @@ def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
         parts.append(tuple(column[order] for column in columns))
         before += int(of.context.max()) + 1
     return _Samples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _in_loss(samples: _Samples, layout: Layout) -> int:
-    """Return how many tokens, rollouts or groups are in the loss, by what the denominator counts. Samples are of whole groups."""
-    in_loss = samples.trained_tokens > 0
-    match layout.denominator:
-        case "sequence":
-            responses = samples.group * (samples.rollout.max() + 1) + samples.rollout  # a number for each rollout
-            return len(np.unique(responses[in_loss]))
-        case "group":
-            return len(np.unique(samples.group[in_loss]))
-        case "constant":
-            return len(np.unique(samples.group)) * layout.group_tokens
-        case _:
-            return int(samples.trained_tokens.sum())
 
 
 def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
@@ -261,10 +245,6 @@ def _deal_rows(rows: list[list[int]], costs: np.ndarray, ranks: int) -> list[lis
     dealt = deal([int(costs[row].sum()) for row in rows], ranks)
     rows_per_rank = max(len(places) for places in dealt)
     return [[rows[place] for place in places] + [[]] * (rows_per_rank - len(places)) for places in dealt]
-
-
-def _row(groups: Sequence[PlanGroup], samples: _Samples, row: Sequence[int]) -> list[Sample]:
-    return [_sample(groups[int(samples.group[i])], samples, i) for i in sorted(row)]
 
 
 def _sample(group: PlanGroup, samples: _Samples, i: int) -> Sample:

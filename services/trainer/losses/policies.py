@@ -1,18 +1,114 @@
-"""Policy losses: pure functions of named tensors, one for each name of `loss.policy`.
+"""Policy losses: pure functions of named tensors, one for each name of `loss.policy`, and the user's own.
 
 Symbols (docs/semantics.md): theta = current policy, old = policy at the start of the training step, mu = the policy that
 generated (behaviour); r = exp(theta - old), A = advantage, e = clip distance, sg = stop gradient.
+
+`loss.policy = "package.module:function"` names a function of (`Tokens`, `Loss`) that returns a `PolicyTerm`; correction, KL,
+entropy bonus, importance weights and denominator are applied to what it returns. A function that cannot be loaded, or that
+returns the wrong type or shape for three tokens, is a `ConfigError` that names `loss.policy`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.config.loss import Loss
-from services.trainer.losses.tokens import PolicyTerm, Tokens, bounded, response_mean
+from services.config import ConfigError
+from services.config.loss import POLICIES, Loss
+
+MAX_LOG_RATIO = 20.0
+"""Bound of |theta - old| before exp, as in verl: e^20 = 4.9e8. Where `old` is a generator's logprob, it limits how much more than
+others its tokens can weigh in the gradient; with e^40 a few such tokens make the gradient norm infinite in float32.
+"""
+
+
+MAX_LOG_KL = 40.0
+"""Bound of |theta - ref| before exp: e^40 = 2.4e17, whose square stays finite in float32."""
+
+ESTIMATORS = ("k1", "k2", "k3", "k1_weighted")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Response tokens of one row that are in the loss; R = their number. All tensors are [R], logprobs float32."""
+
+    logprobs: Tensor  # theta; carries the gradient
+    old: Tensor  # no gradient
+    behaviour: Tensor  # mu; a token with NaN or infinity is excluded
+    reference: Tensor | None  # ref; None only with kl_beta = 0
+    advantages: Tensor
+    weights: Tensor  # importance weight of the token's group
+    shares: Tensor  # factor that makes the sum a mean of means (denominators.py); 1 for token means
+    entropy: Tensor  # carries a gradient only if there is an entropy bonus
+    samples: Tensor  # int64, the response of the row that a token belongs to
+    responses: int | None = None  # of the row, more than any of `samples`; None if only the device knows
+
+    def only(self, places: Tensor) -> Tokens:
+        """Return the tokens at `places`, int64."""
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {name: column.index_select(0, places) for name, column in columns.items() if isinstance(column, Tensor)}
+        return replace(self, **chosen)
+
+    def ratio(self) -> Tensor:
+        """Return r = exp(theta - old), [R]."""
+        return bounded(self.logprobs - self.old).exp()
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """What a policy loss returns, [R] each. Clipped: the ratio is past that bound and the advantage would push it further."""
+
+    loss: Tensor
+    clipped_low: Tensor  # bool
+    clipped_high: Tensor  # bool
+
+
+def bounded(difference: Tensor) -> Tensor:
+    """Clamp a log-ratio to a range that exp can represent."""
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def response_mean(values: Tensor, tokens: Tokens) -> Tensor:
+    """Return at each of the tokens [R] the mean of `values` [R] over the tokens of its response. Differentiable.
+
+    Sums in float64: a response has tens of thousands of tokens, and their mean affects all of them. Waits for the device unless
+    `tokens.responses` is known.
+    """
+    samples = tokens.samples
+    if not len(samples):
+        return values
+    responses = int(samples.max()) + 1 if tokens.responses is None else tokens.responses
+    wide = values.double()
+    nothing = wide.new_zeros(responses)
+    sums, counts = (nothing.index_add(0, samples, each) for each in (wide, torch.ones_like(wide)))
+    return (sums / counts.clamp(min=1))[samples].to(values.dtype)
+
+
+def reference_kl(tokens: Tokens, estimator: str = "k3") -> Tensor:
+    """Return the KL estimate per token, [R]: k1 D, k2 D^2/2, k3 expm1(-D) + D, k1_weighted r D.
+
+    The names are those of Schulman 2020, "Approximating KL divergence"; k3 is what the loss has, as TRL's.
+    """
+    if tokens.reference is None:
+        raise ValueError("loss.kl_beta > 0 needs reference logprobs")
+    difference = (tokens.logprobs - tokens.reference).clamp(-MAX_LOG_KL, MAX_LOG_KL)
+    match estimator:
+        case "k1":
+            return difference
+        case "k2":
+            return difference.square() / 2
+        case "k3":
+            return torch.expm1(-difference) + difference
+        case "k1_weighted":
+            return tokens.ratio() * difference
+    raise ValueError(f"{estimator!r} is not one of {', '.join(ESTIMATORS)}")
+
 
 PolicyLoss = Callable[[Tokens, Loss], PolicyTerm]
 
@@ -126,3 +222,48 @@ def _clipped(advantages: Tensor, ratio: Tensor, low: float, high: float) -> Poli
 def _past(advantages: Tensor, values: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Return where the ratio is already past a bound and the advantage pushes it further: below `low`, above `high`."""
     return (advantages < 0) & (values < low), (advantages > 0) & (values > high)
+
+
+@cache
+def find(name: str) -> PolicyLoss:
+    """Return the policy loss that `loss.policy` names. Raises `ConfigError`."""
+    if name in POLICIES:
+        return POLICY_LOSSES[name]
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise ConfigError(f"loss.policy = {name!r} cannot be loaded ({_line(error)}): fix the name or the module") from error
+
+
+def check(config: Loss) -> None:
+    """Load the policy loss and try it on three tokens of two responses. Raises `ConfigError`."""
+    policy = find(config.policy)
+    logprobs = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
+    frozen, ones = logprobs.detach(), torch.ones(3)
+    tokens = Tokens(logprobs, frozen, frozen, frozen, torch.tensor([1.0, 1.0, -1.0]), ones, ones, ones, torch.tensor([0, 0, 1]))
+    try:
+        term = policy(tokens, config)
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(f"loss.policy = {config.policy!r} fails on three test tokens, fix it: {_line(error)}") from error
+    if fault := _fault(term):
+        raise ConfigError(f"loss.policy = {config.policy!r} must return a PolicyTerm of tensors [R], fix it: {fault}")
+
+
+def _fault(term: object) -> str:
+    """Return what is wrong with the result for three tokens, or an empty string."""
+    if not isinstance(term, PolicyTerm):
+        return f"it returns {type(term).__name__}"
+    for name in ("loss", "clipped_low", "clipped_high"):
+        value = getattr(term, name)
+        if not isinstance(value, torch.Tensor) or value.shape != (3,):
+            return f"for three tokens, `{name}` is {tuple(value.shape) if isinstance(value, torch.Tensor) else value!r}"
+        if name != "loss" and value.dtype != torch.bool:
+            return f"`{name}` is {value.dtype}, not bool"
+    if not term.loss.isfinite().all():
+        return f"its loss is {term.loss.tolist()}"
+    return "" if term.loss.requires_grad else "its loss carries no gradient of the logprobs"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -11,17 +11,17 @@ peft's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from services.config import ConfigError
 from services.config.training import Lora
 from services.trainer.model import support
-from services.weights import merge
+from services.trainer.model.attention.packing import RowTokens
+from services.weights.merge import merged
 from services.weights.transport import TrainedWeights
 
 ADAPTER = "default"
@@ -72,13 +72,13 @@ class Unadapted:
         self._policy = policy
         self._layers = [layer for layer in policy.modules() if isinstance(layer, LoraLayer)]
 
-    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, row: RowTokens) -> tuple[Tensor, Tensor]:
         """Call the policy with adapters scaled to zero. They are still computed: ZeRO-3 fetches weights in the order of earlier
         calls.
         """
         self._scale(0.0)
         try:
-            return self._policy(*arguments)
+            return self._policy(row)
         finally:
             self._scale(1.0)
 
@@ -106,17 +106,10 @@ def trained_weights(model: nn.Module, options: Lora) -> TrainedWeights:
     return TrainedWeights(parameters, sources(parameters), options.scale if options.rank else 0.0)
 
 
-@torch.no_grad()
-def merged(parts: Sequence[Tensor], options: Lora) -> Tensor:
-    """Return the weight made of `parts`, named by `sources`: a new tensor where there is an adapter, otherwise the one part
-    itself.
-    """
-    return parts[0].detach() if len(parts) == 1 else merge.merged(list(parts), options.scale)
-
-
 def merged_state(state: Mapping[str, Tensor], options: Lora) -> dict[str, Tensor]:
     """Return the model's weights under their Hugging Face names, from those of the adapted model."""
-    return {name: merged([state[part] for part in parts], options) for name, parts in sources(state).items()}
+    scale = options.scale if options.rank else 0.0
+    return {name: merged([state[part] for part in parts], scale) for name, parts in sources(state).items()}
 
 
 def save(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The policy's network: a Hugging Face causal language model that returns logprobs.
 
 Guarantees: a model that packed training would compute incorrectly is refused on loading, with the reason: for reasons known by
-name (support.py) and by trying it (proofs.py).
+name (support.py) and by trying it (proof.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from services.config import ConfigError
 from services.config.root import Model
 from services.config.training import Lora
 from services.trainer.model import configuration, lora, support
-from services.trainer.model.attention import NAME, UnsupportedModel, is_out_of_memory
-from services.trainer.model.attention.packing import Packing, row
+from services.trainer.model.attention import NAME, UnsupportedModel, is_out_of_memory, packing
+from services.trainer.model.attention.packing import RowTokens
 from services.trainer.model.computing import PLAIN, Computing, compile_blocks, recompute
 from services.trainer.model.configuration import logit_rule
 from services.trainer.model.logprobs import LogprobHead
-from services.trainer.model.proofs import Proofs, prove
+from services.trainer.model.proof import Proofs, prove
 from services.trainer.model.sequence import Team
 
 
@@ -33,28 +33,23 @@ class Scorer(nn.Module):
         self.model = model
         self.temperature, self.chunk, self.team = temperature, chunk, team
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the logprob of each target and the entropy of its distribution, two [R] float32; arguments as in
-        `batches.PackedRow`.
+    def forward(self, row: RowTokens) -> tuple[Tensor, Tensor]:
+        """Return the logprob of each target and the entropy of its distribution, two [R] float32.
 
         With a team, both cover the whole row on every rank of the team, and the call is collective.
         """
         if self.team is None:
-            return self._score(input_ids, positions, packing, predictors, targets)
-        part = self.team.cut(input_ids, positions, packing, predictors, targets)
-        logprobs, entropy = self._score(part.input_ids, part.positions, part.packing, part.predictors, part.targets)
+            return self._score(row)
+        part = self.team.cut(row)
+        logprobs, entropy = self._score(part)
         return self.team.join(logprobs, part), self.team.join(entropy, part)
 
-    def _score(
-        self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        row.packing = packing
+    def _score(self, row: RowTokens) -> tuple[Tensor, Tensor]:
+        packing.row.packing = row.packing
         states = support.backbone(self.model)(
-            input_ids=input_ids[None], position_ids=positions[None], packing=packing, use_cache=False
+            input_ids=row.input_ids[None], position_ids=row.positions[None], packing=row.packing, use_cache=False
         ).last_hidden_state[0]
-        return self.model.get_output_embeddings()(states[predictors], targets, self.temperature, self.chunk)
+        return self.model.get_output_embeddings()(states[row.predictors], row.targets, self.temperature, self.chunk)
 
 
 def load(

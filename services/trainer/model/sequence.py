@@ -20,21 +20,19 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.trainer.model.attention import packed_attention
-from services.trainer.model.attention.packing import Packing
+from services.trainer.model.attention.packing import RowTokens
 
 NAME = "packed_ulysses"
 """Name under which transformers knows the exchange around `packed_attention`."""
 
 
 @dataclass(frozen=True)
-class Slice:
-    """One rank's part of a row. t = its tokens, r = its response tokens; arguments as in `batches.PackedRow`."""
+class Slice(RowTokens):
+    """One rank's part of a row, with the packing of the whole row, whose padding is an additional response.
 
-    input_ids: Tensor  # [t]
-    positions: Tensor  # [t]
-    packing: Packing  # of the whole row, with its padding as an additional response
-    predictors: Tensor  # [r], into t
-    targets: Tensor  # [r]
+    r = its response tokens.
+    """
+
     counts: list[int]  # r of every rank of the team
     order: Tensor  # [R]: index of each token of the row among those of all slices, concatenated
 
@@ -67,22 +65,18 @@ class Team:
         ALL_ATTENTION_FUNCTIONS.register(NAME, exchange)
         return NAME
 
-    def cut(self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor) -> Slice:
+    def cut(self, row: RowTokens) -> Slice:
         """Cut this rank's slice out of a row. Slices have equal length; padding at the end counts as a response."""
-        tokens = len(input_ids)
-        length = -(-tokens // self.size)
-        missing = length * self.size - tokens
-        if missing:
-            packing = packing.longer(missing)
-            input_ids, positions = F.pad(input_ids, (0, missing)), F.pad(positions, (0, missing))
-        owners = predictors // length  # not ascending: the first tokens of a group's responses share a predictor
+        length = -(-len(row.input_ids) // self.size)
+        missing = length * self.size - len(row.input_ids)
+        owners = row.predictors // length  # not ascending: the first tokens of a group's responses share a predictor
         mine, part = owners == self.rank, slice(self.rank * length, (self.rank + 1) * length)
         return Slice(
-            input_ids[part],
-            positions[part],
-            packing,
-            predictors[mine] - part.start,
-            targets[mine],
+            F.pad(row.input_ids, (0, missing))[part],
+            F.pad(row.positions, (0, missing))[part],
+            row.packing.longer(missing) if missing else row.packing,
+            row.predictors[mine] - part.start,
+            row.targets[mine],
             torch.bincount(owners, minlength=self.size).tolist(),
             owners.argsort(stable=True).argsort(),
         )

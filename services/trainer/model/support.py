@@ -1,4 +1,4 @@
-"""Reasons known by name why a model cannot be trained in packed rows. Others are found by trying (proofs.py)."""
+"""Reasons known by name why a model cannot be trained in packed rows. Others are found by trying (proof.py)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Rows of tensors from a rank's plan and the payloads it names.
 
 Guarantees: every segment of the plan is in its row, whole, after its context, which segments of one group in a row share if
-theirs are equal; a payload that does not match its plan raises `Damaged`, with the reason, before anything is trained; tokens
-that the policy did not sample (contexts and tool spans) are attended to and never a target; an empty row becomes one dummy token
-without a target, so that every rank runs the same number of micro-batches.
+theirs are equal; a payload that cannot be trained on raises `Damaged`, with the reason, before anything is trained; tokens that
+the policy did not sample (contexts and tool spans) are attended to and never a target; an empty row becomes one dummy token
+without a target, so that every rank runs the same number of micro-batches. What a payload says about its segments and tools is
+right by construction (services/rollouts/records.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
 from services.protocol.payloads import Payload
 from services.trainer import losses
-from services.trainer.model.attention.packing import Packing, fields_to_device
+from services.trainer.model.attention.packing import Packing, RowTokens, fields_to_device
 
 LOWEST_LOGPROB, HIGHEST_LOGPROB = -1000.0, 0.1
 """Range of valid sampled logprobs: below -745 a probability is 0 even in float64, and never sampled; above 0 a logprob can only
@@ -37,21 +38,15 @@ class _Fault(ValueError):
 
 
 @dataclass(frozen=True)
-class PackedRow:
-    """One packed row, one micro-batch. T = its tokens, R = its response tokens that are in the loss.
+class PackedRow(RowTokens):
+    """One packed row, one micro-batch.
 
-    A context (mostly the prompt) is stored only before the first segment of its group that has it. The logprob of token j of the
-    R comes from the output at `predictors[j]`, the token before it in its sequence. Masked segments and tool tokens are part of
-    the row but not of the R.
+    A context (mostly the prompt) is stored only before the first segment of its group that has it. Masked segments and tool
+    tokens are part of the row but not of the R.
     """
 
     samples: tuple[tuple[str, int], ...]  # (payload, rollout) of each segment, in order
     segments: tuple[int, ...]  # place of each segment in its payload
-    input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, starting from 0 in every context
-    packing: Packing
-    predictors: Tensor  # [R] int64, into T
-    targets: Tensor  # [R] int64
     behaviour: Tensor  # [R] float32, behaviour logprobs
     advantages: Tensor  # [R] float32
     weights: Tensor  # [R] float32, importance weight of the token's group
@@ -77,7 +72,7 @@ def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, r
     for name, samples in planned.items():
         try:
             groups[name] = _check(payloads[name], samples, vocabulary)
-        except _Fault as fault:
+        except (_Fault, IndexError, ValueError) as fault:  # numpy raises the latter for columns that do not fit together
             damaged[name] = str(fault)
     if damaged:
         raise Damaged(damaged)
@@ -100,7 +95,7 @@ class _Group:
 
 
 def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> _Group:
-    """Check that a payload can be trained on and matches the plan of its samples. Raises `_Fault`."""
+    """Check that a payload can be trained on, and that the plan trains what the policy sampled. Raises `_Fault`."""
     names = ("prompt", "lengths", "tokens", "logprobs", "rollout", "context_lengths", "context")
     for column in names:
         array: np.ndarray = getattr(payload, column)
@@ -115,7 +110,6 @@ def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> _Group:
             f"lengths add up to {payload.lengths.sum()}, but there are {len(payload.tokens)} tokens "
             f"and {len(payload.logprobs)} logprobs"
         )
-    _check_segments(payload)
     ids = np.concatenate((payload.prompt, payload.tokens, payload.context))
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise _Fault(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocabulary}")
@@ -127,49 +121,17 @@ def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> _Group:
     contexts = [context if len(context) else payload.prompt for context in own]
     group = _Group(payload, sampled, contexts, number_contexts(payload.prompt, own))
     for sample in samples:
-        _fit(sample, group)
+        own = int(sampled[group.response(sample.index)].sum())
+        if sample.trained_tokens not in (0, own):
+            raise _Fault(f"completion {sample.index} has {own} sampled tokens, but the plan trains {sample.trained_tokens}")
     return group
 
 
-def _check_segments(payload: Payload) -> None:
-    """Check which rollout each segment belongs to, and the contexts. Raises `_Fault`."""
-    segments, owners, sizes = len(payload.lengths), payload.rollout, payload.context_lengths
-    if len(owners) and (len(owners) != segments or owners[0] != 0 or not np.isin(np.diff(owners), (0, 1)).all()):
-        raise _Fault(f"{segments} segments belong to rollouts {owners.tolist()}, which must ascend from 0 without gaps")
-    if len(sizes) not in (0, segments) or (sizes < 0).any() or sizes.sum() != len(payload.context):
-        raise _Fault(
-            f"{segments} segments have contexts of {sizes.tolist()} tokens, but there are {len(payload.context)} context tokens"
-        )
-
-
-def _fit(sample: Sample, group: _Group) -> None:
-    """Check that a payload has the segment that the plan trains. Raises `_Fault`."""
-    name, lengths = f"completion {sample.index}", group.payload.lengths
-    if not 0 <= sample.index < len(lengths):
-        raise _Fault(f"{name} does not exist: the group has {len(lengths)} completions")
-    tokens = group.response(sample.index)
-    size, own = len(group.contexts[sample.index]) + tokens.stop - tokens.start, int(group.sampled[tokens].sum())
-    is_of = group.payload.owners[sample.index], group.numbers[sample.index], size
-    if (sample.response[1], sample.context, sample.tokens or size) != is_of:
-        raise _Fault(f"{name} is of rollout {is_of[0]}, context {is_of[1]} and {size} tokens, which is not what its header says")
-    if sample.trained_tokens not in (0, own):
-        raise _Fault(f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}")
-
-
 def _sampled(payload: Payload) -> np.ndarray:
-    """Return [sum lengths] bool, False inside tool spans. Spans must be inside their completions and must not overlap."""
-    spans = payload.tool_spans
-    if spans.ndim != 2 or spans.shape[1] != 3 or spans.dtype.kind != "i":
-        raise _Fault(f"tool spans are {spans.dtype} of shape {spans.shape}, expected integers [k, 3]")
-    sampled = np.ones(len(payload.tokens), dtype=bool)
-    starts = np.cumsum(payload.lengths) - payload.lengths
-    for sample, start, end in spans:
-        if not (0 <= sample < len(starts) and 0 <= start < end <= payload.lengths[sample]):
-            raise _Fault(f"tool span {start}..{end} is outside its completion {sample}")
-        place = slice(starts[sample] + start, starts[sample] + end)
-        if not sampled[place].all():
-            raise _Fault(f"tool span {start}..{end} of completion {sample} overlaps another")
-        sampled[place] = False
+    """Return [sum lengths] bool, False inside tool spans."""
+    sampled, starts = np.ones(len(payload.tokens), dtype=bool), np.cumsum(payload.lengths) - payload.lengths
+    for segment, start, end in payload.tool_spans:
+        sampled[starts[segment] + start : starts[segment] + end] = False
     return sampled
 
 

@@ -18,9 +18,10 @@ from msgspec.structs import replace
 
 from services.config import RunConfig
 from services.groups import group_statistics
+from services.groups.denominators import denominator
 from services.groups.group_statistics import DAMAGED
 from services.protocol.errors import Damaged, OutOfOrder, StoreError
-from services.protocol.messages import RankPlan, Sample, StepPlan
+from services.protocol.messages import RankPlan, StepPlan
 from services.store import BufferedGroup, Store
 from services.trainer.step.priorities import group_of
 
@@ -70,11 +71,12 @@ def without(
         for end, size in zip(ends, plan.mini_batch_rows, strict=True)
     ]
     left = [sample for batch in batches for sample in batch]
+    group_tokens = config.sampling.group_size * config.sampling.max_tokens
     changed = msgspec.structs.replace(
         plan,
         groups=[group for group in plan.groups if group not in groups],
         fresh_groups=[group for group in plan.fresh_groups if group not in groups],
-        denominators=[_denominator(batch, config) for batch in batches],
+        denominators=[denominator(batch, config.loss.denominator, group_tokens) for batch in batches],
         response_tokens=sum(sample.trained_tokens for sample in left),
         total_tokens=sum(sample.tokens for sample in left),
         stats=plan.stats | {DAMAGED: plan.stats.get(DAMAGED, 0.0) + sum(group in groups for group in plan.groups)},
@@ -96,18 +98,3 @@ def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[Buffere
 async def _as_drawn(store: Store, plan: StepPlan, later: Mapping[str, int]) -> list[BufferedGroup]:
     """Return the groups of a step with their use counts before it; `later`: in how many steps from this one on each group is."""
     return [replace(group, uses=group.uses - later[group.group]) for group in await store.replay.groups(plan.groups)]
-
-
-def _denominator(samples: Sequence[Sample], config: RunConfig) -> float:
-    """Compute the denominator as in services/dataprep/planning/plan.py."""
-    in_loss = [sample for sample in samples if sample.trained_tokens]
-    match config.loss.denominator:
-        case "sequence":
-            count = len({sample.response for sample in in_loss})
-        case "group":
-            count = len({sample.payload for sample in in_loss})
-        case "constant":
-            count = len({sample.payload for sample in samples}) * config.sampling.group_size * config.sampling.max_tokens
-        case _:
-            count = sum(sample.trained_tokens for sample in in_loss)
-    return float(max(1, count))

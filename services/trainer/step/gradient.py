@@ -67,7 +67,7 @@ class GradientSum:
             if self._engine.training != learns:
                 self._engine.train(learns)
             self._engine.set_gradient_accumulation_boundary(last and self._exact is None)
-            logprobs, entropy = _score(self._engine, row)
+            logprobs, entropy = self._engine(row)
             tokens = losses.Tokens(
                 logprobs=logprobs,
                 old=logprobs.detach() if old is None else old,
@@ -137,8 +137,4 @@ def score_old(engine: Any, rows: Sequence[PackedRow], device: torch.device) -> l
 @torch.no_grad()
 def score_frozen(module: Any, row: PackedRow) -> Tensor:
     """Return a module's logprobs of a row's tokens, [R] float32, without a gradient. Collective."""
-    return _score(module, row)[0]
-
-
-def _score(module: Any, row: PackedRow) -> tuple[Tensor, Tensor]:
-    return module(row.input_ids, row.positions, row.packing, row.predictors, row.targets)
+    return module(row)[0]

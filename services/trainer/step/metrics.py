@@ -17,8 +17,8 @@ from torch import Tensor
 
 from services.groups.histograms import BOUNDS, named
 from services.trainer import ranks
-from services.trainer.losses.measures import COUNTS, HISTOGRAMS, MAXIMA, SUMS
-from services.trainer.losses.tokens import ESTIMATORS
+from services.trainer.losses import COUNTS, HISTOGRAMS, MAXIMA, SUMS
+from services.trainer.losses.policies import ESTIMATORS
 
 
 class StepMetrics:

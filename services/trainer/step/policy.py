@@ -24,11 +24,12 @@ from services.config.loss_in_words import clips
 from services.config.model_files import check_model
 from services.protocol.messages import StepPlan
 from services.trainer import losses, ranks
+from services.trainer.losses import policies
 from services.trainer.model import export, flops
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.model.computing import Computing
-from services.trainer.model.proofs import Proofs
+from services.trainer.model.proof import Proofs
 from services.trainer.model.sequence import Team
 from services.trainer.ranks import World
 from services.trainer.state import archive, partitions
@@ -55,7 +56,7 @@ STATE, RANDOM = "state", "random"
 
 
 PROOFS = ".proofs"
-"""Folder under run.dir with verification results of models (proofs.py), shared by all runs there."""
+"""Folder under run.dir with verification results of models (proof.py), shared by all runs there."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Policy:
         if config.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         check_model(config)
-        losses.check(config.loss)
+        policies.check(config.loss)
         deepspeed_engine.seed(config.run.seed, config.trainer.deterministic)
         self.config, self.world, self.device = config, world, world.device
         self.zero_stage: int = config.trainer.zero_stage

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from services.config import RunConfig
 from services.trainer.model import lora
@@ -37,27 +37,38 @@ class ReferencePolicy:
 
     def __init__(self, config: RunConfig, load: Callable[[], Scorer], policy: Any, world: World) -> None:
         """`load` loads a new copy of the model; `policy` is DeepSpeed's engine."""
-        self._path, self._rank = config.model.path, world.rank
-        self._average: PolyakAverage | None = None
+        self._path, self._alpha, self._world = config.model.path, config.reference.alpha, world
+        self._average: dict[str, Tensor] = {}  # empty for a frozen reference
         if config.lora.rank:
             self.module: Any = lora.Unadapted(policy)
             return
         scorer = load()
         self.module = engine.start_reference(config, scorer, world.device)
-        if config.reference.alpha:
-            self._average = PolyakAverage(scorer, policy.module, config.reference.alpha, world)
+        self._reference: dict[str, Any] = dict(scorer.named_parameters())  # sharded like the policy's
+        self._policy: dict[str, Any] = dict(policy.module.named_parameters())
+        if self._alpha:
+            self._average = {name: _held(parameter).detach().float() for name, parameter in self._reference.items()}
 
+    @torch.no_grad()
     def update(self) -> None:
         """Update the average with the policy, after a training step."""
-        if self._average is not None:
-            self._average.update()
+        for name, average in self._average.items():
+            average.lerp_(_held(self._policy[name]).float(), self._alpha)
+        self._show()
 
     def save(self, folder: Path) -> list[str]:
-        """Write the average, and return the names of the files; a frozen reference is `model.path` itself and needs none.
-
-        Raises `StateError`.
+        """Write what this rank holds of the average, and return the names of the files. Where all ranks hold the same, each
+        writes a share; a frozen reference is `model.path` itself and needs none. Raises `StateError`.
         """
-        return [] if self._average is None else [self._average.save(folder)]
+        if not self._average:
+            return []
+        mine = self._average.keys()
+        if not self._sharded:
+            sizes = {name: average.numel() for name, average in self._average.items()}
+            mine = archive.share(sizes, self._world.rank, self._world.size)
+        name = f"{AVERAGE}-{self._world.rank}.pt"
+        archive.write(folder / name, [Flat([self._piece(name)], {AVERAGE: self._average[name]}) for name in mine])
+        return [name]
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, with any number of ranks. Raises `StateError`.
@@ -65,53 +76,19 @@ class ReferencePolicy:
         If the folder has no average, because it was written without one, the average starts at `model.path` and a warning is
         logged.
         """
-        if self._average is None:
+        if not self._average:
             return
         if any(folder.glob(f"{AVERAGE}-*.pt")):
-            self._average.load(Archive(folder, AVERAGE))
-        elif self._rank == 0:
+            saved = Archive(folder, AVERAGE)
+            for name, average in self._average.items():
+                saved.copy(AVERAGE, self._piece(name), average.view(-1))
+            self._show()
+        elif self._world.rank == 0:
             logger.warning("%s has no averaged reference: starting the average from model.path = %r", folder, self._path)
-
-
-class PolyakAverage:
-    """Keeps `module`, the reference, at the average of the weights of `policy`. Both have the same parameters, sharded alike."""
-
-    def __init__(self, module: nn.Module, policy: nn.Module, alpha: float, world: World) -> None:
-        self._alpha, self._world = alpha, world
-        self._reference = dict(module.named_parameters())
-        self._policy = dict(policy.named_parameters())
-        self._average = {name: _held(parameter).detach().float() for name, parameter in self._reference.items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Update the average after a training step."""
-        for name, average in self._average.items():
-            average.lerp_(_held(self._policy[name]).float(), self._alpha)
-        self._show()
-
-    def save(self, folder: Path) -> str:
-        """Write what this rank holds, and return the file's name. Where all ranks hold the same, each writes a share.
-
-        Raises `StateError`.
-        """
-        mine = self._average.keys()
-        if not self._sharded:
-            sizes = {name: average.numel() for name, average in self._average.items()}
-            mine = archive.share(sizes, self._world.rank, self._world.size)
-        held = [Flat([self._piece(name)], {AVERAGE: self._average[name]}) for name in mine]
-        name = f"{AVERAGE}-{self._world.rank}.pt"
-        archive.write(folder / name, held)
-        return name
-
-    def load(self, saved: Archive) -> None:
-        """Restore what `save` wrote, with any number of ranks. Raises `StateError`."""
-        for name, average in self._average.items():
-            saved.copy(AVERAGE, self._piece(name), average.view(-1))
-        self._show()
 
     def _piece(self, name: str) -> Piece:
         """Return what this rank holds of a parameter, without ZeRO-3's padding."""
-        parameter: Any = self._reference[name]
+        parameter = self._reference[name]
         if not self._sharded:
             return archive.whole(name, parameter)
         first = self._world.rank * self._average[name].numel()
@@ -124,10 +101,11 @@ class PolyakAverage:
     @torch.no_grad()
     def _show(self) -> None:
         """Set the module's weights to the average, rounded to their dtype."""
-        for name, parameter in self._reference.items():
+        for name, average in self._average.items():
+            parameter = self._reference[name]
             held = _held(parameter)
-            if held.data_ptr() != self._average[name].data_ptr():  # float32 weights are the average itself
-                held.copy_(self._average[name])
+            if held.data_ptr() != average.data_ptr():  # float32 weights are the average itself
+                held.copy_(average)
             if hasattr(parameter, "ds_tensor"):
                 _forget(parameter)
 

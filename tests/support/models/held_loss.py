@@ -11,8 +11,7 @@ from pathlib import Path
 
 from services.config.loss import Loss
 from services.trainer import ranks
-from services.trainer.losses.policies import POLICY_LOSSES
-from services.trainer.losses.tokens import PolicyTerm, Tokens
+from services.trainer.losses.policies import POLICY_LOSSES, PolicyTerm, Tokens
 
 HELD = "HELD_LOSS_WHILE"  # names the file
 STUCK_S = 5.0

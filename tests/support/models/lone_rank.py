@@ -22,6 +22,7 @@ class LoneRank:
         self.world, self.zero_stage = World(), 0
         self.module = SimpleNamespace(named_parameters=list)
         self.config = SimpleNamespace(run=SimpleNamespace(name="run"), model=SimpleNamespace(dtype="float32", path="tiny"))
+        self.learning_rate = SimpleNamespace(state={}, continue_from=lambda state: None)
         patch.setattr(ranks, "gather", lambda value: [value])
         patch.setattr(ranks, "from_rank_0", lambda value: value)
 

@@ -10,7 +10,7 @@ import torch
 from services.config import ConfigError
 from services.config.loss import POLICIES, Loss
 from services.trainer import losses
-from services.trainer.losses import PolicyTerm, Tokens
+from services.trainer.losses.policies import PolicyTerm, Tokens, check
 from tests.trainer.losses.tokens import make_tokens, plain
 
 HERE = "tests.trainer.losses.test_custom"
@@ -57,7 +57,7 @@ def one_argument(tokens: Tokens) -> PolicyTerm:
 
 def test_a_custom_loss_is_checked_corrected_and_measured() -> None:
     config = plain(policy=f"{HERE}:half", clip_high=0.5)
-    losses.check(config)
+    check(config)
     tokens = make_tokens([-1.0, -1.0], [2.0, 2.0], old=[-1.0, -2.0], behaviour=[-1.0, -20.0])
     output = losses.compute(tokens, config, 4.0)
     assert output.loss.item() == pytest.approx((1 + 2) / 4), "the second is weighted by 2"
@@ -67,7 +67,7 @@ def test_a_custom_loss_is_checked_corrected_and_measured() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_built_in_losses_pass_the_check(policy: str) -> None:
-    losses.check(Loss(policy=policy))  # raises otherwise
+    check(Loss(policy=policy))  # raises otherwise
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_built_in_losses_pass_the_check(policy: str) -> None:
 )
 def test_an_invalid_policy_loss_is_rejected_by_name(name: str, fault: str) -> None:
     with pytest.raises(ConfigError, match=f"loss.policy = '{HERE}:{name}' .*{fault}|loss.policy = '{HERE}:{name}' {fault}"):
-        losses.check(Loss(policy=f"{HERE}:{name}"))
+        check(Loss(policy=f"{HERE}:{name}"))
 
 
 def test_a_module_that_raises_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_policy_loss.py").write_text("raise RuntimeError('out of paper')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be loaded \(RuntimeError: out of paper\)"):
-        losses.check(Loss(policy="broken_policy_loss:f"))
+        check(Loss(policy="broken_policy_loss:f"))
     with pytest.raises(ConfigError, match="No module named 'nowhere_at_all'"):
-        losses.check(Loss(policy="nowhere_at_all:f"))
+        check(Loss(policy="nowhere_at_all:f"))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from services.config.loss import DPPO, POLICIES, Loss
 from services.trainer import losses
-from services.trainer.losses import Tokens
-from services.trainer.losses.measures import COUNTS, MAXIMA, SUMS
+from services.trainer.losses import COUNTS, MAXIMA, SUMS, Tokens
 from tests.trainer import literal
 from tests.trainer.losses.tokens import make_tokens as _tokens
 from tests.trainer.losses.tokens import plain as _plain

@@ -10,7 +10,7 @@ import torch
 
 from services.config.loss import CLIPS, POLICIES, Loss
 from services.trainer import losses
-from services.trainer.losses.correction import log_ratio
+from services.trainer.losses import log_ratio
 from services.trainer.losses.policies import POLICY_LOSSES, binary_divergence
 from tests.trainer.losses.tokens import make_tokens, plain
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from services.config import ConfigError
 from services.trainer.model import attention, logprobs, policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention, takes_groups
-from services.trainer.model.attention.packing import Packing
+from services.trainer.model.attention.packing import Packing, RowTokens
 from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import PLAIN as PLAIN_RULE
 from services.trainer.model.logprobs import LogitRule, _differentiated, compiled_chunks, token_logprobs
@@ -57,7 +57,7 @@ def scored(scorer: policy_network.Scorer) -> tuple[Tensor, dict[str, Tensor], in
     tokens = torch.arange(20) % 7
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 2, 3, 4, 2, 3, 4, 5, 0, 1, 2, 3, 4, 3, 4])
     predictors, targets = torch.tensor([1, 2, 3, 4, 6, 9, 15, 18]), torch.arange(8)
-    logprobs, entropy = scorer(tokens, positions, ROW, predictors, targets)
+    logprobs, entropy = scorer(RowTokens(tokens, positions, ROW, predictors, targets))
     with Products() as products:
         (logprobs * torch.linspace(0.5, 1.5, 8) + 0.1 * entropy).sum().backward()
     gradients = {name: weight.grad for name, weight in scorer.named_parameters() if weight.grad is not None}

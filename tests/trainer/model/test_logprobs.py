@@ -108,7 +108,7 @@ def test_zero_tokens_have_a_zero_gradient() -> None:
 
 
 def _score(scorer: model.Scorer, row: batches.Row) -> torch.Tensor:
-    return scorer(row.input_ids, row.positions, row.packing, row.predictors, row.targets)[0]
+    return scorer(row)[0]
 
 
 def _build(payloads: dict[str, Payload], rows: list[list[int]]) -> list[batches.Row]:

@@ -235,7 +235,7 @@ def _row() -> batches.Row:
 def _score(scorer: Any) -> torch.Tensor:
     row = _row()
     with torch.no_grad():
-        return scorer(row.input_ids, row.positions, row.packing, row.predictors, row.targets)[0]
+        return scorer(row)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

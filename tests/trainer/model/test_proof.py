@@ -13,11 +13,10 @@ import torch
 from benchmarks import architectures, models_page, tiny_models
 from services.config.root import Model
 from services.config.training import Lora
-from services.trainer.model import configuration, logprobs, policy_network, proofs
+from services.trainer.model import configuration, logprobs, policy_network, proof
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.model.computing import Computing
-from services.trainer.model.proof import Proof
-from services.trainer.model.proofs import Proofs
+from services.trainer.model.proof import Proof, Proofs
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +48,7 @@ def test_a_model_is_verified_once(tiny_model: Path, tmp_path: Path, dtype: str, 
     assert all(one.holds for one in found)
     assert [one.dtype for one in found] == [dtype, "float32"][: 2 if dtype == "bfloat16" else 1]
     assert found[-1].gap < 1e-4
-    monkeypatch.setattr(proofs, "alone", None)  # a second proof would raise
+    monkeypatch.setattr(proof, "alone", None)  # a second proof would raise
     scorer, plain = _load(tiny_model, known, dtype=dtype), _load(tiny_model, dtype=dtype)
     for one, other in zip(scorer.parameters(), plain.parameters(), strict=True):
         assert one.grad is None
@@ -59,24 +58,24 @@ def test_a_model_is_verified_once(tiny_model: Path, tmp_path: Path, dtype: str, 
 
 def test_other_weights_change_the_digest(tiny_model: Path) -> None:
     model = _load(tiny_model).model
-    before = proofs.digest(model, ("float32",))
-    assert proofs.digest(model, ("bfloat16",)) != before
-    assert proofs.digest(model, ("float32",)) == before
+    before = proof.digest(model, ("float32",))
+    assert proof.digest(model, ("bfloat16",)) != before
+    assert proof.digest(model, ("float32",)) == before
     with torch.no_grad():
         model.model.norm.weight[0] += 1
-    assert proofs.digest(model, ("float32",)) != before
+    assert proof.digest(model, ("float32",)) != before
 
 
 def test_other_code_changes_the_digest(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [file.relative_to(Path(proofs.__file__).parent).as_posix() for file in proofs.computed_by()]
+    files = [file.relative_to(Path(proof.__file__).parent).as_posix() for file in proof.computed_by()]
     assert {"attention/__init__.py", "attention/packing.py", "logprobs.py"} <= set(files)
     model = _load(tiny_model).model
-    before = proofs.digest(model, ())
+    before = proof.digest(model, ())
     with monkeypatch.context() as patched:
-        patched.setattr(proofs, "computed_by", list)
-        assert proofs.digest(model, ()) != before
-    monkeypatch.setattr(proofs, "_gpu", lambda: "another GPU")
-    assert proofs.digest(model, ()) != before
+        patched.setattr(proof, "computed_by", list)
+        assert proof.digest(model, ()) != before
+    monkeypatch.setattr(proof, "_gpu", lambda: "another GPU")
+    assert proof.digest(model, ()) != before
 
 
 def _scales(model: Any) -> None:
@@ -121,7 +120,7 @@ def test_a_compiled_model_is_proven_too(
     monkeypatch.setattr(logprobs, "compiled_chunks", lambda: (logprobs._scored, logprobs._differentiated))
     _load(tiny_model, Proofs(tmp_path), computing=Computing(compiled=True))
     (file,) = tmp_path.glob("*.json")
-    assert [proof["compiled"] for proof in json.loads(file.read_text())] == [False, True]
+    assert [one["compiled"] for one in json.loads(file.read_text())] == [False, True]
     assert len(compiled) == 2, "for the proof, and with adapters"
     _load(tiny_model, Proofs(tmp_path), computing=Computing(compiled=True))
     assert len(compiled) == 3
@@ -148,7 +147,7 @@ def _no_memory_on_a_cpu(*_: Any) -> None:
 def test_running_out_of_memory_is_not_blamed_on_the_model(
     lack: Callable[..., None], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proofs, "alone", lack)
+    monkeypatch.setattr(proof, "alone", lack)
     with pytest.raises((torch.OutOfMemoryError, RuntimeError), match=r"no memory|can't allocate memory"):
         _load(tiny_model, Proofs(tmp_path / "proofs"))
 

@@ -107,6 +107,17 @@ class Packing:
         return Packing(**fields_to_device(self, device))
 
 
+@dataclass(frozen=True)
+class RowTokens:
+    """What a model computes of one packed row. T = its tokens, R = its response tokens that are in the loss."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, starting from 0 in every context
+    packing: Packing
+    predictors: Tensor  # [R] int64, into T: the token before each target in its sequence
+    targets: Tensor  # [R] int64
+
+
 @dataclass
 class CurrentRow:
     """The row of the last forward pass, for layers that pass no extra arguments to attention (those of Nemotron and StableLM, and
