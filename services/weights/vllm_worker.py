@@ -16,11 +16,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -30,6 +30,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from services.weights.checksums import WeightChanged
 from services.weights.deadline import Deadline, let_go
 from services.weights.transport import OWNER, TRANSPORTS, Address, Loaded, make_receiver
+
+T = TypeVar("T")
 
 PREFIX = "grpo_"
 """What precedes the name of a transport in vLLM's registry."""
@@ -73,18 +75,9 @@ class TransferEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Start to join; `state` reports when it is done."""
         self.shutdown()
-        joining: Future[Any] = Future()
         parallel = self.parallel_config
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-
-        def join() -> None:
-            try:
-                joining.set_result(self.receiver.connect(init_info, rank))
-            except Exception as error:  # passed on to the caller of `connection`
-                joining.set_exception(error)
-
-        threading.Thread(target=join, name="weight-group-join", daemon=True).start()
-        self._joining = joining
+        self._joining = _in_thread("weight-group-join", lambda: self.receiver.connect(init_info, rank))
 
     def state(self) -> dict[str, Any]:
         """Return how joining and staging stand, each `none`, `running`, `done` or the reason why it failed, and what came of the
@@ -109,23 +102,21 @@ class TransferEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         """Start to receive; `state` reports when it is done. Raises `RuntimeError` without a group."""
         self.changed = ""
         connection, joined = self.connection, self._joining
-        staging: Future[Loaded] = Future()
 
-        def receive_all() -> None:
+        def receive_all() -> Loaded:
             try:
-                staging.set_result(self.receiver.take(connection, version, Deadline(timeout_s)))
-            except Exception as error:  # passed on to the caller that takes the weights
-                current = self._joining is joined  # otherwise the caller has moved on to another group
-                if isinstance(error, WeightChanged):
-                    self.changed = error.tensor if current else self.changed
-                else:  # the group cannot be used again
-                    let_go(error)
-                    if current:
-                        self.shutdown()
-                staging.set_exception(error)
+                return self.receiver.take(connection, version, Deadline(timeout_s))
+            except WeightChanged as error:
+                if self._joining is joined:  # otherwise the caller has moved on to another group
+                    self.changed = error.tensor
+                raise
+            except (RuntimeError, OSError, ValueError, MemoryError) as error:  # the group cannot be used again
+                let_go(error)
+                if self._joining is joined:
+                    self.shutdown()
+                raise
 
-        threading.Thread(target=receive_all, name="weight-staging", daemon=True).start()
-        self._staging = staging
+        self._staging = _in_thread("weight-staging", receive_all)
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
         """Reload the model from the staged weights, or from what arrives."""
@@ -192,6 +183,20 @@ class WorkerExtension:
     def weight_state(self) -> dict[str, Any]:
         """Return `TransferEngine.state` of this worker."""
         return self.weight_transfer_engine.state()
+
+
+def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Do something in a thread that does not keep the process alive."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:  # raised where the result is awaited
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def _state(task: Future[Any] | None) -> str:

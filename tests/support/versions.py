@@ -9,10 +9,9 @@ import torch
 
 from services.weights.buckets import describe
 from services.weights.deadline import Deadline
-from services.weights.versions.delta import Delta
 from services.weights.versions.encoder import EncodedPart, ShardEncoder, whole_shards
 from services.weights.versions.manifest import DataPart, VersionManifest, Weight, assemble
-from services.weights.versions.mirror import WeightMirror
+from services.weights.versions.mirror import Delta, WeightMirror
 from services.weights.versions.objects import Target
 
 FENCE = 7

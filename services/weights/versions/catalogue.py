@@ -15,13 +15,15 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from services.weights.versions.positions import InvalidVersion
-
 ANCHOR_EVERY = 32
 """Versions between two anchors: at a delta of 2 % of the weights, a late joiner reads 0.6 times an anchor besides the anchor."""
 
 CATALOGUE = "catalogue.json"
 MANIFEST = "manifest"
+
+
+class InvalidVersion(RuntimeError):
+    """Bytes of a version contradict its manifest, or the manifest its catalogue."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -128,8 +130,6 @@ def decode(encoded: bytes | memoryview, fence: int) -> Catalogue:
     wrong = [name for entry in catalogue.entries for name in entry.parts if not name.replace(".", "").isalnum()]
     if catalogue.fence != fence or wrong:
         raise InvalidVersion(f"this is not the catalogue of trainer {fence}")
-    if any(entry.base is not None and entry.base >= entry.version for entry in catalogue.entries):
-        raise InvalidVersion("a delta changes a later version")
     return catalogue
 
 

@@ -1,8 +1,7 @@
 """A receiver's copy of the tensors of one version, in host memory, to which deltas are applied.
 
 Guarantees: `load` and `apply` end with every tensor at the version's bits, each piece compared with its checksum, or raise: then
-a delta is undone, and an anchor leaves nothing. What is applied has been checked: sizes by the manifest, positions and blocks as
-they are decoded. Bytes from outside are not trusted.
+a delta is undone, and an anchor leaves nothing. Parts, positions and blocks of a delta are checked as they are decoded.
 Cost: one copy of the tensors, and while a delta is applied the values that it replaces.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -20,19 +19,46 @@ from services.weights.buckets import TensorMeta
 from services.weights.checksums import WeightChanged, checksums
 from services.weights.deadline import Deadline
 from services.weights.merge import merged
-from services.weights.versions.delta import Delta, groups
+from services.weights.versions.catalogue import InvalidVersion
 from services.weights.versions.encoder import as_tensor, bits
 from services.weights.versions.manifest import TensorPiece, VersionManifest, Weight
 from services.weights.versions.objects import Target
-from services.weights.versions.pieces import Change
-from services.weights.versions.positions import InvalidVersion
+from services.weights.versions.pieces import Change, decode
 
 NOTHING = (0, -1)
 
 THREADS = min(4, os.cpu_count() or 1)
 """Threads that decode, apply and compare: numpy and zstandard let each other run."""
+GROUP = 1 << 21
+"""Minimum number of elements in a group."""
+
 Undo = list[tuple[np.ndarray, Change]]
 """Elements of a piece, and the change that undoes what was done to them."""
+
+
+class Delta:
+    """A delta, whole."""
+
+    def __init__(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """`parts`: index and bytes of every part, in any order, once each. Raises `InvalidVersion`, or what `parts` raises."""
+        self.manifest = manifest
+        self._data = dict[int, memoryview]()
+        for index, part in parts:
+            if index in self._data or index >= len(manifest.parts) or len(part) != manifest.parts[index].nbytes:
+                raise InvalidVersion(f"a part of version {manifest.version} has {len(part)} bytes, or was not awaited")
+            self._data[index] = part
+        if len(self._data) < len(manifest.parts):
+            raise InvalidVersion(f"version {manifest.version} lacks {len(manifest.parts) - len(self._data)} of its parts")
+
+    def change(self, place: int) -> Change:
+        """Return what changes in the piece at that place of the manifest. Raises `InvalidVersion`."""
+        piece, blocks = self.manifest.pieces[place], list[tuple[memoryview, int, bool]]()
+        start = piece.offset
+        for block in piece.blocks:
+            blocks.append((self._data[piece.part][start : start + block.stored], block.raw, block.compressed))
+            start += block.stored
+        kind = np.dtype(f"u{getattr(torch, self.manifest.tensors[piece.tensor].dtype).itemsize}")
+        return decode(piece.encoding, piece.changed, blocks, piece.count, kind)
 
 
 class WeightMirror:
@@ -86,12 +112,12 @@ class WeightMirror:
             for task in tasks:
                 task.result(deadline.left.total_seconds())
             final = following[-1]().manifest if following else manifest
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            self.forget()
-            raise
-        self.held, self._weights = (final.fence, final.version), final.weights
+            self.held, self._weights = (final.fence, final.version), final.weights
+        finally:
+            if self.held == NOTHING:
+                for task in tasks:
+                    task.cancel()
+                self.forget()
 
     def apply(self, delta: Delta, last: bool = True) -> None:
         """Apply a delta whose base is held. `last`: whether to compare checksums; a version that others follow at once is
@@ -108,10 +134,11 @@ class WeightMirror:
                 places = groups(manifest.pieces, range(len(manifest.pieces)))
                 for each in [threads.submit(self._put, delta, group, undo, last) for group in places]:
                     each.result()
-        except BaseException:
-            _take_back(undo)
-            raise
-        self.held, self._weights = (manifest.fence, manifest.version), manifest.weights
+            self.held, self._weights = (manifest.fence, manifest.version), manifest.weights
+        finally:
+            if self.held != (manifest.fence, manifest.version):
+                for elements, change in reversed(undo):
+                    change.put(elements)
 
     def _put(self, delta: Delta, places: list[int], undo: Undo, last: bool) -> None:
         runs = [self._run(delta.manifest.pieces[place]) for place in places]
@@ -170,6 +197,20 @@ def _compare(manifest: VersionManifest, places: list[int], runs: list[np.ndarray
             raise WeightChanged(manifest.tensors[piece.tensor].name)
 
 
-def _take_back(undo: Undo) -> None:
-    for elements, change in reversed(undo):
-        change.put(elements)
+def groups(pieces: Sequence[TensorPiece], places: Iterable[int]) -> Iterator[list[int]]:
+    """Yield the places of pieces in groups that are worth a thread's while, at least one."""
+    group, elements = list[int](), 0
+    for place in places:
+        group.append(place)
+        elements += pieces[place].count
+        if elements >= GROUP:
+            yield group
+            group, elements = [], 0
+    if group:
+        yield group
+
+
+def alike(manifests: Sequence[VersionManifest]) -> bool:
+    """Return whether all have the same tensors in the same pieces, as the versions of one trainer do."""
+    first, *others = ([(piece.tensor, piece.start, piece.count) for piece in each.pieces] for each in manifests)
+    return all(runs == first for runs in others) and all(each.tensors == manifests[0].tensors for each in manifests)

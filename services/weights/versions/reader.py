@@ -1,8 +1,7 @@
 """The receiver of `sync.backend = "store"`: brings a mirror to a version from the store, by the shortest way from what it holds.
 
 Guarantees: nothing is read that the catalogue does not name; several objects are fetched at a time, those of an anchor straight
-into their place; every wait has a limit; an error leaves the mirror at a version or empty (`WeightMirror.apply`). What comes from
-the store is not trusted (manifest.py, mirror.py).
+into their place; every wait has a limit; an error leaves the mirror at a version or empty (`WeightMirror.apply`).
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from services.weights.checksums import WeightChanged
 from services.weights.deadline import Deadline
 from services.weights.transport import Address, Loaded, Receiver
 from services.weights.versions import catalogue, manifest
-from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry
-from services.weights.versions.delta import Delta, alike
+from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry, InvalidVersion
 from services.weights.versions.manifest import DataPart, VersionManifest
-from services.weights.versions.mirror import NOTHING, WeightMirror
+from services.weights.versions.mirror import NOTHING, Delta, WeightMirror, alike
 from services.weights.versions.objects import Objects, Target, open_objects
-from services.weights.versions.positions import InvalidVersion
 
 AHEAD = 4
 """Objects fetched at a time. Over a link of 80 ms, one after the other would leave it idle."""

@@ -30,8 +30,7 @@ from services.weights.rounds import catch_up, member
 from services.weights.transport import SendFailed
 from services.weights.versions import catalogue
 from services.weights.versions.catalogue import CATALOGUE, Catalogue
-from services.weights.versions.delta import Delta
-from services.weights.versions.mirror import WeightMirror
+from services.weights.versions.mirror import Delta, WeightMirror
 from services.weights.versions.objects import FolderObjects
 from tests.support.harness import wait_until
 from tests.support.rounds_world import World, open_world

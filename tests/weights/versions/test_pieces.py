@@ -9,9 +9,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.weights.versions import pieces, positions
+from services.weights.versions import pieces
+from services.weights.versions.catalogue import InvalidVersion
 from services.weights.versions.encoder import bits
-from services.weights.versions.positions import InvalidVersion
 
 UNSIGNED = (np.uint8, np.uint16, np.uint32, np.uint64)
 CUTS = (0.0, 0.001, 0.02, 0.3, 0.97, 1.0)
@@ -68,14 +68,14 @@ def test_payloads_of_nan_and_signed_zeros_are_kept(dtype: torch.dtype) -> None:
     other[7] = -0.0
     old, new = bits(base), bits(other)
     encoded = pieces.encode(new, old)
-    assert encoded.encoding in ("gaps", "bitmap")
+    assert encoded.encoding == "gaps"
     assert np.array_equal(restored(encoded, old), new)
     assert restored(encoded, old)[7] != 0, "-0.0 is not 0.0"
 
 
 @pytest.mark.parametrize(
     ("share", "step", "encoding"),
-    [(0.0, 1, "same"), (0.01, 1, "gaps"), (0.3, 1, "bitmap"), (1.0, 1, "dense"), (1.0, 0, "whole")],
+    [(0.0, 1, "same"), (0.01, 1, "gaps"), (0.3, 1, "gaps"), (1.0, 1, "dense"), (1.0, 0, "whole")],
 )
 def test_the_smallest_encoding_is_chosen(share: float, step: int, encoding: str) -> None:
     random = np.random.default_rng(3)
@@ -127,14 +127,13 @@ def test_damaged_blocks_are_rejected_or_change_only_their_piece(pair: tuple[np.n
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 100), st.integers(0, 5000))
 def test_any_bytes_decode_to_positions_in_range_or_none(encoded: bytes, changed: int, count: int) -> None:
-    for decode in (positions.decode_gaps, positions.decode_bitmap):
-        try:
-            found = decode(np.frombuffer(encoded, np.uint8), changed, count)
-        except InvalidVersion:
-            continue
-        assert found.size == changed
-        assert np.all(np.diff(found) > 0)
-        assert changed == 0 or (found[0] >= 0 and found[-1] < count)
+    try:
+        found = pieces.decode_gaps(np.frombuffer(encoded, np.uint8), changed, count)
+    except InvalidVersion:
+        return
+    assert found.size == changed
+    assert np.all(np.diff(found) > 0)
+    assert changed == 0 or (found[0] >= 0 and found[-1] < count)
 
 
 def test_a_block_larger_than_announced_is_not_decompressed() -> None:
@@ -169,18 +168,11 @@ def test_contradictions_are_rejected(encoding: str, changed: int, block: tuple[b
         pieces.decode(encoding, changed, [(memoryview(stored), *rest)], 8, np.dtype(np.uint8))
 
 
-@given(st.sets(st.integers(0, 2000), max_size=40), st.integers(1, 20))
-def test_positions_are_decoded_up_to_the_last_element_and_not_beyond(where: set[int], beyond: int) -> None:
-    given_positions = np.array(sorted(where), np.int64)
-    count = int(given_positions[-1]) + 1 if where else 1
-    gaps, bitmap = positions.encode_gaps(given_positions), positions.encode_bitmap(given_positions, count)
-    assert gaps.size == positions.gaps_nbytes(given_positions)
-    for decode, encoded in ((positions.decode_gaps, gaps), (positions.decode_bitmap, bitmap)):
-        assert decode(encoded, len(where), count).tolist() == sorted(where)
+@given(st.sets(st.integers(0, 2000), max_size=40))
+def test_positions_are_decoded_up_to_the_last_element_and_not_beyond(where: set[int]) -> None:
+    count = max(where, default=0) + 1
+    gaps = pieces.encode_gaps(np.array(sorted(where), np.int64))
+    assert pieces.decode_gaps(gaps, len(where), count).tolist() == sorted(where)
     if where:
         with pytest.raises(InvalidVersion, match=f"position {count - 1} is beyond the {count - 1} elements"):
-            positions.decode_gaps(gaps, len(where), count - 1)
-        with pytest.raises(InvalidVersion, match="a bitmap of"):  # its last byte has room for the element beyond
-            positions.decode_bitmap(bitmap, len(where), count - 1)
-    with pytest.raises(InvalidVersion, match=f"a bitmap of {bitmap.size + beyond} bytes is not one of {count} elements"):
-        positions.decode_bitmap(np.concatenate([bitmap, np.zeros(beyond, np.uint8)]), len(where), count)
+            pieces.decode_gaps(gaps, len(where), count - 1)

@@ -14,10 +14,9 @@ import torch
 from services.weights.checksums import WeightChanged
 from services.weights.deadline import Deadline
 from services.weights.versions import catalogue, encoder, manifest, reader
-from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry
+from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry, InvalidVersion
 from services.weights.versions.mirror import NOTHING, WeightMirror
 from services.weights.versions.objects import FolderObjects
-from services.weights.versions.positions import InvalidVersion
 from services.weights.versions.reader import VersionReader
 from tests.support.versions import FENCE, Publisher, assert_same_bits, change, copies, parameters
 
