@@ -37,10 +37,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise DataError(f"model.path: {file} does not exist: save the model with its fast tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for any fault of the file
-        raise DataError(f"model.path: {file} is not a valid tokenizer: {error}") from None
+    tokenizer = read_tokenizer(file, "model.path: ")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def read_tokenizer(file: Path, key: str = "") -> Tokenizer:
+    """Return the tokenizer in a file. Raises `DataError`, with `key` before the file's name."""
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for any fault of the file
+        raise DataError(f"{key}{file} is not a valid tokenizer: {error}") from None

@@ -158,7 +158,7 @@ class ConfinedWorker:
             with theirs:
                 self._scratch = Scratch()
                 self._process = self._spawn(theirs.fileno(), self._scratch.path)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nobody else would close it
             ours.close()
             raise
         return ours

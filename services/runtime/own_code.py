@@ -11,6 +11,8 @@ import importlib.util
 import sys
 import traceback
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,26 @@ def imported(function: str) -> Any:
     return found
 
 
+@contextmanager
+def reported_as(made: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise the exception that is `made` of the first line of whatever fails inside the block."""
+    try:
+        yield
+    except Exception as error:  # code that is not ours may raise anything, also while it is imported
+        raise made(described(error).splitlines()[0]) from error
+
+
+def described(error: BaseException) -> str:
+    """Return type and text of what was raised."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of its own __str__
+        return type(error).__name__
+
+
 def reason_of(error: BaseException) -> str:
     """Return what was raised, in which line of the user's code, and for a missing package how to install it."""
-    try:
-        text = f"{type(error).__name__}: {error}"[:500]
-    except Exception:  # of its own __str__
-        text = type(error).__name__
+    text = described(error)[:500]
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((_OURS, "<frozen"))]

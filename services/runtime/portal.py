@@ -61,6 +61,11 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
     A cancelled call leaves the function running, but unlike `asyncio.to_thread`, it does not keep the process from ending.
     """
+    return await asyncio.wrap_future(begin_in_thread(function))
+
+
+def begin_in_thread(function: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Call a function in a thread that does not keep the process from ending, and return its future result."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()  # from here on the thread may set it, even if nobody waits for it any longer
     context = contextvars.copy_context()
@@ -76,4 +81,4 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(result)
+    return result

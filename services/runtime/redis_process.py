@@ -95,11 +95,13 @@ class RedisProcess:
             preexec_fn=die_with_parent,
             start_new_session=True,
         )
+        answers = False
         try:
             self._wait()
-        except BaseException:  # also Ctrl-C: no server may stay
-            self.kill()
-            raise
+            answers = True
+        finally:
+            if not answers:  # also after Ctrl-C no server may stay
+                self.kill()
 
     def stop(self) -> None:
         """Shut down cleanly: the append-only file is complete on disk. A server that does not end in time is killed."""

@@ -14,7 +14,7 @@ import asyncio
 import copy
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,11 +113,9 @@ class Follower:
         if not steps and not rounds:
             return True
         started = time.monotonic()
-        try:
-            await asyncio.to_thread(self._hand_over, position.identity, steps, rounds)
-        except Exception as error:  # a tracker's package may raise anything; no record may be lost by it
+        if error := await self._attempt(lambda: self._hand_over(position.identity, steps, rounds)):
             if not self._failing:
-                log.warning("tracker failed, retrying", tracker=self.name, every_s=RETRY_S, error=str(error), exc_info=True)
+                log.warning("tracker failed, retrying", tracker=self.name, every_s=RETRY_S, error=str(error), exc_info=error)
             self._failing = True
             self.metrics.failures[self.name].inc()
             await self._close(position)
@@ -139,12 +137,20 @@ class Follower:
 
     async def _close(self, position: Position) -> None:
         tracker, self._tracker = self._tracker, None
-        if tracker is not None:
-            try:
-                await asyncio.to_thread(tracker.close)
-                self._save(position)
-            except Exception as error:  # as above; it may already be broken
-                log.warning("tracker could not be closed", tracker=self.name, error=str(error))
+        if tracker is None:
+            return
+        if error := await self._attempt(tracker.close):
+            log.warning("tracker could not be closed", tracker=self.name, error=str(error))
+        else:
+            self._save(position)
+
+    async def _attempt(self, work: Callable[[], object]) -> Exception | None:
+        """Call something of the tracker in a thread, and return what it raised."""
+        try:
+            await asyncio.to_thread(work)
+        except Exception as error:  # a tracker's package may raise anything; no record may be lost by it
+            return error
+        return None
 
     @property
     def _path(self) -> Path:

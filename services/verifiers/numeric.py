@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numbers
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MOST_SCORE = 1e30
 """Largest magnitude of a score without a range: differences of rewards must fit into float32, and their squares into float64."""
@@ -18,7 +21,12 @@ def number_of(value: Any) -> float | None:
     """Return a number as a float, or None for what is not a number: text, complex numbers, arrays, and integers too large."""
     if isinstance(value, str | bytes) or (isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)):
         return None
+    return tried(lambda: float(value) if hasattr(type(value), "__float__") and not getattr(value, "ndim", 0) else None)[0]
+
+
+def tried(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what a call returns, or None and what it raised: values of custom code may raise anything."""
     try:
-        return float(value) if hasattr(type(value), "__float__") and not getattr(value, "ndim", 0) else None
-    except Exception:  # a value of one's own may raise anything here
-        return None
+        return call(), None
+    except Exception as error:  # as above
+        return None, error

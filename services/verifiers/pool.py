@@ -189,7 +189,7 @@ class ScoringWorker(ConfinedWorker):
     async def score(self, job: Job) -> dict[str, Verdict]:
         """Return verifier -> its verdict on a group. Raises `VerifierFailure`. Cancelling the call kills the process."""
         verdicts: dict[str, Verdict] = {}
-        fault = ""
+        fault, answered = "", False
         verifiers, count = self._verifiers[job.source], len(job.completions)
         allowed_s = sum(verifier.timeout_s for _, verifier in verifiers) * count + GRACE_S
         try:
@@ -201,13 +201,14 @@ class ScoringWorker(ConfinedWorker):
                         fault = fault or f"verifier {name!r} failed: {found}"
                     if verdict.error:  # the worker has ended the group
                         break
+            answered = True
         except LOST as error:
             name, verifier = verifiers[min(len(verdicts), len(verifiers) - 1)]
             why = await self.end(error)
             raise VerifierFailure(f"verifier {name!r}, timeout_s = {verifier.timeout_s:g}: {why}") from None
-        except BaseException:  # also cancellation: its answer to this group would be taken for the next group's
-            await self.kill()
-            raise
+        finally:
+            if not answered:  # also cancelled: its answer to this group would be taken for the next group's
+                await self.kill()
         if fault:
             raise VerifierFailure(fault)
         return verdicts

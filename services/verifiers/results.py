@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from services.verifiers.base import Scores
-from services.verifiers.numeric import MOST_PARTS, MOST_SCORE, PART, number_of
+from services.verifiers.numeric import MOST_PARTS, MOST_SCORE, PART, number_of, tried
 
 NOTE_BYTES = 16 * 1024
 """Maximum size in bytes of the JSON that a verifier may attach to a completion: notes are stored with its tokens."""
@@ -87,10 +87,8 @@ def gathered(verdicts: Mapping[str, Verdict], count: int) -> Scores:
 
 def shown(value: object) -> str:
     """Return a value for a message, shortened, with its type."""
-    try:
-        text = repr(value)
-    except Exception as error:  # a value of one's own may raise anything here
-        text = f"a value whose repr raises {type(error).__name__}"
+    text, raised = tried(lambda: repr(value))
+    text = text if text is not None else f"a value whose repr raises {type(raised).__name__}"
     return f"{text[:SHOWN_CHARACTERS]}{'…' * (len(text) > SHOWN_CHARACTERS)} ({type(value).__name__})"
 
 
@@ -112,12 +110,10 @@ def _read_result(result: Any) -> tuple[float, dict[str, Any]]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, str | bytes) or value is None:
+    number = None if isinstance(value, str | bytes) or value is None else tried(lambda: float(value))[0]
+    if number is None:
         raise BadResult(f"returned {shown(value)}: return a number, or a mapping with 'score'")
-    try:
-        return float(value)
-    except Exception:  # a value of one's own may raise anything here
-        raise BadResult(f"returned {shown(value)}: return a number, or a mapping with 'score'") from None
+    return number
 
 
 def _numbers(rest: Mapping[str, Any]) -> set[str]:
@@ -140,10 +136,9 @@ def _note(rest: Mapping[str, Any]) -> str:
     """Return the JSON of the values besides the score, or "" if there are none."""
     if not rest:
         return ""
-    try:
-        note = msgspec.json.encode(rest, enc_hook=_as_json)
-    except Exception as error:  # a value of one's own may raise anything here
-        raise BadResult(f"what was returned in addition to the score is not JSON: {type(error).__name__}: {error}") from None
+    note, raised = tried(lambda: msgspec.json.encode(rest, enc_hook=_as_json))
+    if note is None:
+        raise BadResult(f"what was returned in addition to the score is not JSON: {type(raised).__name__}: {raised}")
     if len(note) > NOTE_BYTES:
         raise BadResult(f"returned {len(note)} bytes in addition to the score, more than {NOTE_BYTES}: return less")
     return note.decode("utf-8", "replace")

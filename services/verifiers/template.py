@@ -12,6 +12,8 @@ from typing import Any, cast
 from jinja2 import StrictUndefined, TemplateSyntaxError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
+from services.runtime.own_code import reported_as
+
 VARIABLES = {
     "completion": frozenset({"question", "prompt", "answer", "row", "completion"}),
     "group": frozenset({"question", "prompt", "answer", "row", "completions"}),
@@ -48,10 +50,8 @@ class PromptTemplate:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return the text. Raises ValueError, e.g. for a column that a row does not have."""
-        try:
+        with reported_as(lambda why: ValueError(f"prompt cannot be rendered: {why}")):  # a filter may meet any value
             return self._template.render(variables)
-        except Exception as error:  # a template may call any filter on any value
-            raise ValueError(f"prompt cannot be rendered: {type(error).__name__}: {error}") from None
 
 
 def question_of(messages: Sequence[Mapping[str, Any]]) -> str:

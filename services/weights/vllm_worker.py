@@ -16,22 +16,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from services.runtime.portal import begin_in_thread
 from services.weights.checksums import WeightChanged
 from services.weights.deadline import Deadline, let_go
 from services.weights.transport import OWNER, TRANSPORTS, Address, Loaded, make_receiver
-
-T = TypeVar("T")
 
 PREFIX = "grpo_"
 """What precedes the name of a transport in vLLM's registry."""
@@ -77,7 +76,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._joining = _in_thread("weight-group-join", lambda: self.receiver.connect(init_info, rank))
+        self._joining = begin_in_thread(lambda: self.receiver.connect(init_info, rank))
 
     def state(self) -> dict[str, Any]:
         """Return how joining and staging stand, each `none`, `running`, `done` or the reason why it failed, and what came of the
@@ -116,7 +115,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
                     self.shutdown()
                 raise
 
-        self._staging = _in_thread("weight-staging", receive_all)
+        self._staging = begin_in_thread(receive_all)
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
         """Reload the model from the staged weights, or from what arrives."""
@@ -183,20 +182,6 @@ class WorkerExtension:
     def weight_state(self) -> dict[str, Any]:
         """Return `TransferEngine.state` of this worker."""
         return self.weight_transfer_engine.state()
-
-
-def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Do something in a thread that does not keep the process alive."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except Exception as error:  # raised where the result is awaited
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done
 
 
 def _state(task: Future[Any] | None) -> str:

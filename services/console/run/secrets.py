@@ -18,9 +18,8 @@ def write_secret(path: Path, secret: str) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(secret)
         os.replace(temporary, path)
-    except BaseException:  # also Ctrl-C: no copy of the secret may stay
-        os.unlink(temporary)
-        raise
+    finally:  # no copy of the secret may stay, whatever fails
+        Path(temporary).unlink(missing_ok=True)
 
 
 def kept_secret(path: Path) -> str:

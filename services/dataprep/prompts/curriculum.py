@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from services.chat.errors import DataError
+from services.runtime.own_code import reported_as
 
 Curriculum = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 """(rows [n] int32 in the epoch's seeded order, rates [n] float64 of the largest reward, NaN: unknown; epoch) -> rows to ask."""
@@ -34,10 +35,8 @@ def load_curriculum(name: str) -> Curriculum | None:
     if not name:
         return None
     module, _, function = name.partition(":")
-    try:
+    with reported_as(lambda why: DataError(f"data.curriculum = {name!r} cannot be loaded ({why}): fix the name or its module")):
         curriculum = getattr(importlib.import_module(module), function)
-    except Exception as error:  # third-party code, which may raise anything while it is imported
-        raise DataError(f"data.curriculum = {name!r} cannot be loaded ({_line(error)}): fix the name or its module") from error
     try:
         inspect.signature(curriculum).bind(None, None, 0)
     except (TypeError, ValueError) as error:
@@ -47,10 +46,8 @@ def load_curriculum(name: str) -> Curriculum | None:
 
 def arrange(curriculum: Curriculum, rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
     """Return the rows [<= n] int32 that the hook selects from `rows` [n] int32, in its order. Raises `DataError`."""
-    try:
+    with reported_as(lambda why: DataError(f"data.curriculum failed at epoch {epoch}; fix it: {why}")):
         chosen = np.asarray(curriculum(rows.copy(), rates.copy(), epoch))
-    except Exception as error:  # third-party code, which may raise anything
-        raise DataError(f"data.curriculum failed at epoch {epoch}; fix it: {_line(error)}") from error
     if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer):
         fault = f"an array of shape {chosen.shape} and type {chosen.dtype} instead of integers [<= n]"
     elif not chosen.size:
@@ -62,7 +59,3 @@ def arrange(curriculum: Curriculum, rows: np.ndarray, rates: np.ndarray, epoch: 
     else:
         return chosen.astype(np.int32)
     raise DataError(f"data.curriculum returned {fault} at epoch {epoch}: return some of the given rows, each at most once")
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -110,15 +110,13 @@ class SandboxTool(PythonTool):
         code, wrong = code_of(arguments)
         if wrong or self._closed:
             return wrong or "Error: the rollout has ended"
-        if self._sandbox is None:
-            try:
-                self._sandbox = await self._cluster.claim(self._claim_limit_s)
-            except Exception as error:  # the library's own errors, and those of its clients of Kubernetes and HTTP
-                raise SandboxLost(f"no sandbox within {self._claim_limit_s:g} s: {error!r}"[:500]) from None
+        lost = f"no sandbox within {self._claim_limit_s:g} s"
         try:
+            self._sandbox = self._sandbox or await self._cluster.claim(self._claim_limit_s)
+            lost = "the sandbox was lost during a call"
             return await self._run(self._sandbox, code)
-        except Exception as error:  # as above
-            raise SandboxLost(f"the sandbox was lost during a call: {error!r}"[:500]) from None
+        except Exception as error:  # the library's own errors, and those of its clients of Kubernetes and HTTP
+            raise SandboxLost(f"{lost}: {error!r}"[:500]) from None
 
     async def _run(self, sandbox: AsyncSandbox, code: str) -> str:
         assert sandbox.files is not None, "the sandbox is open"

@@ -17,6 +17,8 @@ from typing import Any, Protocol, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from services.runtime.own_code import described
+
 ERROR_CHARACTERS = 500
 ANSWER_CHARACTERS = 200_000
 """Maximum number of characters of a tool's output that the model gets: more than fits into most models' contexts."""
@@ -102,7 +104,7 @@ class Tool:
                 said = await said
             return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
         except Exception as error:  # reported to the model, which may do better; also of a result that cannot be written
-            return f"Error: {_told(error)}"[:ERROR_CHARACTERS]
+            return f"Error: {described(error)}"[:ERROR_CHARACTERS]
 
 
 async def answered(
@@ -156,13 +158,6 @@ def methods_of(program: object, listed: Sequence[Any]) -> dict[str, Tool]:
     own = [each for each in listed if each != CODE or hasattr(program, CODE)]
     methods = [getattr(program, each) if isinstance(each, str) else each for each in own]
     return {method.__name__: Tool(method) for method in methods}
-
-
-def _told(error: Exception) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # of its own __str__
-        return type(error).__name__
 
 
 def _arguments(text: object) -> object:

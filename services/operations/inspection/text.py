@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from services.chat.errors import DataError
 from services.operations.inspection.answer import Answer
 
 LOOK_AGAIN_S = 30.0
@@ -52,16 +53,16 @@ class TextReader:
         if self._model_path is None:
             return None, "the run's folder, which names the model's tokenizer, is not on this machine"
         try:
-            from tokenizers import Tokenizer
+            from services.chat.tokenizers import read_tokenizer
         except ImportError:
             return None, "the package `tokenizers` is not installed"
         file, why_not = _file(self._model_path, self._download)
         if file is None:
             return None, why_not
         try:
-            return Tokenizer.from_file(str(file)), ""
-        except Exception as error:  # the library raises bare Exception for any problem with the file
-            return None, f"{file} is not a valid tokenizer: {error}"
+            return read_tokenizer(file), ""
+        except DataError as error:
+            return None, str(error)
 
 
 class Passage(Answer):

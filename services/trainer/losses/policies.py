@@ -21,6 +21,7 @@ from torch import Tensor
 
 from services.config import ConfigError
 from services.config.loss import POLICIES, Loss
+from services.runtime.own_code import reported_as
 
 MAX_LOG_RATIO = 20.0
 """Bound of |theta - old| before exp, as in verl: e^20 = 4.9e8. Where `old` is a generator's logprob, it limits how much more than
@@ -230,10 +231,8 @@ def find(name: str) -> PolicyLoss:
     if name in POLICIES:
         return POLICY_LOSSES[name]
     module, _, function = name.partition(":")
-    try:
+    with reported_as(lambda why: ConfigError(f"loss.policy = {name!r} cannot be loaded ({why}): fix the name or the module")):
         return getattr(importlib.import_module(module), function)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"loss.policy = {name!r} cannot be loaded ({_line(error)}): fix the name or the module") from error
 
 
 def check(config: Loss) -> None:
@@ -242,10 +241,8 @@ def check(config: Loss) -> None:
     logprobs = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
     frozen, ones = logprobs.detach(), torch.ones(3)
     tokens = Tokens(logprobs, frozen, frozen, frozen, torch.tensor([1.0, 1.0, -1.0]), ones, ones, ones, torch.tensor([0, 0, 1]))
-    try:
+    with reported_as(lambda why: ConfigError(f"loss.policy = {config.policy!r} fails on three test tokens, fix it: {why}")):
         term = policy(tokens, config)
-    except Exception as error:  # the user's function may raise anything
-        raise ConfigError(f"loss.policy = {config.policy!r} fails on three test tokens, fix it: {_line(error)}") from error
     if fault := _fault(term):
         raise ConfigError(f"loss.policy = {config.policy!r} must return a PolicyTerm of tensors [R], fix it: {fault}")
 
@@ -263,7 +260,3 @@ def _fault(term: object) -> str:
     if not term.loss.isfinite().all():
         return f"its loss is {term.loss.tolist()}"
     return "" if term.loss.requires_grad else "its loss carries no gradient of the logprobs"
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

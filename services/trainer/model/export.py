@@ -103,10 +103,10 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer. Raises `OSError`."""
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as error:
+    except Exception as error:  # the Rust library has no class of its own
         if type(error) is not Exception:
             raise
-        raise _of_the_disk(error) from error  # by the Rust library, which has no class for it
+        raise _of_the_disk(error) from error
 
 
 def _of_the_disk(error: Exception) -> OSError:

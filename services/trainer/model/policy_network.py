@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from services.config import ConfigError
 from services.config.root import Model
 from services.config.training import Lora
 from services.trainer.model import configuration, lora, support
-from services.trainer.model.attention import NAME, UnsupportedModel, is_out_of_memory, packing
+from services.trainer.model.attention import NAME, packing
 from services.trainer.model.attention.packing import RowTokens
 from services.trainer.model.computing import PLAIN, Computing, compile_blocks, recompute
 from services.trainer.model.configuration import logit_rule
 from services.trainer.model.logprobs import LogprobHead
-from services.trainer.model.proof import Proofs, prove
+from services.trainer.model.proof import Proofs, blamed, prove
 from services.trainer.model.sequence import Team
 
 
@@ -96,22 +95,13 @@ def load(
 
 
 def _read(config: Model) -> Any:
-    try:
+    with blamed(f"model.path = {config.path!r} cannot be loaded as a causal language model for packed rows, use another"):
         return AutoModelForCausalLM.from_pretrained(
             config.path,
             config=configuration.read(config.path, config.max_tokens),
             dtype=getattr(torch, config.dtype),
             attn_implementation=NAME,
         )
-    except ConfigError:
-        raise
-    except Exception as error:  # a model's code may raise anything when it is built with an attention that it does not know
-        if is_out_of_memory(error):
-            raise
-        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        raise UnsupportedModel(
-            f"model.path = {config.path!r} cannot be loaded as a causal language model for packed rows, use another: {why}"
-        ) from error
 
 
 def _silence(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from services.config import ConfigError
 from services.trainer.model.attention import NAME, UnsupportedModel, flash4, is_out_of_memory
 from services.trainer.model.attention.packing import Packing, RowTokens
 from services.trainer.model.support import named
@@ -224,11 +225,11 @@ def prove(
         return
     model.to(_place(model, device))
     row = ProofRow.of(model.config.get_text_config().vocab_size, model.device)
-    with _blamed(f"{named(model, path)} fails in packed rows, use another model"):
+    with blamed(f"{named(model, path)} fails in packed rows, use another model"):
         as_is = alone(model, row)
         score, found = _try(model, attach, row, as_is)
     if compilation is not None and model.device.type == device.type:  # otherwise other code would be compiled
-        with _blamed(f"{named(model, path)} fails when it is compiled, set trainer.compile = false"), _forgotten():
+        with blamed(f"{named(model, path)} fails when it is compiled, set trainer.compile = false"), _forgotten():
             compilation()
             found.append(replace(compare(model, score, row, as_is), compiled=True))
     model.to("cpu")
@@ -248,16 +249,16 @@ def _forgotten() -> Iterator[None]:
 
 
 @contextmanager
-def _blamed(what: str) -> Iterator[None]:
-    """Raise whatever fails inside the block as `UnsupportedModel`, except a lack of memory."""
+def blamed(what: str) -> Iterator[None]:
+    """Raise whatever fails inside the block as `UnsupportedModel`, except a lack of memory and faults of the configuration."""
     try:
         yield
-    except UnsupportedModel:
+    except ConfigError:
         raise
     except Exception as error:  # a model's code may raise anything for rows that it was not written for
         if is_out_of_memory(error):
             raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         raise UnsupportedModel(f"{what}: {reason}") from error
 
 
