@@ -254,7 +254,7 @@ class GeneratorLoop:
             before, last, worked = now, gauges, self.verifiers.counts
             shown = {
                 "tokens_per_s": rate,
-                "rollouts": float(self.generating + self.scoring),
+                "tickets": float(self.generating + self.scoring),
                 "running": float(gauges.running),
                 "waiting": float(gauges.waiting),
                 "kv_usage": gauges.kv_usage,

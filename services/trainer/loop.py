@@ -72,13 +72,11 @@ class TrainLoop:
         self._waited_s = 0.0  # for a plan, since the last record
         self._unrecorded: Callable[[], None] | None = None  # records the step that was trained last
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
-        self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
+        self.saving = Saving(self.recovery, self._say)
         self.saving.before = self._record_step
         service.activity.devices = self.config.trainer.ranks
         self._doing = metrics.phase_clock()
-        self.updates = WeightUpdates(
-            service, portal, self.fence, worker, commands, self.recovery, metrics, self._tick, self._ending, self._say
-        )
+        self.updates = WeightUpdates(service, portal, self.recovery, metrics, self._tick, self._ending, self._say)
         self._comparison = EngineComparison(self.config.generator.engine)
         metrics.step.set_function(lambda: self.step)
         metrics.checkpointed.set_function(lambda: self.saving.last)

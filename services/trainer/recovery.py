@@ -51,7 +51,7 @@ class Recovery:
         progress: Callable[[], None],
     ) -> None:
         self.config, self.store, self.worker, self.commands, self.call = config, store, worker, commands, call
-        self._fence, self._progress = fence, progress
+        self.fence, self._progress = fence, progress
         self._plans: dict[int, StepPlan] = {}  # steps trained since the last checkpoint, plus its own last step
         self._published = -1  # the last version published by this trainer
         worker.copy_state = self._copy_state
@@ -82,21 +82,21 @@ class Recovery:
                 self._abandon_later()
         except (Broken, Fatal) as error:
             if state.restore >= 0 and not self._superseded():  # otherwise every new process would fail on it
-                self.call(self.store.run.restore_failed(state.restore, str(error), self._fence))
+                self.call(self.store.run.restore_failed(state.restore, str(error), self.fence))
             raise
         self.call(self.store.run.resumed(how))
         log.info(how or "new run")
         state = self.state()
         self._own(state)
         if step > state.checkpointed_step:  # its writer died before it reported it to Redis
-            self.call(self.store.steps.checkpointed(self._fence, step))
+            self.call(self.store.steps.checkpointed(self.fence, step))
             self.call(self.store.steps.retire())
         return step, state
 
     def _own(self, state: RunState) -> None:
         """Tell the folder of checkpoints which history of the run it continues."""
         began = self.call(self.store.samples.begun()).get(state.incarnation, NO_STEP)
-        self.worker.checkpoints.owner = CheckpointWriter(self._fence, self._superseded, state.incarnation, began)
+        self.worker.checkpoints.owner = CheckpointWriter(self.fence, self._superseded, state.incarnation, began)
 
     def _abandon_later(self) -> None:
         """Make `latest` name the checkpoint that was loaded instead of a later one, now that the run continues from it.
@@ -130,7 +130,7 @@ class Recovery:
         """Commit a step that was trained on `plan`. Raises `Broken` like `stay_in_step`, and if Redis now has another plan."""
         self.stay_in_step(plan.step - 1)
         self._expect(plan.step, plan)
-        self.call(self.store.steps.commit(self._fence, plan.step))
+        self.call(self.store.steps.commit(self.fence, plan.step))
         self.trained(plan)
 
     def saved(self) -> None:
@@ -150,17 +150,17 @@ class Recovery:
         state = self.state()
         if resume.wanted(state) >= 0:
             raise Broken(f"the run is restored to step {resume.wanted(state)}: restarting from there")
-        if state.trainer_fence != self._fence:
+        if state.trainer_fence != self.fence:
             raise Broken(SUPERSEDED)
         lost = range(state.committed_step + 1, step + 1)
         for number in lost:
             self._expect(number, self._plans.get(number))
         for number in lost:
-            self.call(self.store.steps.commit(self._fence, number))
+            self.call(self.store.steps.commit(self.fence, number))
             log.warning("Redis lost a commit; repeated it", step=number)
-        unknown = state.published_version < self._published or state.published_by != self._fence
+        unknown = state.published_version < self._published or state.published_by != self.fence
         if self._published == step + 1 and unknown:
-            self.call(self.store.steps.publish(self._fence, self._published))
+            self.call(self.store.steps.publish(self.fence, self._published))
             log.warning("Redis lost a publication; repeated it", version=self._published)
         return self.state() if lost else state
 
@@ -184,7 +184,7 @@ class Recovery:
             if snapshot.head.run["dataset"] != state.dataset:
                 raise SnapshotError(OTHER_PROMPTS)
             keep = all(resume.trainable(plan["plan"], self.config) for plan in snapshot.head.plans.values())
-            if abandoned := self.call(self.store.restores.restore(self._fence, snapshot, keep, self._progress)):
+            if abandoned := self.call(self.store.restores.restore(self.fence, snapshot, keep, self._progress)):
                 log.warning("evaluation round abandoned", reason=abandoned)
         except SnapshotError as error:
             raise Fatal(f"the run cannot be restored to step {saved.step}: {error}") from error
@@ -192,7 +192,7 @@ class Recovery:
     def _superseded(self) -> str:
         """Return why this trainer must not touch the folder of checkpoints, or an empty string."""
         try:
-            return "" if self.state().trainer_fence == self._fence else SUPERSEDED
+            return "" if self.state().trainer_fence == self.fence else SUPERSEDED
         except (Broken, StoreError) as error:  # unknown: keep the older checkpoints as they are
             return str(error)
 
@@ -200,7 +200,7 @@ class Recovery:
         """Write dataprep's state after `step` into a checkpoint."""
         path, started = folder / SNAPSHOT, time.monotonic()
         try:
-            self.call(self.store.snapshots.save(self._fence, step, path, self.config.checkpoint.save_replay_buffer))
+            self.call(self.store.snapshots.save(self.fence, step, path, self.config.checkpoint.save_replay_buffer))
         except StoreError as error:
             raise FolderError(f"cannot write {path}: {error}") from error
         log.info("snapshot written", bytes=path.stat().st_size, seconds=round(time.monotonic() - started, 3))

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import structlog
 
-from services.config import RunConfig
 from services.runtime.loops import Broken
-from services.store import RunState, Store
-from services.trainer.ranks.commands import RankCommands
+from services.store import RunState
 from services.trainer.recovery import Recovery
 
 log = structlog.get_logger()
@@ -30,20 +28,11 @@ keeps issuing prompts up to a larger share (services/dataprep/brakes.py).
 
 
 class Saving:
-    """Writes checkpoints. `call` awaits the store's results, `say` updates the status that the fleet sees."""
+    """Writes checkpoints. `say` updates the status that the fleet sees."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        store: Store,
-        fence: int,
-        commands: RankCommands,
-        recovery: Recovery,
-        call: Callable[[Any], Any],
-        say: Callable[..., None],
-    ) -> None:
-        self._config, self._store, self._fence, self._commands, self._recovery = config, store, fence, commands, recovery
-        self._call, self._say = call, say
+    def __init__(self, recovery: Recovery, say: Callable[..., None]) -> None:
+        self._recovery, self._config, self._store = recovery, recovery.config, recovery.store
+        self._fence, self._call, self._say = recovery.fence, recovery.call, say
         self._saved_due = -1  # the last step saved because a checkpoint was due
         self._saved_early = -1  # the last step saved early; Redis may not have shrunk since
         self._handled = ""  # the last checkpoint request that was handled
@@ -51,7 +40,7 @@ class Saving:
         """Last step covered by a checkpoint."""
         self.failed = 0
         """Checkpoints that failed since then."""
-        self.before: Callable[[], None] = _nothing
+        self.before: Callable[[], None] = lambda: None
         """Called before a checkpoint is written: what its step still has to record, no later trainer would."""
 
     def due(self, step: int) -> bool:
@@ -96,7 +85,7 @@ class Saving:
         self.before()
         self._say(phase="saving")
         started = time.monotonic()
-        if problem := cast(str, self._commands.lead("save", step)):
+        if problem := cast(str, self._recovery.commands.lead("save", step)):
             self.failed += 1
             self._call(self._store.run.checkpoint_failed(f"step {step}, attempt {self.failed}: {problem}", self._fence))
             if must:
@@ -108,7 +97,3 @@ class Saving:
         self._recovery.saved()
         self._call(self._store.steps.checkpointed(self._fence, step))
         self._call(self._store.steps.retire())
-
-
-def _nothing() -> None:
-    pass

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.ranks.commands import RankCommands
 from services.trainer.recovery import Recovery
-from services.trainer.worker import Worker
 from services.weights.rounds.delivery import Delivery
 from services.weights.rounds.leader import Alone, SyncReport, SyncRounds
 from services.weights.transport import SendFailed
@@ -29,9 +27,6 @@ class WeightUpdates:
         self,
         service: Service,
         portal: Portal,
-        fence: int,
-        worker: Worker,
-        commands: RankCommands,
         recovery: Recovery,
         metrics: TrainerMetrics,
         tick: Callable[[], None],
@@ -42,10 +37,9 @@ class WeightUpdates:
 
         `tick` is called in every wait; `say` updates the status that the fleet sees.
         """
-        self._commands, self._recovery, self._sender, self._ending, self._say = commands, recovery, worker.sender, ending, say
-        self._rounds = SyncRounds(
-            service.config, service.store, service.notifications, portal, fence, worker.sender, self._send_on_all, tick, metrics
-        )
+        self._recovery, self._commands, self._sender = recovery, recovery.commands, recovery.worker.sender
+        self._ending, self._say = ending, say
+        self._rounds = SyncRounds(service, portal, recovery.fence, self._sender, self._send_on_all, tick, metrics)
         self._delivery = Delivery(self._rounds, tick)
         self._version = 0  # the weights of this process
         self._delivered: SyncReport | None = None  # the last round that ended

@@ -8,9 +8,9 @@ import torch._dynamo
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks import tiny_models
+from services.config.training import Trainer
 from services.trainer.model import policy_network
 from services.trainer.model.attention import NAME, packed_attention
-from services.trainer.model.computing import Computing
 from services.trainer.model.proof import Proof, Proofs
 from tests.gpu.bench import Bench, Figures
 from tests.support.models.tiny_model import make_config
@@ -37,7 +37,7 @@ def compiled_architectures(bench: Bench) -> Figures:
             tiny_models.build(name).to(bench.dtype).save_pretrained(folder)
             ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)  # which compiled blocks replace
             config = make_config(folder, model={"dtype": dtype}).model
-            policy_network.load(config, 1.0, 1024, Computing(compiled=True), proofs=Proofs(proofs), device=bench.device)
+            policy_network.load(config, 1.0, 1024, Trainer(compile=True), proofs=Proofs(proofs), device=bench.device)
             (kept,) = proofs.iterdir()
             compiled = Proof(**json.loads(kept.read_text())[-1])
             gaps[name] = [compiled.gap, compiled.norm_gap, compiled.rounding]

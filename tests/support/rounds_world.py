@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -167,9 +168,8 @@ def open_world(
     model = model or torch.nn.Linear(8, 4)
     sender = sender_of(config, model, bucket_bytes=bucket_bytes)
     listening = portal.start(notifications.listen(store))
-    rounds = SyncRounds(
-        config, store, notifications, portal, fence, sender, lambda *given: world.send(*given), lambda: None, metrics
-    )
+    service: Any = SimpleNamespace(config=config, store=store, notifications=notifications)
+    rounds = SyncRounds(service, portal, fence, sender, lambda *given: world.send(*given), lambda: None, metrics)
     world = World(config, portal, store, fence, sender, rounds, model, sender.send)
     opening = store.fleet.set_round
 

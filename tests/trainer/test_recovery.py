@@ -64,7 +64,7 @@ class Restarted(Trainer):
     async def save(self, store: Store, step: int) -> None:
         """Write the checkpoint of a step with dataprep's state."""
         (folder := self.checkpoints.root.parent / "copied").mkdir(exist_ok=True)
-        await store.snapshots.save(self.recovery._fence, step, folder / SNAPSHOT, payloads=False)
+        await store.snapshots.save(self.recovery.fence, step, folder / SNAPSHOT, payloads=False)
         copy = lambda partial: shutil.copy(folder / SNAPSHOT, partial)  # noqa: E731
         await asyncio.to_thread(self.checkpoints.save, self.policy, step, copy)
 

@@ -27,10 +27,15 @@ class Noted:
         commands: Any = SimpleNamespace(lead=self._lead)
         config = small_config(folder, None, "run.steps=20", "checkpoint.every_steps=4")
         recovery: Any = SimpleNamespace(
+            config=config,
+            store=store,
+            fence=7,
+            commands=commands,
+            call=lambda done: done,
             stay_in_step=lambda step: SimpleNamespace(committed_step=max(step, self.committed)),
             saved=lambda: self.did.append("covered"),
         )
-        self.saving = Saving(config, store, 7, commands, recovery, lambda done: done, lambda **_: None)
+        self.saving = Saving(recovery, lambda **_: None)
 
     def _lead(self, name: str, step: int) -> str:
         self.did.append(f"{name} {step}")

@@ -28,8 +28,9 @@ def updates_of(
     worker: Any = SimpleNamespace(sender=world.sender)
     send = lead or (lambda name, given: world.sender.send(*given))
     commands: Any = SimpleNamespace(lead=send, keep_waiting=lambda: send("wait", ()) if lead else None)
+    recovery.fence, recovery.worker, recovery.commands = world.fence, worker, commands
     metrics = TrainerMetrics(CollectorRegistry())
-    return WeightUpdates(service, world.portal, world.fence, worker, commands, recovery, metrics, lambda: None, ending, say)
+    return WeightUpdates(service, world.portal, recovery, metrics, lambda: None, ending, say)
 
 
 def test_a_version_is_published_before_the_next_one_is_sent(tmp_path: Path, server: RedisServer) -> None:

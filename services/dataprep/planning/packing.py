@@ -6,7 +6,6 @@ and the rest fill the gaps. Where this needs more rows than packing longest firs
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import groupby
@@ -39,14 +38,13 @@ def pack(shares: Sequence[Sequence[Response]], budget: int) -> list[list[list[in
     lower = max(1, *(_least(share, budget) for share in shares))
     if packed := _all_together(shares, budget, lower):
         return packed
-    tokens = [[response.tokens for response in share] for share in shares]
-    fewest = max(1, *(len(_fewest(of, budget)) for of in tokens))
-    more = 1
+    apart = [_apart(share, budget) for share in shares]
+    fewest, more = max(map(len, apart)), 1
     while lower + more <= fewest:
         if packed := _all_together(shares, budget, lower + more):
             return packed
         more *= 2
-    return [_apart(of, budget, fewest) for of in tokens]
+    return [rows + [[] for _ in range(fewest - len(rows))] for rows in apart]
 
 
 def _least(responses: Sequence[Response], budget: int) -> int:
@@ -69,14 +67,6 @@ def _even_together(responses: Sequence[Response], budget: int, rows: int) -> lis
     limits = (max(longest, ceil(mean * (1 + slack))) for slack in SLACK)
     packed = (_together(responses, limit, budget, rows) for limit in limits if limit < budget)
     return next((found for found in packed if found is not None), None)
-
-
-def _apart(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]]:
-    """Pack longest first, evenly filled if possible, otherwise into as few rows as possible."""
-    packed = _even(tokens, budget, rows)
-    if packed is None:
-        packed = _fewest(tokens, budget)
-    return packed + [[] for _ in range(rows - len(packed))]
 
 
 def _tokens(responses: Sequence[Response]) -> int:
@@ -121,47 +111,18 @@ def _together(responses: Sequence[Response], limit: int, budget: int, rows: int)
     return packed
 
 
-def _fewest(tokens: Sequence[int], budget: int) -> list[list[int]]:
-    lower = -(-sum(tokens) // budget)
-    packed = _even(tokens, budget, lower)
-    if packed is not None:
-        return packed
-    tight = _tight(tokens, budget)
-    for rows in range(lower + 1, len(tight)):
-        packed = _even(tokens, budget, rows)
-        if packed is not None:
-            return packed
-    return tight
-
-
-def _longest_first(tokens: Sequence[int]) -> list[int]:
-    return sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-
-
-def _even(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]] | None:
-    """Put each response, longest first, into the row with the fewest tokens; return None as soon as one does not fit."""
-    packed: list[list[int]] = [[] for _ in range(rows)]
-    heap = [(0, row) for row in range(rows)]
-    for i in _longest_first(tokens):
-        if not heap or heap[0][0] + tokens[i] > budget:
-            return None
-        filled, row = heap[0]
-        packed[row].append(i)
-        heapq.heapreplace(heap, (filled + tokens[i], row))
-    return packed
-
-
-def _tight(tokens: Sequence[int], budget: int) -> list[list[int]]:
+def _apart(responses: Sequence[Response], budget: int) -> list[list[int]]:
     """Pack by best fit, longest first: each response goes into the fullest row that can hold it, or else into a new one."""
     packed: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    for i in _longest_first(tokens):
-        at = bisect_left(space, (tokens[i], -1))
+    for i in sorted(range(len(responses)), key=lambda i: (-responses[i].tokens, i)):
+        tokens = responses[i].tokens
+        at = bisect_left(space, (tokens, -1))
         if at < len(space):
             free, row = space.pop(at)
         else:
             free, row = budget, len(packed)
             packed.append([])
         packed[row].append(i)
-        insort(space, (free - tokens[i], row))
+        insort(space, (free - tokens, row))
     return packed

@@ -72,7 +72,7 @@ class Checkpoints(CheckpointFolder):
         self.keep = keep
         self.owner = CheckpointWriter()
         """Set on rank 0, which tells the other ranks."""
-        self.progress: Callable[[], None] = _nothing
+        self.progress: Callable[[], None] = lambda: None
         """Reports liveness; set on rank 0."""
 
     def save(self, policy: Policy, step: int, beside: Callable[[Path], None] | None = None) -> Saved:
@@ -284,7 +284,3 @@ def _unfit(policy: Policy, saved: Saved) -> str:
             "set model.dtype back, or start a new run from its export"
         )
     return ""
-
-
-def _nothing() -> None:
-    pass

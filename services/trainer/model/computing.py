@@ -6,8 +6,7 @@ Guarantees: none of it changes results beyond rounding. Compilation is off unles
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,37 +25,11 @@ KEPT = {
 """Operations whose results selective checkpointing keeps: products of matrices and attention, which take nearly all the time."""
 
 
-@dataclass(frozen=True)
-class Computing:
-    """A run's choices. By default everything is kept and nothing is compiled."""
-
-    checkpointing: bool | Literal["selective"] = False
-    compiled: bool = False
-
-    @classmethod
-    def of(cls, trainer: Trainer) -> Computing:
-        """Return what a configuration asks for."""
-        return cls(trainer.gradient_checkpointing, trainer.compile)
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether the products of the output layer are kept for backward: if speed is wanted and nothing is recomputed."""
-        return self.compiled and not self.checkpointing
-
-    @property
-    def proven(self) -> tuple[str, ...]:
-        """The part that a model's verification depends on; empty for the default, so that earlier results stay valid."""
-        return ("compiled",) if self.compiled else ()
-
-
-PLAIN = Computing()
-
-
-def recompute(model: Any, wanted: Computing) -> None:
+def recompute(model: Any, wanted: Trainer) -> None:
     """Make the backward pass recompute everything that is not kept."""
-    if wanted.checkpointing:
+    if wanted.gradient_checkpointing:
         given: dict[str, Any] = {"use_reentrant": False}
-        if wanted.checkpointing == "selective":
+        if wanted.gradient_checkpointing == "selective":
             given["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
         model.gradient_checkpointing_enable(given)
 

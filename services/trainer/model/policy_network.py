@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from services.config.root import Model
-from services.config.training import Lora
+from services.config.training import Lora, Trainer
 from services.trainer.model import configuration, lora, support
 from services.trainer.model.attention import NAME, packing
 from services.trainer.model.attention.packing import RowTokens
-from services.trainer.model.computing import PLAIN, Computing, compile_blocks, recompute
+from services.trainer.model.computing import compile_blocks, recompute
 from services.trainer.model.configuration import logit_rule
 from services.trainer.model.logprobs import LogprobHead
 from services.trainer.model.proof import Proofs, blamed, prove
 from services.trainer.model.sequence import Team
+
+PLAIN = Trainer()
+"""Keeps everything for backward and compiles nothing."""
 
 
 class Scorer(nn.Module):
@@ -55,7 +58,7 @@ def load(
     config: Model,
     temperature: float,
     chunk: int,
-    computing: Computing = PLAIN,
+    trainer: Trainer = PLAIN,
     team: Team | None = None,
     adapters: Lora | None = None,
     proofs: Proofs | None = None,
@@ -68,8 +71,9 @@ def load(
     model = _read(config)
     support.check(model, config.path, config.max_tokens, team is not None)
     _silence(model)
-    recompute(model, computing)
-    head = LogprobHead(model.get_output_embeddings(), config.fp32_head, logit_rule(model.config), computing.keeps_logits)
+    recompute(model, trainer)
+    keeps_logits = trainer.compile and not trainer.gradient_checkpointing  # for backward: speed is wanted, nothing recomputed
+    head = LogprobHead(model.get_output_embeddings(), config.fp32_head, logit_rule(model.config), keeps_logits)
 
     def attach() -> Scorer:
         model.set_output_embeddings(head)
@@ -82,14 +86,14 @@ def load(
     if proofs is None:
         attach()
     else:
-        settings = config.dtype, config.fp32_head, *computing.proven
-        compilation = compile_model if computing.compiled else None
+        settings = config.dtype, config.fp32_head, *("compiled",) * trainer.compile
+        compilation = compile_model if trainer.compile else None
         prove(model, config.path, attach, compilation, settings, proofs, device or torch.device("cpu"))
     model.set_attn_implementation(NAME if team is None else team.register(model.config.get_text_config()))
     if adapters is not None and adapters.rank:
         support.check_adapters(model, adapters, config.path)
         lora.attach(model, adapters, config.path)
-    if computing.compiled:
+    if trainer.compile:
         compile_model()
     return Scorer(model, temperature, chunk, team)
 

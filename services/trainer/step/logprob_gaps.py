@@ -111,25 +111,17 @@ class EngineComparison:
         if self._done or (step and stats.get(OFF_POLICY, 1.0) > 0):
             return
         if not metrics["tokens/train/sum"]:
-            _check_excluded(step, metrics)
+            if metrics["excluded/train/tokens"]:
+                raise Fatal(
+                    f"step {step} trains no token, since the engine returned no finite logprob for any of them: compare "
+                    "generator.engine and generator.engine_options with the model's config.json (docs/models.md)"
+                )
             return
         self._done = True
-        _check(step, metrics)
-
-
-def _check_excluded(step: int, metrics: Mapping[str, float]) -> None:
-    if metrics["excluded/train/tokens"]:
-        raise Fatal(
-            f"step {step} trains no token, since the engine returned no finite logprob for any of them: compare "
-            "generator.engine and generator.engine_options with the model's config.json (docs/models.md)"
-        )
-
-
-def _check(step: int, metrics: Mapping[str, float]) -> None:
-    if (gap := metrics["logprob_gap/train/mean"]) <= MAX_GAP:
-        return
-    raise Fatal(
-        f"the engine's logprobs differ from the trainer's by {gap:.2g} nats on average (at most "
-        f"{metrics['logprob_gap/train/max']:.2g}) on step {step}, more than {MAX_GAP}, although both have the same weights, so "
-        "they compute different models: compare generator.engine_options with the model's config.json (docs/models.md)"
-    )
+        if (gap := metrics["logprob_gap/train/mean"]) > MAX_GAP:
+            raise Fatal(
+                f"the engine's logprobs differ from the trainer's by {gap:.2g} nats on average (at most "
+                f"{metrics['logprob_gap/train/max']:.2g}) on step {step}, more than {MAX_GAP}, although both have the same "
+                "weights, so they compute different models: compare generator.engine_options with the model's config.json "
+                "(docs/models.md)"
+            )

@@ -28,7 +28,6 @@ from services.trainer.losses import policies
 from services.trainer.model import export, flops
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention import UnsupportedModel
-from services.trainer.model.computing import Computing
 from services.trainer.model.proof import Proofs
 from services.trainer.model.sequence import Team
 from services.trainer.ranks import World
@@ -215,7 +214,7 @@ class Policy:
             self.config.model,
             self.config.sampling.temperature,
             COMPILED_CHUNK_TOKENS if self.config.trainer.compile else LOGPROB_CHUNK_TOKENS,
-            Computing.of(self.config.trainer),
+            self.config.trainer,
             self._team,
             self.config.lora,
             proofs,

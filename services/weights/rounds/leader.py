@@ -15,12 +15,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.config import RunConfig
 from services.protocol.messages import CHANGED, PodStatus, Round
 from services.runtime.loops import Fatal
-from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
-from services.store import Store
+from services.runtime.service import Service
 from services.weights.rounds.membership import CollectiveGroup, Membership, answered
 from services.weights.rounds.metrics import RoundMetrics
 from services.weights.transport import Sender, SendFailed
@@ -71,9 +69,7 @@ class SyncRounds:
 
     def __init__(
         self,
-        config: RunConfig,
-        store: Store,
-        notifications: Notifications,
+        service: Service,
         portal: Portal,
         fence: int,
         sender: Sender,
@@ -82,11 +78,11 @@ class SyncRounds:
         metrics: RoundMetrics | None = None,
     ) -> None:
         """`tick` keeps ranks and liveness alive while waiting, and raises `Stopped`."""
-        self.config, self.store, self.notifications, self.fence = config, store, notifications, fence
+        self.config, self.store, self.notifications, self.fence = service.config, service.store, service.notifications, fence
         self.portal, self._call = portal, portal.call
         self._sender, self._send_on_all, self._tick = sender, send, tick
         self._metrics, self._clock = metrics, metrics.sync_clock() if metrics else None
-        last, _ = portal.call(store.fleet.round())
+        last, _ = portal.call(self.store.fleet.round())
         self._attempt = last.attempt if last else 0
         self.membership = Membership(last.epoch if last else 0)
         self._address = ("", 0)

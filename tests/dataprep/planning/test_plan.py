@@ -352,8 +352,8 @@ def test_packing_never_exceeds_the_budget(shares: list[list[tuple[int, list[int]
         ([[5, 5, 5, 5], [4, 4]], [[[0, 1], [2, 3]], [[0], [1]]]),  # if there are more rows than necessary, they are even
         ([[5, 5, 5, 5], [8, 1, 1]], [[[0, 1], [2, 3]], [[0], [1, 2]]]),  # as even as the longest response allows
         ([[4, 6, 5]], [[[0, 2], [1]]]),  # nearly even if even is impossible
-        ([[3, 3, 5, 7]], [[[3, 1], [2, 0]]]),  # in order, three rows; longest first into the emptiest row, two
-        ([[4, 4, 3, 3, 5]], [[[4, 0], [1, 2, 3]]]),  # longest first into the emptiest row, three; by best fit, two
+        ([[3, 3, 5, 7]], [[[3, 0], [2, 1]]]),  # in order, three rows; longest first by best fit, two
+        ([[4, 4, 3, 3, 5]], [[[4, 0], [1, 2, 3]]]),  # the fullest row that can hold it
     ],
 )
 def test_packing_matches_hand_computed_rows(shares: list[list[int]], rows: list[list[list[int]]]):

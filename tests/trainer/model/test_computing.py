@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
+from services.config.training import Trainer
 from services.trainer.model import attention, logprobs, policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, packed_attention, takes_groups
 from services.trainer.model.attention.packing import Packing, RowTokens
-from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import PLAIN as PLAIN_RULE
 from services.trainer.model.logprobs import LogitRule, _differentiated, compiled_chunks, token_logprobs
 from tests.support.models.tiny_model import make_config
@@ -47,9 +47,9 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def passed(tiny_model: Path, computing: Computing) -> tuple[Tensor, dict[str, Tensor], int]:
+def passed(tiny_model: Path, trainer: Trainer) -> tuple[Tensor, dict[str, Tensor], int]:
     """Return what `scored` does for a model that is loaded for it."""
-    return scored(policy_network.load(make_config(tiny_model).model, 0.7, 5, computing).train())
+    return scored(policy_network.load(make_config(tiny_model).model, 0.7, 5, trainer).train())
 
 
 def scored(scorer: policy_network.Scorer) -> tuple[Tensor, dict[str, Tensor], int]:
@@ -72,7 +72,7 @@ def assert_same(found: tuple[Tensor, dict[str, Tensor], int], expected: tuple[Te
 
 
 def test_selective_recomputation_repeats_no_matrix_product(tiny_model: Path) -> None:
-    plain, selective, whole = (passed(tiny_model, Computing(each)) for each in (False, "selective", True))
+    plain, selective, whole = (passed(tiny_model, Trainer(gradient_checkpointing=each)) for each in (False, "selective", True))
     assert_same(selective, plain)
     assert_same(whole, plain)
     assert selective[2] == plain[2] < whole[2]
@@ -86,8 +86,8 @@ def test_compiled_blocks_and_logprobs_match_eager(tiny_model: Path, compiler: No
     monkeypatch.setattr(torch, "compile", lambda function, **named: compiled(function, **{**named, "backend": "aot_eager"}))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, packed_attention)  # compilation replaces it
     compiled_chunks.cache_clear()
-    expected = passed(tiny_model, PLAIN)
-    found = passed(tiny_model, Computing(compiled=True))
+    expected = passed(tiny_model, Trainer())
+    found = passed(tiny_model, Trainer(compile=True))
     compiled_chunks.cache_clear()
     assert_same(found, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4, "the parts of a block, and both passes of the logprobs"
@@ -107,8 +107,6 @@ def test_products_that_are_kept_are_not_computed_again_and_give_the_same_bits() 
     for again, kept in zip(*found, strict=True):
         assert torch.equal(again, kept)
     assert counts == [9, 6], "three chunks"
-    assert [Computing(each, compiled=True).keeps_logits for each in (False, True, "selective")] == [True, False, False]
-    assert not PLAIN.keeps_logits
 
 
 def test_scoring_without_a_gradient_keeps_one_product_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from services.config.training import Trainer
 from services.trainer.model import computing, policy_network
 from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, _padded, flash2, flash4, fused, packed_attention
 from services.trainer.model.attention.explicit import ScoreRule
 from services.trainer.model.attention.packing import Packing, row
-from services.trainer.model.computing import PLAIN, Computing
 from services.trainer.model.logprobs import compiled_chunks
 from tests.support.models.tiny_model import make_config
 from tests.trainer.model.test_computing import ROW, assert_same, compiler, passed, scored
@@ -292,9 +292,9 @@ def test_a_compiled_block_is_one_graph_around_the_operator_for_rows_of_any_lengt
     monkeypatch.setattr(torch, "compile", lambda function, **named: compiled(function, **{**named, "backend": "aot_eager"}))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, packed_attention)  # compilation replaces it
     compiled_chunks.cache_clear()
-    expected = passed(tiny_model, PLAIN)
+    expected = passed(tiny_model, Trainer())
     torch._dynamo.utils.counters.clear()
-    scorer = policy_network.load(make_config(tiny_model).model, 0.7, 5, Computing(compiled=True)).train()
+    scorer = policy_network.load(make_config(tiny_model).model, 0.7, 5, Trainer(compile=True)).train()
     found = scored(scorer)
     compiled_chunks.cache_clear()
     assert_same(found, expected)

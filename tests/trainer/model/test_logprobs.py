@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.config import ConfigError
+from services.config.training import Trainer
 from services.protocol.messages import RankPlan
 from services.protocol.payloads import Payload
 from services.trainer.model import attention
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention.packing import Packing, gathered
-from services.trainer.model.computing import Computing
 from services.trainer.model.logprobs import LogitRule, token_logprobs
 from services.trainer.step import batches
 from tests.support.models.tiny_model import VOCABULARY, make_config, make_payloads, make_samples
@@ -123,7 +123,7 @@ def test_packed_rows_match_single_responses_and_transformers(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    scorer = model.load(make_config(tiny_model).model, 0.7, 5, Computing(checkpointing)).train()
+    scorer = model.load(make_config(tiny_model).model, 0.7, 5, Trainer(gradient_checkpointing=checkpointing)).train()
     payloads = make_payloads(groups=3, size=3)
     order = [4, 0, 8, 2, 6, 1, 7, 3, 5]
     packed = _score(scorer, _build(payloads, [order])[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 
 from benchmarks import architectures, models_page, tiny_models
 from services.config.root import Model
-from services.config.training import Lora
+from services.config.training import Lora, Trainer
 from services.trainer.model import configuration, logprobs, policy_network, proof
 from services.trainer.model.attention import UnsupportedModel
-from services.trainer.model.computing import Computing
+from services.trainer.model.attention.packing import RowTokens
 from services.trainer.model.proof import Proof, Proofs
 
 
@@ -113,16 +114,16 @@ def test_a_compiled_model_is_proven_too(
     monkeypatch.setattr(policy_network, "compile_blocks", blocks)
     monkeypatch.setattr(logprobs, "compiled_chunks", lambda: (head, logprobs._differentiated))
     with pytest.raises(UnsupportedModel, match=why):
-        _load(tiny_model, Proofs(tmp_path / "wrong"), computing=Computing(compiled=True))
+        _load(tiny_model, Proofs(tmp_path / "wrong"), trainer=Trainer(compile=True))
     assert not (tmp_path / "wrong").exists()
     compiled: list[Any] = []
     monkeypatch.setattr(policy_network, "compile_blocks", compiled.append)
     monkeypatch.setattr(logprobs, "compiled_chunks", lambda: (logprobs._scored, logprobs._differentiated))
-    _load(tiny_model, Proofs(tmp_path), computing=Computing(compiled=True))
+    _load(tiny_model, Proofs(tmp_path), trainer=Trainer(compile=True))
     (file,) = tmp_path.glob("*.json")
     assert [one["compiled"] for one in json.loads(file.read_text())] == [False, True]
     assert len(compiled) == 2, "for the proof, and with adapters"
-    _load(tiny_model, Proofs(tmp_path), computing=Computing(compiled=True))
+    _load(tiny_model, Proofs(tmp_path), trainer=Trainer(compile=True))
     assert len(compiled) == 3
 
 
@@ -164,10 +165,10 @@ def test_an_error_in_one_token_is_detected(tiny_model: Path, tmp_path: Path, dty
     """One token has the position of the next: two logprobs change, by less than rounding to bfloat16 changes them."""
     exact = policy_network.Scorer._score
 
-    def shifted(self: Any, ids: Any, positions: Any, *rest: Any) -> Any:
-        positions = positions.clone()
+    def shifted(self: policy_network.Scorer, row: RowTokens) -> Any:
+        positions = row.positions.clone()
         positions[-3] += 1
-        return exact(self, ids, positions, *rest)
+        return exact(self, replace(row, positions=positions))
 
     monkeypatch.setattr(policy_network.Scorer, "_score", shifted)
     with pytest.raises(UnsupportedModel, match=r"gives different results .* in float32"):

@@ -13,8 +13,8 @@ const QUIET_S = 3; // an older heartbeat is highlighted
 const gauge = (pod, name, show = (value) => count(value)) => (pod.gauges[name] === undefined ? null : show(pod.gauges[name]));
 
 const carried = ({ gauges, kind }) => {
-  if (kind !== "generator" || gauges.rollouts === undefined) return null;
-  return html`${count(gauges.rollouts)} <span class="note">of ${count(gauges.limit)}</span>`;
+  if (kind !== "generator" || gauges.tickets === undefined) return null;
+  return html`${count(gauges.tickets)} <span class="note">of ${count(gauges.limit)}</span>`;
 };
 
 function Weights({ pod, published }) {
