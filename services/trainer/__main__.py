@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _follow(given: Arguments, portal: Portal) -> None:
     from services.trainer import ranks
-    from services.trainer.ranks.commands import RankCommands
+    from services.trainer.ranks import RankCommands
 
     def stop(_: int, __: FrameType | None) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 has gone, which ends the next collective
@@ -83,7 +83,7 @@ def _lead(given: Arguments, portal: Portal) -> None:
     from services.trainer import ranks
     from services.trainer.loop import TrainLoop
     from services.trainer.metrics import TrainerMetrics
-    from services.trainer.ranks.commands import RankCommands
+    from services.trainer.ranks import RankCommands
 
     opened: concurrent.futures.Future[Service] = concurrent.futures.Future()
     trained = asyncio.Event()

@@ -28,7 +28,7 @@ from services.runtime.service import Service
 from services.store import RunState
 from services.trainer import ranks
 from services.trainer.metrics import ACTIVITY, TrainerMetrics
-from services.trainer.ranks.commands import RankCommands
+from services.trainer.ranks import RankCommands
 from services.trainer.recovery import Recovery
 from services.trainer.saving import Saving
 from services.trainer.step.discard_damaged import discard_damaged

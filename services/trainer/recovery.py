@@ -25,7 +25,7 @@ from services.store import RunState, Store
 from services.store.snapshot_format import Snapshot, SnapshotError
 from services.trainer.checkpoints import resume
 from services.trainer.checkpoints.folder import CheckpointWriter
-from services.trainer.ranks.commands import RankCommands
+from services.trainer.ranks import RankCommands
 from services.trainer.worker import Worker
 
 log = structlog.get_logger()

@@ -24,7 +24,7 @@ from services.runtime.portal import Portal
 from services.store import Store
 from services.trainer import ranks
 from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Saved
-from services.trainer.model import lora
+from services.trainer.model import export, lora
 from services.trainer.step import batches
 from services.trainer.step.logprob_gaps import GapSender
 from services.trainer.step.policy import Policy, Trained
@@ -133,6 +133,7 @@ class Worker:
     def export(self, step: int) -> None:
         """Write the model after `step` as a Hugging Face folder. Collective."""
         try:
-            self.policy.export_hf(self.model_folder, step)
+            policy = self.policy
+            export.write(policy.module, self.config, step, self.model_folder, policy.world.rank, policy.zero_stage)
         except FolderError as error:
             raise Broken(str(error)) from error

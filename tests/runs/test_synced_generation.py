@@ -15,6 +15,7 @@ from services.generator.engines.vllm import VllmEngine
 from services.groups.generated import SamplingParameters
 from services.protocol.messages import Round
 from services.runtime.process_tools import free_port
+from services.trainer.model import export
 from services.trainer.ranks import World
 from services.trainer.step import batches
 from services.trainer.step.policy import Policy
@@ -60,7 +61,7 @@ async def test_greedy_completions_match_transformers(tmp_path: Path) -> None:
         await engine.receive(version)
         await engine.resume()
         if version in CHECKED:
-            policy.export_hf(tmp_path / f"v{version}", version - 1)
+            export.write(policy.module, policy.config, version - 1, tmp_path / f"v{version}", 0, policy.zero_stage)
             judge = AutoModelForCausalLM.from_pretrained(tmp_path / f"v{version}").eval()
             for i, prompt in enumerate(PROMPTS):
                 completion = await engine.generate(f"{version}-{i}", prompt, 0, SamplingParameters(40, top_k=1))

@@ -25,8 +25,7 @@ from services.trainer.checkpoints.folder import STATE, parameters_digest
 from services.trainer.model import export, policy_network
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.state import archive
-from services.trainer.state.archive import Archive
-from services.trainer.state.files import StateError
+from services.trainer.state.archive import Archive, StateError
 from services.trainer.state.partitions import WEIGHTS
 from services.trainer.step import policy
 

@@ -25,7 +25,7 @@ from services.runtime.atomic_folders import FileRecord, FolderError, FolderManif
 from services.runtime.checkpoints import LAYOUT, NO_STEP, CheckpointError, CheckpointFolder, DamagedCheckpoint, Saved, surplus
 from services.trainer import ranks
 from services.trainer.ranks import World
-from services.trainer.state.files import StateError
+from services.trainer.state.archive import StateError
 from services.trainer.step.policy import Policy
 
 __all__ = ["CheckpointError", "Checkpoints", "Saved"]

@@ -52,7 +52,7 @@ IMPLEMENTATION = "eager"
 
 FLOAT32_BYTES = 4
 ROOM = 1.5
-"""Memory for a proof in float32, as a multiple of the parameters: the largest gradients and activations besides."""
+"""Memory for a proof, as a multiple of the parameters: the largest gradients and activations besides."""
 
 Score = Callable[[RowTokens], tuple[Tensor, Tensor]]
 
@@ -223,7 +223,7 @@ def prove(
     if proofs.known(key):
         attach()
         return
-    model.to(_place(model, device))
+    model.to(device if device.type == "cpu" or _fits(model, device) else torch.device("cpu"))
     row = ProofRow.of(model.config.get_text_config().vocab_size, model.device)
     with blamed(f"{named(model, path)} fails in packed rows, use another model"):
         as_is = alone(model, row)
@@ -263,7 +263,7 @@ def blamed(what: str) -> Iterator[None]:
 
 
 def _try(model: Any, attach: Callable[[], Score], row: ProofRow, as_is: OwnLogprobs) -> tuple[Score, list[Proof]]:
-    wide = model.dtype != torch.float32 and _fits(model)
+    wide = model.dtype != torch.float32 and _fits(model, model.device, FLOAT32_BYTES)
     exact = None
     if wide:
         with _widened(model):
@@ -293,21 +293,12 @@ def _widened(model: nn.Module) -> Iterator[None]:
             value.data = value.data.to(dtype)
 
 
-def _fits(model: nn.Module) -> bool:
-    """Return whether there is memory for the model in float32 where it is."""
-    need = ROOM * FLOAT32_BYTES * sum(parameter.numel() for parameter in model.parameters())
-    device = next(model.parameters()).device
+def _fits(model: nn.Module, device: torch.device, element_bytes: int = 0) -> bool:
+    """Return whether a device has memory for the proof of a model, as it is or with elements of another size."""
+    need = ROOM * sum(each.numel() * (element_bytes or each.element_size()) for each in model.parameters())
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] > need
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > need
-
-
-def _place(model: nn.Module, device: torch.device) -> torch.device:
-    """Return `device`, or the CPU if it lacks memory."""
-    if device.type != "cuda":
-        return device
-    need = ROOM * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return device if torch.cuda.mem_get_info(device)[0] > need else torch.device("cpu")
 
 
 def digest(model: nn.Module, settings: Sequence[object]) -> str:

@@ -33,10 +33,6 @@ class PlanMismatch(ValueError):
     """A plan contradicts itself, or was made for another configuration."""
 
 
-class _Fault(ValueError):
-    """A payload has a fault, which the message describes."""
-
-
 @dataclass(frozen=True)
 class PackedRow(RowTokens):
     """One packed row, one micro-batch.
@@ -72,7 +68,7 @@ def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, r
     for name, samples in planned.items():
         try:
             groups[name] = _check(payloads[name], samples, vocabulary)
-        except (_Fault, IndexError, ValueError) as fault:  # numpy raises the latter for columns that do not fit together
+        except (IndexError, ValueError) as fault:  # also of numpy, for columns that do not fit together
             damaged[name] = str(fault)
     if damaged:
         raise Damaged(damaged)
@@ -95,35 +91,35 @@ class _Group:
 
 
 def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> _Group:
-    """Check that a payload can be trained on, and that the plan trains what the policy sampled. Raises `_Fault`."""
+    """Check that a payload can be trained on, and that the plan trains what was sampled. Raises as numpy does, or ValueError."""
     names = ("prompt", "lengths", "tokens", "logprobs", "rollout", "context_lengths", "context")
     for column in names:
         array: np.ndarray = getattr(payload, column)
         kind = "f" if column == "logprobs" else "i"
         if array.ndim != 1 or array.dtype.kind != kind:
-            raise _Fault(f"{column} is {array.dtype} of {array.ndim} dimensions, expected one dimension of kind {kind!r}")
+            raise ValueError(f"{column} is {array.dtype} of {array.ndim} dimensions, expected one dimension of kind {kind!r}")
     if len(payload.prompt) == 0:
-        raise _Fault("the prompt is empty, so nothing predicts the first response token")
+        raise ValueError("the prompt is empty, so nothing predicts the first response token")
     fits = payload.lengths.sum() == len(payload.tokens) == len(payload.logprobs)
     if not fits or (payload.lengths < 0).any():
-        raise _Fault(
+        raise ValueError(
             f"lengths add up to {payload.lengths.sum()}, but there are {len(payload.tokens)} tokens "
             f"and {len(payload.logprobs)} logprobs"
         )
     ids = np.concatenate((payload.prompt, payload.tokens, payload.context))
     if ids.min() < 0 or ids.max() >= vocabulary:
-        raise _Fault(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocabulary}")
+        raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocabulary}")
     sampled = _sampled(payload)
     known = payload.logprobs[sampled & np.isfinite(payload.logprobs)]  # the others leave the loss
     if (absurd := known[(known < LOWEST_LOGPROB) | (known > HIGHEST_LOGPROB)]).size:
-        raise _Fault(f"a behaviour logprob is {absurd[0]:g}, outside the valid range {LOWEST_LOGPROB:g}..0")
+        raise ValueError(f"a behaviour logprob is {absurd[0]:g}, outside the valid range {LOWEST_LOGPROB:g}..0")
     own = payload.own_contexts
     contexts = [context if len(context) else payload.prompt for context in own]
     group = _Group(payload, sampled, contexts, number_contexts(payload.prompt, own))
     for sample in samples:
         own = int(sampled[group.response(sample.index)].sum())
         if sample.trained_tokens not in (0, own):
-            raise _Fault(f"completion {sample.index} has {own} sampled tokens, but the plan trains {sample.trained_tokens}")
+            raise ValueError(f"completion {sample.index} has {own} sampled tokens, but the plan trains {sample.trained_tokens}")
     return group
 
 
@@ -144,7 +140,7 @@ def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -
     for number, sample in enumerate(samples):
         group = groups[sample.payload]
         payload, tokens, context = group.payload, group.response(sample.index), group.contexts[sample.index]
-        trained = _trained(sample, group.sampled[tokens])
+        trained = np.flatnonzero(group.sampled[tokens]) if sample.trained_tokens else np.zeros(0, np.int64)
         shared = placed.get((sample.payload, sample.context), (0, 0))
         own = [payload.tokens[tokens]] if shared[1] else [context, payload.tokens[tokens]]
         begin, before = placed.setdefault((sample.payload, sample.context), (end, len(context)))
@@ -181,11 +177,6 @@ def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -
         sample_of_token=_join(owners, np.int64),
         counted=losses.counted_places(mu),
     )
-
-
-def _trained(sample: Sample, sampled: np.ndarray) -> np.ndarray:
-    """Return the positions of the sample's tokens that are in the loss, [R of the sample] int64."""
-    return np.flatnonzero(sampled) if sample.trained_tokens else np.zeros(0, np.int64)
 
 
 def _join(parts: list[np.ndarray], dtype: type) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from services.trainer import losses
 from services.trainer.step.batches import PackedRow
 from services.trainer.step.priorities import group_of
+
+K = TypeVar("K", str, tuple[str, int])
 
 
 @dataclass(frozen=True)
@@ -35,21 +38,16 @@ Counts = Mapping[tuple[str, int], TokenCounts]
 
 def count_tokens(rows: Iterable[PackedRow]) -> dict[tuple[str, int], TokenCounts]:
     """Count the responses in these rows of one rank and mini-batch."""
-    found: dict[tuple[str, int], TokenCounts] = {}
-    for row in rows:
-        planned, counted = (of.tolist() for of in _of_segments(row))
-        for response, of_plan, of_loss in zip(row.samples, planned, counted, strict=True):
-            found[response] = found.get(response, TokenCounts()) + TokenCounts(of_plan, of_loss)
-    return found
+    return _added(
+        (response, TokenCounts(planned, counted))
+        for row in rows
+        for response, planned, counted in zip(row.samples, *_of_segments(row), strict=True)
+    )
 
 
 def join(of_ranks: Iterable[Counts]) -> dict[tuple[str, int], TokenCounts]:
     """Join the counts of a mini-batch over all ranks."""
-    found: dict[tuple[str, int], TokenCounts] = {}
-    for of_rank in of_ranks:
-        for response, one in of_rank.items():
-            found[response] = found.get(response, TokenCounts()) + one
-    return found
+    return _added(pair for of_rank in of_ranks for pair in of_rank.items())
 
 
 def excluded(responses: Counts) -> int:
@@ -88,9 +86,13 @@ def shares(rows: Sequence[PackedRow], responses: Counts, kind: str) -> list[Tens
 
 
 def _of_groups(responses: Counts) -> dict[str, TokenCounts]:
-    found: dict[str, TokenCounts] = {}
-    for (payload, _), one in responses.items():
-        found[group_of(payload)] = found.get(group_of(payload), TokenCounts()) + one
+    return _added((group_of(payload), one) for (payload, _), one in responses.items())
+
+
+def _added(pairs: Iterable[tuple[K, TokenCounts]]) -> dict[K, TokenCounts]:
+    found: dict[K, TokenCounts] = {}
+    for key, one in pairs:
+        found[key] = found.get(key, TokenCounts()) + one
     return found
 
 
@@ -99,7 +101,8 @@ def _lost(counts: Iterable[TokenCounts]) -> int:
     return sum(one.planned > 0 and one.counted == 0 for one in counts)
 
 
-def _of_segments(row: PackedRow) -> tuple[Tensor, Tensor]:
-    """Return the tokens in the loss of each segment of the row, [n] int64: all, and the counted ones."""
+def _of_segments(row: PackedRow) -> tuple[list[int], list[int]]:
+    """Return the tokens in the loss of each segment of the row, [n]: all, and the counted ones."""
     owners, size = row.sample_of_token, len(row.samples)
-    return torch.bincount(owners, minlength=size), torch.bincount(owners[losses.counted(row.behaviour)], minlength=size)
+    counted = owners[losses.counted(row.behaviour)]
+    return torch.bincount(owners, minlength=size).tolist(), torch.bincount(counted, minlength=size).tolist()

@@ -7,7 +7,6 @@ zero_stage 0 and float32 (or adapters), it depends neither on their order nor on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +92,6 @@ class GradientSum:
         """Clip the gradient of this rank's `rows` rows and step. Returns its norm before clipping. Collective."""
         if self._exact is not None:
             self._exact.reduce(rows * self._world.size)
-        return self._step(step)
-
-    def _step(self, step: int) -> float:
         if deepspeed_engine.keeps_gradients(self._config):
             self._engine.set_gradient_accumulation_boundary(True)
             gradients = [weight.grad for weight in self._engine.module.parameters() if weight.grad is not None]
@@ -126,12 +122,6 @@ def refuse(name: str, value: float, step: int) -> None:
             f"step {step}: {name} is {value}. The step is not committed; lower optimizer.learning_rate or look for "
             "damaged weights or payloads, and resume from the last checkpoint"
         )
-
-
-def score_old(engine: Any, rows: Sequence[PackedRow], device: torch.device) -> list[Tensor | None]:
-    """Return the policy's logprobs of the tokens of each row before the step, [R] float32. Collective."""
-    engine.eval()
-    return [score_frozen(engine, row.to(device)) for row in rows]
 
 
 @torch.no_grad()

@@ -25,18 +25,17 @@ from services.config.model_files import check_model
 from services.protocol.messages import StepPlan
 from services.trainer import losses, ranks
 from services.trainer.losses import policies
-from services.trainer.model import export, flops
+from services.trainer.model import flops
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.model.proof import Proofs
 from services.trainer.model.sequence import Team
 from services.trainer.ranks import World
 from services.trainer.state import archive, partitions
-from services.trainer.state.archive import Archive
-from services.trainer.state.files import StateError, read_state, write_state
+from services.trainer.state.archive import Archive, StateError, read_state, write_state
 from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, priorities
 from services.trainer.step.batches import PackedRow, PlanMismatch
-from services.trainer.step.gradient import GradientSum, TrainedRow, refuse, score_old
+from services.trainer.step.gradient import GradientSum, TrainedRow, refuse, score_frozen
 from services.trainer.step.metrics import Clock, StepMetrics
 from services.trainer.step.reference import ReferencePolicy
 
@@ -119,8 +118,11 @@ class Policy:
         old: list[Tensor | None] = [None] * len(rows)
         if len(batches) > 1 and not self.config.from_behaviour:
             with clock.phase("old"):
-                old = score_old(self.engine, rows, self.device)
-        rate, norms, done = self._set_learning_rate(plan.step), list[float](), list[TrainedRow]()
+                self.engine.eval()
+                old = [score_frozen(self.engine, row.to(self.device)) for row in rows]
+        rate, norms, done = self.learning_rate.at(plan.step), list[float](), list[TrainedRow]()
+        for parameters in self.engine.optimizer.param_groups:
+            parameters["lr"] = rate
         for batch, planned, counts in zip(batches, plan.denominators, token_counts, strict=True):
             divisor, shares = (
                 denominators.divisor(planned, counts, kind),
@@ -194,10 +196,6 @@ class Policy:
             derived = deepspeed_engine.seed_of_rank(self.config.run.seed, self.world.rank)
             deepspeed_engine.seed(derived, self.config.trainer.deterministic)
 
-    def export_hf(self, folder: Path, step: int) -> None:
-        """Write the model, trained up to and including `step`, as a Hugging Face folder. Collective; see `export.write`."""
-        export.write(self.module, self.config, step, folder, self.world.rank, self.zero_stage)
-
     def _proven(self) -> model.Scorer:
         """Load the model, which rank 0 proves unless it is known. Collective. Raises `UnsupportedModel` on every rank."""
         scorer, problem = None, ""
@@ -239,12 +237,6 @@ class Policy:
             return 0.0
         of_rows = zip(rows, learns, strict=True)
         return sum(self._flops.of_row(row.packing, len(row.targets), trained) for row, trained in of_rows if row.samples)
-
-    def _set_learning_rate(self, step: int) -> float:
-        rate = self.learning_rate.at(step)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
 
 def _misfit(plan: StepPlan, rows: int, config: RunConfig) -> str:

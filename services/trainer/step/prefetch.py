@@ -61,10 +61,6 @@ class _Ahead:
     fetched: Fetched | None = None  # stays None if it failed
 
 
-def _payloads(ours: RankPlan) -> list[str]:
-    return sorted({sample.payload for row in ours.rows for sample in row})
-
-
 class Prefetch:
     """Fetches the steps of rank `rank` one after the other, at most one ahead.
 
@@ -134,7 +130,8 @@ class Prefetch:
                 if last:
                     raise
                 await is_set_within(due, POLL_S)
-        payloads = await self._store.steps.payloads(_payloads(ours))
+        names = sorted({sample.payload for row in ours.rows for sample in row})
+        payloads = await self._store.steps.payloads(names)
         rows = await asyncio.to_thread(self._build, ours, payloads)
         return Fetched(plan, ours, rows, time.perf_counter() - started)
 

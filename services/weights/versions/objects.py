@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from services.runtime import atomic_folders
 from services.weights.buckets import huge_pages
 
 _CONNECT = "5s"
@@ -78,7 +79,8 @@ class FolderObjects(Objects):
             with contextlib.suppress(OSError):
                 partial.unlink()
             raise
-        _sync_folder(path.parent)
+        with contextlib.suppress(OSError):  # not every volume can make a rename durable
+            atomic_folders.sync(path.parent)
 
     def get(self, name: str) -> memoryview:
         """Read a file. It is not mapped: the sender may remove it at any time."""
@@ -185,13 +187,3 @@ def _as_os_errors(what: str) -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable, where the volume supports that."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -475,8 +475,10 @@ def non_finite(model: Path, payloads: Any, samples: Any) -> list[str]:
 
 def export(model: Path, sections: Any, folder: Path) -> dict[str, torch.Tensor]:
     """Export untrained weights and return them."""
+    from services.trainer.model import export as exporting
+
     policy = _policy(model, sections)
-    policy.export_hf(folder, 7)
+    exporting.write(policy.module, policy.config, 7, folder, policy.world.rank, policy.zero_stage)
     return whole_weights(policy)
 
 

@@ -280,7 +280,7 @@ def test_a_trainer_checks_its_fence_again_after_slow_writes(
     old.keep = 1
     old.save(policy, 3)
     waits: list[Path] = []
-    force = atomic_folders._sync
+    force = atomic_folders.sync
 
     def sleep(path: Path) -> None:
         force(path)
@@ -290,7 +290,7 @@ def test_a_trainer_checks_its_fence_again_after_slow_writes(
             new.save(policy, 7)
             new.save(policy, 11)
 
-    monkeypatch.setattr(atomic_folders, "_sync", sleep)
+    monkeypatch.setattr(atomic_folders, "sync", sleep)
     with pytest.raises(CheckpointError, match="superseded") if refused else contextlib.nullcontext():
         old.save(policy, 7)
     assert newest == [8]

@@ -21,6 +21,7 @@ def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, r
     checkpoint.
     """
     from services.trainer.checkpoints.folder import Checkpoints
+    from services.trainer.model import export
 
     policy, checkpoints = _policy(model, sections), Checkpoints(root / "checkpoints", keep=1)
     weights = [whole_weights(policy)]
@@ -28,7 +29,7 @@ def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, r
     for step, layout in enumerate(layouts):
         if step == len(layouts) - 1:
             received = _transfer(policy)
-            policy.export_hf(root / "export", step - 1)
+            export.write(policy.module, policy.config, step - 1, root / "export", policy.world.rank, policy.zero_stage)
             checkpoints.save(policy, step - 1)
         metrics.append(_train(policy, payloads, samples, layout, step).metrics)
         weights.append(whole_weights(policy))

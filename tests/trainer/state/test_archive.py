@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.state import archive
-from services.trainer.state.archive import Archive, Flat, Piece
-from services.trainer.state.files import StateError, read_state, write_state
+from services.trainer.state.archive import Archive, Flat, Piece, StateError, read_state, write_state
 
 SIZES = {"a": 7, "b": 1, "c": 12}
 

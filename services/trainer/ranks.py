@@ -1,12 +1,13 @@
 """The trainer's ranks: their identity, how they connect, and how they agree.
 
-Guarantees: after `agree` every rank raises or none does, so no rank is left waiting in a collective that others skipped.
+Guarantees: after `agree` every rank raises or none does, so no rank is left waiting in a collective that others skipped. Rank 0
+names the next operation and all perform it, so their collectives always match.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,9 @@ STOP = "grpo/stop"
 
 TIMEOUT_S = 1800.0
 """Limit of a collective among the ranks: longer than any step's slowest part, such as the first compilation."""
+
+
+Operation = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
@@ -118,3 +122,42 @@ def request_stop() -> None:
 def stop_requested() -> bool:
     """Return whether any rank has asked rank 0 to stop. Not collective."""
     return dist.is_initialized() and bool(_get_default_store().check([STOP]))
+
+
+class RankCommands:
+    """Holds this rank's operations by name; `wait` and `end` are built in."""
+
+    def __init__(self, operations: Mapping[str, Operation]) -> None:
+        self._operations = dict(operations)
+        self._in_step = True  # whether the others wait for rank 0's next command
+
+    def lead(self, name: str, argument: Any = 0) -> object:
+        """Rank 0: run `name` on all ranks. Returns this rank's result."""
+        from_rank_0((name, argument))
+        self._in_step = False
+        result = self._operations[name](argument)
+        self._in_step = True
+        return result
+
+    def keep_waiting(self) -> None:
+        """Rank 0: notify the others that there is nothing to do yet, before their collective times out."""
+        from_rank_0(("wait", 0))
+        self._in_step = True
+
+    def dismiss(self) -> None:
+        """Rank 0: let the others exit.
+
+        After a failed operation they may be waiting inside it, where no command reaches them; their collective then ends when
+        rank 0 exits.
+        """
+        if self._in_step:
+            from_rank_0(("end", 0))
+
+    def follow(self) -> None:
+        """Other ranks: perform rank 0's commands until `end`."""
+        while True:
+            name, argument = from_rank_0(("", 0))
+            if name == "end":
+                return
+            if name != "wait":
+                self._operations[name](argument)
