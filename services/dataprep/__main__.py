@@ -30,7 +30,7 @@ async def prepare(given: Arguments) -> None:
     from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
     from services.dataprep.prompts.catalogue import PromptSource
     from services.dataprep.prompts.curriculum import load_curriculum
-    from services.dataprep.run_gauges import RunGauges
+    from services.dataprep.run_gauges import show_run
     from services.http.endpoints import add_run_routes
 
     config = given.config
@@ -45,7 +45,7 @@ async def prepare(given: Arguments) -> None:
         evaluation = EvaluationRounds(config, service.store, evaluated, EvaluationMetrics(service.registry), service.tracing)
         dataprep = DataprepLoop(service, source, DataprepMetrics(service.registry), evaluation)
         service.ready = dataprep.why_unready
-        service.add_loop("run_gauges", RunGauges(service, RunMetrics(service.registry)).follow)
+        service.add_loop("run_gauges", partial(show_run, service, RunMetrics(service.registry)))
         if service.store.payloads.shards:
             service.add_loop("sweep", partial(sweep, service))
         add_run_routes(service)

@@ -283,8 +283,8 @@ class DataprepLoop:
     async def _issue(self, fence: int, state: RunState, swept: SweptTable) -> int:
         """Issue as many tickets as there are free slots and prompts, unless one after another fails. If no prompt is left and the
         table cannot fill a step, end the run; that is an outcome, not a fault."""
-        progress = self._progress(state)
-        wanted = admission.tickets_to_issue(swept, admission.progress_of(state), self.rules)
+        progress = admission.progress_of(state)
+        wanted = admission.tickets_to_issue(swept, progress, self.rules)
         if full := await self.memory.full():
             wanted = 0
         if full != (self.service.status.phase == FULL_PHASE):
@@ -294,12 +294,7 @@ class DataprepLoop:
         issued = await self.issuer.issue(fence, state.cursor, wanted, swept) if wanted else 0
         ending = progress.next_step < progress.steps and state.restore < 0  # otherwise it ends, or goes back, by itself
         left = issued or swept.requeued  # requeued tickets may wait for memory
-        if self.issuer.exhausted and not left and ending and admission.stuck(swept, progress, self.rules):
+        if self.issuer.exhausted and not left and ending and admission.stuck(swept, replace(progress, free_slots=0), self.rules):
             await self.store.run.stop(self.issuer.exhausted)
         self.metrics.issued.inc(issued)
         return issued
-
-    def _progress(self, state: RunState) -> admission.Progress:
-        """Return the progress of the run. Once prompts are exhausted, it reports no free slots."""
-        progress = admission.progress_of(state)
-        return replace(progress, free_slots=0) if self.issuer.exhausted else progress

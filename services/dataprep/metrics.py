@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.runtime.metrics import Metrics, PhaseClock, counter, gauge, histogram
 
@@ -145,3 +146,8 @@ class RunMetrics(Metrics):
     redis_answer_s: Histogram = histogram(
         "grpo_redis_answer_seconds", "seconds", "Response time of Redis to a count of all tickets."
     )
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        for total in (*self.outcomes.values(), self.dead_letters):
+            total.set(math.nan)  # until it is counted: a rise from 0 would mean that tickets have ended since

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from services.console.run.redis_server import RedisServer
 from services.dataprep import run_gauges
 from services.dataprep.metrics import RunMetrics
-from services.dataprep.run_gauges import RunGauges
+from services.dataprep.run_gauges import show_run
 from services.generator.engines.base import Gauges
 from services.generator.metrics import GeneratorMetrics
 from services.protocol.messages import PodStatus, Round
@@ -90,7 +90,7 @@ async def test_the_census_shows_pauses_dead_letters_and_the_end(
     monkeypatch.setattr(run_gauges, "POLL_S", 0.01)
     service = pod("dataprep", store, server, tmp_path)
     value = service.registry.get_sample_value
-    looking = asyncio.create_task(RunGauges(service, RunMetrics(service.registry)).follow(Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
+    looking = asyncio.create_task(show_run(service, RunMetrics(service.registry), Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
     await store.run.create("config", "data", 4, 8)
     await issue(store, ticket(0), ticket(1))
     await store.steps.publish(await store.run.attach_trainer(), 0)
@@ -124,7 +124,7 @@ async def test_no_number_of_generators_is_desired_that_nothing_follows(
     value = service.registry.get_sample_value
     await store.run.create("config", "data", 4, 8)
     await store.run.scale_generators(8, "before")
-    looking = asyncio.create_task(RunGauges(service, RunMetrics(service.registry)).follow(Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
+    looking = asyncio.create_task(show_run(service, RunMetrics(service.registry), Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
     await wait_until(lambda: value("grpo_run_slots") == 8 and value("grpo_run_wanted_generators") != 0, 60)
     assert math.isnan(value("grpo_run_wanted_generators") or 0)
     await end_tasks([looking])
@@ -137,7 +137,7 @@ async def test_totals_are_not_shown_as_0_before_they_are_counted(
     monkeypatch.setattr(run_gauges, "POLL_S", 0.01)
     service = pod("dataprep", store, server, tmp_path)
     value = service.registry.get_sample_value
-    gauges = RunGauges(service, RunMetrics(service.registry))
+    shown = RunMetrics(service.registry)
 
     def totals() -> tuple[float | None, float | None]:
         return value("grpo_run_outcome_tickets", {"outcome": "failed"}), value("grpo_run_dead_letters")
@@ -145,7 +145,7 @@ async def test_totals_are_not_shown_as_0_before_they_are_counted(
     assert all(total is not None and math.isnan(total) for total in totals())
     await store.run.create("config", "data", 4, 8)
     await store.client.hset(store.keys.run, "restoring", "1")
-    looking = asyncio.create_task(gauges.follow(Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
+    looking = asyncio.create_task(show_run(service, shown, Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
     await wait_until(lambda: value("grpo_redis_clients") or 0 > 0, 60)
     assert all(total is not None and math.isnan(total) for total in totals())
     await store.client.hdel(store.keys.run, "restoring")

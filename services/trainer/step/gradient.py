@@ -92,6 +92,9 @@ class GradientSum:
         """Clip the gradient of this rank's `rows` rows and step. Returns its norm before clipping. Collective."""
         if self._exact is not None:
             self._exact.reduce(rows * self._world.size)
+        return self._step(step)
+
+    def _step(self, step: int) -> float:
         if deepspeed_engine.keeps_gradients(self._config):
             self._engine.set_gradient_accumulation_boundary(True)
             gradients = [weight.grad for weight in self._engine.module.parameters() if weight.grad is not None]
