@@ -1,6 +1,6 @@
 """Removes groups that cannot be trained from the coming steps; on rank 0.
 
-Guarantees: a payload that is damaged, missing or inconsistent with its header costs the run its group and nothing else. The
+Guarantees: a payload that is damaged or missing, or does not fit its plan, costs the run its group and nothing else. The
 group becomes a dead letter with the reason, and every step that is not in the trainer's weights is replanned without it,
 atomically. The other groups stay on the same ranks and rows, and sums and statistics cover what is left.
 """
