@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.config.evaluation import ALL
+from services.groups.records import mixed
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
-from services.groups.records import mixed
 
 
 class Unfit(Exception):

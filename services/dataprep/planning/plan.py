@@ -19,9 +19,9 @@ from typing import Literal
 
 import numpy as np
 
-from services.groups.denominators import denominator
 from services.dataprep.planning.balance import deal, spread
 from services.dataprep.planning.packing import Response, pack
+from services.groups.denominators import denominator
 from services.protocol.messages import RankPlan, Sample, StepPlan
 
 CROSSOVER_TOKENS = 24_576
@@ -96,7 +96,7 @@ class Layout:
     row_tokens: int
     mini_batches: int = 1
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
-    """What the denominator counts (services/algorithm/denominators.py)."""
+    """What the denominator counts (services/groups/denominators.py)."""
     group_tokens: int = 0
     same_rows: bool = False
     """Pack rows first and deal whole rows to the ranks, so that rows do not depend on the number of ranks."""

@@ -11,7 +11,6 @@ from services.dataprep.replay.admission import is_stale
 from services.groups import advantages
 from services.groups import replay_weights as replay
 from services.groups.group_statistics import constant_kind
-from services.groups.records import segment_fault
 from services.protocol.messages import Header
 from services.store import HeaderEntry, Settlement
 

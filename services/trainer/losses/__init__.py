@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from services.groups.histograms import BOUNDS
 from services.config.loss import DPPO, Loss
+from services.groups.histograms import BOUNDS
 from services.trainer.losses.policies import ESTIMATORS, PolicyTerm, Tokens, find, reference_kl, response_mean
 
 MAX_LOG_CORRECTION = 10.0

@@ -4,7 +4,7 @@ Guarantees: every segment of the plan is in its row, whole, after its context, w
 theirs are equal; a payload that cannot be trained on raises `Damaged`, with the reason, before anything is trained; tokens that
 the policy did not sample (contexts and tool spans) are attended to and never a target; an empty row becomes one dummy token
 without a target, so that every rank runs the same number of micro-batches. What a payload says about its segments and tools is
-right by construction (services/rollouts/records.py).
+right by construction (services/groups/records.py).
 """
 
 from __future__ import annotations
