@@ -34,7 +34,7 @@ async def prepare(given: Arguments) -> None:
     from services.http.endpoints import add_run_routes
 
     config = given.config
-    load_curriculum(config.data.curriculum)  # reports an unusable name before the run exists
+    load_curriculum(config.data.curriculum_function)  # reports an unusable name before the run exists
     source = PromptSource(config)
     evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
     for remark in (*source.remarks, *(evaluated.remarks if evaluated else ())):

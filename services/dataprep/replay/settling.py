@@ -31,7 +31,7 @@ def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) 
     if fault := _fault(header, next_step, config):
         return Settlement(item, f"failed:{fault}")
     oldest, rate = min(header.oldest), None
-    if header.solved and (config.filters.exclude_pass_rate or config.data.curriculum):
+    if header.solved and (config.filters.exclude_pass_rate or config.data.curriculum_function):
         rate = (header.index, sum(header.solved) / len(header.solved), config.filters.exclude_pass_rate)
     outcome = _filtered(header, config)
     if not outcome and is_stale(next_step, oldest, config.admission.max_staleness):
