@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+import aiohttp
 import numpy as np
 import structlog
 from msgspec import structs
 
-from services.environment.posting import NoReply, Posted, Poster
 from services.groups.generated import Generated, GenerationFailed, SamplingParameters
 from services.groups.records import unpack_partial
 from services.http.certificate import shared_name
@@ -34,6 +34,7 @@ log = structlog.get_logger()
 
 GENERATE = "/v1/generate"
 FOLLOW_S = 0.5  # between polls of the fleet
+CONNECT_S = 5.0
 AVOID_S = 1.0  # for which a generator that refused a request gets no further one
 WATCH_S = 2.0  # between checks that the generator asked is still in the fleet
 
@@ -44,8 +45,12 @@ class GeneratorFleet:
     def __init__(self, service: Service) -> None:
         config = service.config
         self._service = service
-        verify = ssl.create_default_context(cafile=config.api.ca_file or None)
-        self._poster = Poster(api_tokens(config).operate, verify, shared_name(config.api))
+        self._http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_tokens(config).operate}", "Content-Type": "application/msgpack"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            connector=aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(cafile=config.api.ca_file or None)),
+        )  # httpx would take ten times as much of the pod's CPU time
+        self._server_name = shared_name(config.api) or None  # that the certificate is checked for; None: the host's
         self._pods: dict[str, PodStatus] = {}  # by member: those that generate for training
         self._evaluating: dict[str, PodStatus] = {}  # by member: those that are kept on a version
         self._asked: Counter[str] = Counter()  # by member: requests in progress
@@ -87,7 +92,6 @@ class GeneratorFleet:
     def _forget_gone(self, generators: list[PodStatus]) -> None:
         """Drop what is kept for generators that have left the fleet."""
         there = {each.member for each in generators}
-        self._poster.keep_only({each.url for each in generators})
         self._avoid = {member: until for member, until in self._avoid.items() if member in there}
         self._asked = Counter({member: count for member, count in self._asked.items() if member in there or count})
 
@@ -109,20 +113,20 @@ class GeneratorFleet:
             pod = await self._choose(rollout, version)
             self._asked[pod.member] += 1
             try:
-                reply = await self._ask(pod, codec.encode(request))
+                status, reply = await self._ask(pod, codec.encode(request))
             finally:
                 self._asked[pod.member] -= 1
-            if reply is None or reply.status == 503:
+            if status in (0, 503):
                 self._avoid[pod.member] = time.monotonic() + AVOID_S
                 continue
-            if reply.status != 200:
-                raise GenerationFailed(f"{pod.name} refused the request: {reply.body[:500].decode(errors='replace')}")
-            [done] = unpack_partial(reply.body, 1, sampling.max_tokens)
+            if status != 200:
+                raise GenerationFailed(f"{pod.name} refused the request: {reply[:500].decode(errors='replace')}")
+            [done] = unpack_partial(reply, 1, sampling.max_tokens)
             if done is not None and done.finish != "aborted":
                 self._homes[rollout] = pod.member
                 return done
             if done is not None:
-                request = structs.replace(request, prefix=reply.body)
+                request = structs.replace(request, prefix=reply)
             self._avoid[pod.member] = time.monotonic() + AVOID_S
 
     def forget(self, rollout: str) -> None:
@@ -131,7 +135,7 @@ class GeneratorFleet:
 
     async def close(self) -> None:
         """Close all connections."""
-        self._poster.close()
+        await self._http.close()
 
     async def _choose(self, rollout: str, version: int | None) -> PodStatus:
         """Return the generator that has the rollout's prefix, or otherwise the least busy one."""
@@ -147,19 +151,23 @@ class GeneratorFleet:
                 return min(able, key=lambda pod: self._asked[pod.member])
             await is_set_within(self._changed, FOLLOW_S)
 
-    async def _ask(self, pod: PodStatus, body: bytes) -> Posted | None:
-        """Return a generator's answer, or None if it left the fleet or cannot be reached."""
-        post = asyncio.ensure_future(self._poster.post(pod.url, GENERATE, body))
+    async def _ask(self, pod: PodStatus, body: bytes) -> tuple[int, bytes]:
+        """Return the status and the body of a generator's answer; status 0: it left the fleet or cannot be reached."""
+        post = asyncio.ensure_future(self._post(pod.url, body))
         try:
             while not (await asyncio.wait([post], timeout=WATCH_S))[0]:
                 if pod.member not in self._pods and pod.member not in self._evaluating and await self._gone(pod):
-                    return None
+                    return 0, b""
             return await post
-        except NoReply as error:
-            log.info("a generator did not answer", pod=pod.name, error=str(error))
-            return None
+        except (aiohttp.ClientError, OSError) as error:
+            log.info("a generator did not answer", pod=pod.name, error=repr(error))
+            return 0, b""
         finally:
-            post.cancel()
+            post.cancel()  # which closes its connection, so that the generator stops sampling
+
+    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+        async with self._http.post(f"{url}{GENERATE}", data=body, server_hostname=self._server_name) as reply:
+            return reply.status, await reply.read()
 
     async def _gone(self, pod: PodStatus) -> bool:
         """Return whether a generator is no longer in the fleet; one that drains still answers."""
