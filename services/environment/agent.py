@@ -18,8 +18,7 @@ import uvicorn
 from services.environment.door.app import make_door
 from services.environment.door.turns import RolloutOver
 from services.environment.programs.frames import StepDone
-from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess
-from services.environment.programs.rows import row_for
+from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess, row_for
 from services.environment.rollout import FinishedRollout, LiveRollout
 
 WATCH_S = 0.5  # between checks of the time that a program has taken

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.environment.door.turns import ContextFull, RolloutOver
-from services.environment.programs.process import ProgramFailed, ProgramProcess
-from services.environment.programs.rows import row_for
+from services.environment.programs.process import ProgramFailed, ProgramProcess, row_for
 from services.environment.records import EnvironmentReply, Record, reply_of
 from services.environment.rollout import FinishedRollout, LiveRollout
 

@@ -123,7 +123,7 @@ async def _driven(config: RunConfig, tried: EnvironmentConfig, process: ProgramP
 
 async def _rollout(config: RunConfig, tried: EnvironmentConfig, process: ProgramProcess, job: Job) -> Tried:
     """Have an environment reply to the policy once, and score that. Raises `ProgramFailed` and `Unprepared`."""
-    from services.environment.programs.rows import row_for
+    from services.environment.programs.process import row_for
 
     began = await process.do(NAME, "start", row_for(job.row, job.answer))
     replied = await process.do(NAME, "turn", {"role": "assistant", "content": job.completions[0]})
@@ -138,8 +138,7 @@ async def _rollout(config: RunConfig, tried: EnvironmentConfig, process: Program
 
 async def _cut_off(process: ProgramProcess, job: Job) -> None:
     """Have an environment score a rollout to which it never replied. Raises `ProgramFailed` and `Unprepared`."""
-    from services.environment.programs.process import ProgramFailed
-    from services.environment.programs.rows import row_for
+    from services.environment.programs.process import ProgramFailed, row_for
 
     await process.do(CUT_OFF, "start", row_for(job.row, job.answer))
     try:

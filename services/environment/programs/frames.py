@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -38,6 +39,20 @@ class ProgramSetup(msgspec.Struct, array_like=True):
     def tool_limit_s(self) -> float:
         """Return the time limit of a call of a built-in or MCP tool."""
         return TOOL_SHARE * self.timeout_s
+
+
+def setup_of(environment: Mapping[str, Any]) -> ProgramSetup:
+    """Return the part that a worker needs of an environment's configuration, given as a dict."""
+    fields = {name: environment[name] for name in ProgramSetup.__struct_fields__ if name in environment}
+    setup = ProgramSetup(**fields, environment=environment["name"])
+    program: list[str] | str = environment.get("run") or environment.get("server") or ""
+    if isinstance(program, list):
+        setup.command = program
+    elif setup.kind == "agent":
+        setup.function = program
+    else:
+        setup.url = program
+    return setup
 
 
 class Started(msgspec.Struct, array_like=True):

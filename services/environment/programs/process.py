@@ -13,18 +13,14 @@ import json
 import subprocess
 from typing import Any
 
+import msgspec
+
 from services.config import RunConfig
-from services.config.environments import (
-    AgentEnvironment,
-    EnvironmentConfig,
-    McpEnvironment,
-    ToolEnvironment,
-    VerifiersEnvironment,
-    code_of,
-)
+from services.config.environments import EnvironmentConfig
 from services.confined.frames import BadFrame
 from services.confined.worker import ConfinedWorker, Launch, NotStarted
-from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone, as_json
+from services.environment.programs.frames import ProgramStep, Started, StepDone, as_json, setup_of
+from services.protocol.messages import Row
 
 PROBE_LIMIT_S = 120.0
 """Seconds for an interpreter to import what a worker needs."""
@@ -58,7 +54,7 @@ class ProgramProcess:
 
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._environment = environment
-        self._setup = setup_of(environment)
+        self._setup = setup_of(environment.model_dump())
         self.rollouts = 0
         launch = Launch(
             "services.environment.programs.worker", environment.inherited, interpreter=environment.interpreter, guarded=True
@@ -204,18 +200,13 @@ def check_reward(scores: object, truncated: bool, source: str, config: RunConfig
         raise ProgramFailed(f'the rollout has no reward: its program gave none, and no verifier scores source "{source}"')
 
 
-def setup_of(environment: EnvironmentConfig) -> ProgramSetup:
-    """Return the part of its environment's configuration that a worker needs."""
-    setup = ProgramSetup(environment.kind, code_of(environment), environment.options, timeout_s=environment.timeout_s)
-    if isinstance(environment, AgentEnvironment | McpEnvironment):
-        setup.command = environment.command
-    if isinstance(environment, VerifiersEnvironment):
-        setup.environment, setup.max_turns = environment.name, environment.max_turns
-    if isinstance(environment, ToolEnvironment):
-        setup.tools = list(environment.tools)
-    if isinstance(environment, McpEnvironment):
-        setup.url, setup.shared, setup.token = environment.url, environment.shared, environment.token
-    return setup
+def row_for(row: str, answer: str) -> dict[str, Any]:
+    """Return a ticket's encoded `Row` as programs receive it: its columns, `prompt` (messages) and `answer`.
+
+    Raises `msgspec.DecodeError`.
+    """
+    found = msgspec.json.decode(row, type=Row)
+    return {**found.columns, "prompt": found.messages, "answer": answer}
 
 
 def _fault_of(interpreter: str) -> str:

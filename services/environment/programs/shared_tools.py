@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.chat.messages import normalised_tools
-from services.environment.programs.frames import ProgramSetup
+from services.environment.programs.frames import setup_of
 from services.environment.programs.kinds import opened
 from services.environment.programs.loaded import BadReply
 from services.runtime.own_code import Unusable, reason_of
@@ -35,11 +35,7 @@ def main() -> None:
 
 async def shared_tools(environment: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of an environment in OpenAI's form; an agent names its own in each call."""
-    fields = {name: environment[name] for name in ProgramSetup.__struct_fields__ if name in environment}
-    setup = ProgramSetup(**fields)
-    server = environment.get("server")
-    setup.command, setup.url = (server, "") if isinstance(server, list) else ([], server or "")
-    kind = await opened(setup)
+    kind = await opened(setup_of(environment))
     try:
         return kind.shared_tools()
     finally:
