@@ -85,7 +85,12 @@ class GroupWorker:
         found = await self.verifiers.score(Job(ticket.source, texts, ticket.answer, ticket.row, finish, tokens))
         rewards = combine(found.scores, self._config.verifiers)
         scored = time.monotonic()
-        self._trace(held, sampling, completions, rewards, generated, scored)
+        if ticket.trace:
+            shape = sampling.temperature, sampling.max_tokens, len(ticket.prompt), sum(map(len, tokens))
+            told = gen_ai.inference("text_completion", *shape, finish)
+            tracing = self._service.tracing
+            tracing.record("generate", ticket.trace, held.started, generated, told, version=self._engine.version)
+            tracing.record("verify", ticket.trace, generated, scored, reward=sum(rewards) / len(rewards))
         segments = [[Segment(completion)] for completion in completions]
         payload = b"" if ticket.version is not None else pack_payload(ticket, segments, found.notes)
         header = make_header(
@@ -128,25 +133,6 @@ class GroupWorker:
         held.generating = False
         self._service.notifications.notify(ROOM)  # its seats in the engine are free while it is scored
         return completions
-
-    def _trace(
-        self,
-        held: RunningGroup,
-        sampling: SamplingParameters,
-        completions: Sequence[Generated],
-        rewards: Sequence[float],
-        generated: float,
-        scored: float,
-    ) -> None:
-        """Record the spans of a group whose trace is recorded, if it has one."""
-        trace, tracing = held.ticket.trace, self._service.tracing
-        if not trace:
-            return
-        sampled, finish = sum(len(each.tokens) for each in completions), [each.finish for each in completions]
-        limits, read = (sampling.temperature, sampling.max_tokens), len(held.ticket.prompt)
-        told = gen_ai.inference("text_completion", *limits, read, sampled, finish)
-        tracing.record("generate", trace, held.started, generated, told, version=self._engine.version)
-        tracing.record("verify", trace, generated, scored, reward=sum(rewards) / len(rewards))
 
     def begun(self, held: RunningGroup) -> bool:
         """Return whether anything was sampled for a ticket."""
