@@ -9,52 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import time
-from dataclasses import dataclass, field
 
-import uvicorn
-
-from services.environment.door.app import make_door
-from services.environment.door.turns import RolloutOver
+from services.environment.endpoints import Door
 from services.environment.programs.frames import StepDone
 from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess, row_for
 from services.environment.rollout import FinishedRollout, LiveRollout
 
 WATCH_S = 0.5  # between checks of the time that a program has taken
-CLOSED_KEPT = 10_000  # keys of ended rollouts that are remembered, to distinguish them from wrong keys
-
-
-@dataclass
-class Door:
-    """The rollouts of this pod by their keys, and the address where programs reach the policy."""
-
-    model: str
-    open: dict[str, LiveRollout] = field(default_factory=dict[str, LiveRollout])
-    closed: dict[str, None] = field(default_factory=dict[str, None])
-    url: str = ""
-
-    def rollout(self, key: str) -> LiveRollout | None:
-        """Return the rollout that a key names. Raises `RolloutOver`."""
-        if key in self.closed:
-            raise RolloutOver("the rollout has ended")
-        return self.open.get(key)
-
-    async def serve(self) -> None:
-        """Serve on the loopback interface until cancelled."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(1024)
-            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            settings = uvicorn.Config(make_door(self), log_level="warning", lifespan="off", access_log=False)
-            await uvicorn.Server(settings)._serve([listener])  # pyright: ignore[reportPrivateUsage] - handles no signals
-
-    def close(self, key: str) -> None:
-        """Refuse further calls of a rollout."""
-        self.open.pop(key, None)
-        self.closed[key] = None
-        if len(self.closed) > CLOSED_KEPT:
-            del self.closed[next(iter(self.closed))]
 
 
 async def run_agent(live: LiveRollout, process: ProgramProcess, door: Door, limit_s: float) -> FinishedRollout:

@@ -17,8 +17,9 @@ import structlog
 
 from services.chat.format import ChatFormat
 from services.config.environments import EnvironmentConfig, drives_itself
-from services.environment.agent import Door, run_agent
+from services.environment.agent import run_agent
 from services.environment.conversation import converse, restorable
+from services.environment.endpoints import Door
 from services.environment.generators import GeneratorFleet
 from services.environment.metrics import EnvironmentMetrics
 from services.environment.programs.pool import ProgramPool

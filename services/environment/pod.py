@@ -7,7 +7,7 @@ import contextlib
 
 from services.chat.format import ChatFormat
 from services.chat.tokenizers import tokenizer_folder
-from services.environment.agent import Door
+from services.environment.endpoints import Door
 from services.environment.generators import GeneratorFleet
 from services.environment.group import GroupRunner
 from services.environment.loop import EnvironmentLoop

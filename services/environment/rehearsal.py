@@ -15,7 +15,8 @@ from services.chat.format import ChatFormat
 from services.chat.tokenizers import tokenizer_folder
 from services.config import RunConfig
 from services.config.environments import EnvironmentConfig
-from services.environment.agent import Door, run_agent
+from services.environment.agent import run_agent
+from services.environment.endpoints import Door
 from services.environment.programs.process import ProgramProcess
 from services.environment.rollout import FinishedRollout, LiveRollout, Manner, RolloutPlace
 from services.groups.generated import Generated, SamplingParameters

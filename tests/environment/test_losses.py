@@ -15,8 +15,9 @@ from structlog.testing import capture_logs
 
 from services.console.run.redis_server import RedisServer
 from services.environment import group
-from services.environment.agent import Door, run_agent
+from services.environment.agent import run_agent
 from services.environment.door.turns import ContextFull, Overrides
+from services.environment.endpoints import Door
 from services.environment.programs.frames import StepDone
 from services.environment.programs.process import ProcessLost, ProgramFailed
 from services.environment.recording.recorder import Recorder

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from services.environment.door import resends
-from services.environment.door.app import make_door
+from services.environment.endpoints import make_door
 from tests.environment.support.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.support.templates import FAMILIES
 from tests.support.harness import wait_until

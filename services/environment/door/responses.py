@@ -29,9 +29,10 @@ def read(body: Mapping[str, Any]) -> Question:
         raise RequestRefused("text.format is not supported here: leave it out", code="unsupported_value")
     instructions = [{"role": "system", "content": text(body, "instructions")}] if body.get("instructions") else []
     include = body.get("include")
+    tools = listed(body, "tools") if body.get("tool_choice") != "none" else []
     return Question(
         messages=instructions + _messages(body.get("input")),
-        tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(listed(body, "tools"))] if _uses_tools(body) else [],
+        tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)],
         overrides=overrides(body, "stop", "max_output_tokens"),
         stream=flag(body, "stream"),
         logprobs=isinstance(include, list) and "message.output_text.logprobs" in cast("list[object]", include),
@@ -111,10 +112,6 @@ def _events(body: dict[str, Any], begun: dict[str, Any]) -> Iterator[tuple[str, 
             yield "response.content_part.done", {**at, "part": part}
         yield "response.output_item.done", {"output_index": index, "item": item}
     yield f"response.{body['status']}", {"response": body}
-
-
-def _uses_tools(body: Mapping[str, Any]) -> bool:
-    return body.get("tool_choice") != "none"
 
 
 def _messages(value: object) -> list[dict[str, Any]]:

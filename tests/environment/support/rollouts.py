@@ -15,9 +15,9 @@ from typing import Any
 import uvicorn
 
 from services.chat.format import ChatFormat
-from services.environment.door.app import make_door
 from services.environment.door.resends import AskedTurns
 from services.environment.door.turns import ContextFull, Overrides, RolloutOver, TurnReply, Usage
+from services.environment.endpoints import make_door
 from services.environment.recording.recorder import Call, Recorder
 from services.groups.generated import GenerationFailed, SamplingParameters
 from tests.environment.support.conversations import ScriptedPolicy

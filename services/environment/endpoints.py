@@ -8,29 +8,33 @@ policy failed; the client should not retry it.
 from __future__ import annotations
 
 import json
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import msgspec
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from services.chat.format import ChatFormat
 from services.chat.messages import BadMessages
 from services.environment.door import anthropic_messages, chat_completions, responses
 from services.environment.door.fields import overruled
-from services.environment.door.resends import AskedTurns, attempt_of, digest_of
-from services.environment.door.turns import Overrides, Question, RequestRefused, TurnLost, TurnReply
-from services.groups.generated import GenerationFailed, SamplingParameters
+from services.environment.door.resends import attempt_of, digest_of
+from services.environment.door.turns import Question, RequestRefused, RolloutOver, TurnLost, TurnReply
+from services.environment.rollout import LiveRollout
+from services.groups.generated import GenerationFailed
 from services.protocol.errors import StoreError
 
 MOST_BYTES = 64 << 20
 """Largest body that is read: more text than any model's context holds."""
+CLOSED_KEPT = 10_000
+"""Keys of ended rollouts that are remembered, to distinguish them from wrong keys."""
 OVERRULED = "x-grpo-sampling"
 """Header that names the sampling parameters of the run that were used instead of the request's."""
 ERRORS = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error", 413: "request_too_large"}
@@ -39,40 +43,37 @@ Event = tuple[str, dict[str, Any]]
 """Name and data of a server-sent event; without a name in OpenAI's older APIs."""
 
 
-class OpenRollout(Protocol):
-    """A rollout that accepts turns."""
+@dataclass
+class Door:
+    """The rollouts of this pod by their keys, and the address where programs reach the policy."""
 
-    @property
-    def asked(self) -> AskedTurns:
-        """Return the turns that resent requests may ask for."""
-        ...
+    model: str
+    """The name under which the policy is listed."""
+    open: dict[str, LiveRollout] = field(default_factory=dict[str, LiveRollout])
+    closed: dict[str, None] = field(default_factory=dict[str, None])
+    url: str = ""
 
-    @property
-    def chat(self) -> ChatFormat:
-        """Return the chat format of its model."""
-        ...
+    def rollout(self, key: str) -> LiveRollout | None:
+        """Return the rollout that a key names. Raises `RolloutOver`."""
+        if key in self.closed:
+            raise RolloutOver("the rollout has ended")
+        return self.open.get(key)
 
-    @property
-    def sampling(self) -> SamplingParameters:
-        """Return the sampling of the run, which no request changes."""
-        ...
+    async def serve(self) -> None:
+        """Serve on the loopback interface until cancelled."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1024)
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            settings = uvicorn.Config(make_door(self), log_level="warning", lifespan="off", access_log=False)
+            await uvicorn.Server(settings)._serve([listener])  # pyright: ignore[reportPrivateUsage] - handles no signals
 
-    async def complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], overrides: Overrides) -> TurnReply:
-        """Record and return the policy's reply. Raises `BadMessages`, `RequestRefused`, `GenerationFailed` and `TurnLost`."""
-        ...
-
-
-class Rollouts(Protocol):
-    """The rollouts of a pod."""
-
-    @property
-    def model(self) -> str:
-        """Return the name under which the policy is listed."""
-        ...
-
-    def rollout(self, key: str) -> OpenRollout | None:
-        """Return the rollout that an API key names; None: there is none. Raises `RolloutOver`."""
-        ...
+    def close(self, key: str) -> None:
+        """Refuse further calls of a rollout."""
+        self.open.pop(key, None)
+        self.closed[key] = None
+        if len(self.closed) > CLOSED_KEPT:
+            del self.closed[next(iter(self.closed))]
 
 
 @dataclass(frozen=True)
@@ -95,39 +96,34 @@ DIALECTS = {
 }
 
 
-def make_door(rollouts: Rollouts) -> FastAPI:
-    """Return the application that serves these rollouts."""
+def make_door(door: Door) -> FastAPI:
+    """Return the application that serves the open rollouts."""
     app = FastAPI(title="grpo door", openapi_url=None)
     for path, dialect in DIALECTS.items():
-        app.add_route(path, _endpoint(rollouts, dialect), methods=["POST"])  # bare: nothing for FastAPI to validate
+        app.add_route(path, _endpoint(door, dialect), methods=["POST"])  # bare: nothing for FastAPI to validate
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction] - registered by its decorator
-        _rollout(rollouts, request)
-        entry = _model(rollouts.model)
+        _rollout(door, request)
+        entry = _model(door.model)
         return _json({"object": "list", "data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]})
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        _rollout(rollouts, request)
-        if name != rollouts.model:
-            raise RequestRefused(f"there is no model of this name: use {rollouts.model}", 404, "not_found_error")
+        _rollout(door, request)
+        if name != door.model:
+            raise RequestRefused(f"there is no model of this name: use {door.model}", 404, "not_found_error")
         return _json(_model(name))
 
-    app.add_exception_handler(RequestRefused, _refused)
-    app.add_exception_handler(BadMessages, _bad_messages)
-    app.add_exception_handler(RecursionError, _too_deep)
-    app.add_exception_handler(GenerationFailed, _failed)
-    app.add_exception_handler(TurnLost, _lost)
-    app.add_exception_handler(StoreError, _lost)
-    app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    refusals = RequestRefused, BadMessages, RecursionError, HTTPException
+    for kind in (*refusals, GenerationFailed, TurnLost, StoreError, ClientDisconnect):
+        app.add_exception_handler(kind, _error)
     return app
 
 
-def _endpoint(rollouts: Rollouts, dialect: Dialect) -> Callable[[Request], Any]:
+def _endpoint(door: Door, dialect: Dialect) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
-        rollout = _rollout(rollouts, request)
+        rollout = _rollout(door, request)
         data = await _data(request)
         body = _body(data)
         question = dialect.read(body)
@@ -136,7 +132,7 @@ def _endpoint(rollouts: Rollouts, dialect: Dialect) -> Callable[[Request], Any]:
             raise ClientDisconnect
         asked = await rollout.asked.resent(digest, attempt, gone) if attempt else None
         if asked is None:
-            base = {"id": f"{dialect.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": rollouts.model}
+            base = {"id": f"{dialect.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": door.model}
             turn = rollout.complete(question.messages, question.tools, question.overrides)
             asked = rollout.asked.begin(digest, attempt, gone, turn, base)
         completion = await rollout.asked.reply(asked)
@@ -158,10 +154,10 @@ async def _stream(dialect: Dialect, question: Question, reply: dict[str, Any]) -
         yield dialect.done
 
 
-def _rollout(rollouts: Rollouts, request: Request) -> OpenRollout:
+def _rollout(door: Door, request: Request) -> LiveRollout:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    rollout = rollouts.rollout(key) if key else None
+    rollout = door.rollout(key) if key else None
     if rollout is None:
         raise RequestRefused("the API key names no rollout: use the OPENAI_API_KEY that the program was given", 401, ERRORS[401])
     return rollout
@@ -201,39 +197,24 @@ def _bytes(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _error(request: Request, status: int, code: str, message: str) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
     """Return an error that both OpenAI's clients and Anthropic's can read."""
-    headers = {"x-should-retry": "false"}
+    status, code, message = 400, "invalid_request_error", str(error)
+    match error:
+        case ClientDisconnect():
+            return Response(status_code=499)  # as nginx logs it: nobody reads it
+        case RequestRefused():
+            status, code = error.status, error.code
+        case HTTPException():
+            status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+        case BadMessages():
+            pass
+        case RecursionError():
+            message = "the body is nested too deeply"
+        case GenerationFailed():
+            status, code, message = 503, "generation_failed", f"the policy failed: {error}"
+        case _:
+            status, code, message = 503, "rollout_lost", "the turn could not be stored: the rollout ends here"
     kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return _json({"type": "error", "error": error}, status, headers)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestRefused)
-    return _error(request, error.status, error.code, str(error))
-
-
-async def _bad_messages(request: Request, error: Exception) -> Response:
-    return _error(request, 400, "invalid_request_error", str(error))
-
-
-async def _too_deep(request: Request, error: Exception) -> Response:
-    return _error(request, 400, "invalid_request_error", "the body is nested too deeply")
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return _error(request, 503, "generation_failed", f"the policy failed: {error}")
-
-
-async def _lost(request: Request, error: Exception) -> Response:
-    return _error(request, 503, "rollout_lost", "the turn could not be stored: the rollout ends here")
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _error(request, error.status_code, "invalid_request_error", f"{request.method} {request.url.path}: {error.detail}")
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # as nginx logs it: nobody reads it
+    body = {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code}}
+    return _json(body, status, {"x-should-retry": "false"})
