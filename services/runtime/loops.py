@@ -102,15 +102,20 @@ async def is_set_within(event: asyncio.Event, limit_s: float) -> bool:
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they are done, repeating the cancellation.
+    """Cancel tasks and wait until they are done, repeating the cancellation, even if this call is cancelled meanwhile.
 
     Before Python 3.12, `asyncio.wait_for` loses a cancellation that arrives together with its result, and redis-py sends with it.
     """
-    pending = set(tasks)
-    while pending:
+    ending, interrupted = set(tasks), None
+    while pending := {task for task in ending if not task.done()}:
         for task in pending:
             task.cancel()
-        done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-        for task in done:
-            if not task.cancelled():
-                task.exception()  # mark it as seen; awaiting the task still raises it
+        try:
+            await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        except asyncio.CancelledError as error:  # a task that is left would work on, with parts that are closed
+            interrupted = error
+    for task in ending:
+        if not task.cancelled():
+            task.exception()  # mark it as seen; awaiting the task still raises it
+    if interrupted is not None:
+        raise interrupted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import pytest
@@ -86,3 +87,19 @@ async def test_tasks_that_use_redis_can_be_cancelled(store: Store) -> None:
         await asyncio.sleep(random.random() * 0.01)
         await asyncio.wait_for(end_tasks(tasks), 30.0)
         assert all(task.done() for task in tasks)
+
+
+async def test_tasks_end_although_the_end_of_tasks_is_cancelled() -> None:
+    async def stubborn() -> None:
+        for _ in range(2):  # loses a cancellation
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(end_tasks([task]))
+    await asyncio.sleep(0.01)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert task.done()
