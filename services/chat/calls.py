@@ -9,15 +9,19 @@ import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import UnknownType
 from referencing.exceptions import Unresolvable
+from referencing.jsonschema import EMPTY_REGISTRY
 
 LONGEST = 64_000
 """Characters of Python that are parsed: its parser takes memory for every level of nesting."""
+NO_VALUE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+"""What reading a text as JSON or as Python raises if it is neither."""
 SHOWN = 60
 """Characters of a value or a schema that a reason repeats."""
 
@@ -103,51 +107,94 @@ def typed(name: str, key: str, text: str, tools: Sequence[Mapping[str, Any]]) ->
     """Return the value of an argument that is written as plain text: its first reading that fits the tool's JSON schema.
 
     A number, boolean, null, object or list comes first, as JSON and as Python write them, then the text itself, then a string in
-    quotes. Where the schema says nothing, only objects and lists are taken for more than text. Raises `MalformedCall`.
+    quotes. Where the schema states no type, only objects and lists are taken for more than text. Raises `MalformedCall`.
     """
     parameters = next((tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name), None)
     schema = cast("dict[str, Any]", parameters) if isinstance(parameters, dict) else {}
-    known = schema.get("properties")
-    known = cast("dict[str, Any]", known).get(key) if isinstance(known, dict) else None
     readings = list(_readings(text))
-    large = next((value for value in readings if type(value) in (dict, list)), text)
-    if not isinstance(known, dict) or not _SAYS & cast("dict[str, Any]", known).keys():
-        return large
-    kept = {part: schema[part] for part in ("properties", "$defs", "definitions") if part in schema}
-    plain = [value for value in readings if not isinstance(value, str)]
+    large = [value for value in readings if type(value) in (dict, list)] if text.lstrip()[:1] in ("{", "[") else []
+    check = _Strict(schema, registry=EMPTY_REGISTRY)  # which downloads no schemas from elsewhere
     try:
-        for check in (_Strict(kept), _Usual(kept)):
-            for value in (*plain, text, *readings):
-                if check.is_valid({key: value}):
-                    return value
-    except (UnknownType, Unresolvable, re.error, TypeError, RecursionError):
-        return large  # the schema is not valid
-    wanted = json.dumps(known, ensure_ascii=False, sort_keys=True)
-    raise MalformedCall(f"the argument {key} of {name} is {_cut(text)!r}, which does not fit its schema {_cut(wanted)}")
+        if _fits(check, key, _UNTYPED):
+            fitting = [value for value in (*large, text) if _fits(check, key, value)]
+        else:
+            plain = [value for value in readings if not isinstance(value, str)]
+            fitting = [value for value in (*plain, text, *readings) if _fits(check, key, value)]
+    except (UnknownType, Unresolvable, re.error, TypeError, AttributeError, LookupError, ValueError, RecursionError):
+        return [*large, text][0]  # the schema is not valid
+    if fitting:
+        return fitting[0]
+    stated = schema.get("properties")
+    stated = json.dumps(stated[key], ensure_ascii=False, sort_keys=True) if isinstance(stated, dict) and key in stated else ""
+    raise MalformedCall(f"the argument {key} of {name} is {_cut(text)!r}, which does not fit its schema {_cut(stated)}".rstrip())
+
+
+def _fits(check: Any, key: str, value: object) -> bool:
+    """Return whether a schema of all arguments takes this one, whatever it says about others."""
+    return not any(_concerns(error, key) for error in check.iter_errors({key: value}))
+
+
+def _concerns(error: Any, key: str) -> bool:
+    """Return whether an error is about the value of `key`: of alternatives, each must have one that is."""
+    if error.absolute_path:
+        return error.absolute_path[0] == key
+    alternatives = dict[object, bool]()
+    for each in error.context:
+        branch = each.schema_path[0]
+        alternatives[branch] = alternatives.get(branch, False) or _concerns(each, key)
+    return bool(alternatives) and all(alternatives.values())
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """Yield the values that a text may stand for: of JSON, of Python, and whole numbers that are written otherwise."""
+    """Yield the values that a text may stand for: of JSON, of Python, and with whole numbers that are written otherwise."""
     text = text.strip()
     for read in (_DECODER.decode, _python):
         try:
             value: Any = read(text)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        except NO_VALUE:
             continue
+        if isinstance(value, list) and text[0] not in "[(":
+            continue  # 1,000 is no pair
         yield value
-        if isinstance(value, float) and value.is_integer():
-            yield int(value)
+        yield _whole(value)
+
+
+def _whole(value: Any) -> Any:
+    """Return a value with integers for the floats in it that are whole numbers."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in cast("list[Any]", value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_integer(_: object, value: object) -> bool:
+    return type(value) is int
+
+
+def expression(text: str) -> ast.expr:
+    """Return the tree of a Python expression. Raises one of `NO_VALUE`."""
+    if len(text) > LONGEST:
+        raise ValueError(f"more than {LONGEST} characters")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in the model's strings
+        return ast.parse(text, mode="eval").body
+
+
+def constant(node: ast.expr) -> Any:
+    """Return the value of a Python literal, or of JSON's `true`, `false` and `null`, as JSON has it. Raises one of `NO_VALUE`."""
+    return json.loads(json.dumps(ast.literal_eval(_Constants().visit(node)), allow_nan=False))
 
 
 def _python(text: str) -> Any:
-    """Return the value of a Python literal that JSON has, too."""
-    if len(text) > LONGEST:
-        raise ValueError("the literal is too long")
-    return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
+    return constant(expression(text))
 
 
-def _whole(_: object, value: object) -> bool:
-    return type(value) is int
+class _Constants(ast.NodeTransformer):
+    """Reads the constants of JSON as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_OF_JSON[node.id]) if node.id in _OF_JSON else node
 
 
 def _cut(text: str) -> str:
@@ -166,9 +213,10 @@ def _finite(number: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
-_SAYS = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "not", "if", "properties", "items", "prefixItems"}
-"""Keywords of a JSON schema that say what a value is."""
+_OF_JSON = {"true": True, "false": False, "null": None}
+_UNTYPED = object()
+"""A value of no type of JSON: a schema that takes it states no type."""
 _Usual: Any = Draft202012Validator
 _validators: Any = validators
-_Strict: Any = _validators.extend(_Usual, type_checker=_Usual.TYPE_CHECKER.redefine("integer", _whole))
+_Strict: Any = _validators.extend(_Usual, type_checker=_Usual.TYPE_CHECKER.redefine("integer", _is_integer))
 """Takes 12.0 for no integer, so that a tool gets 12."""

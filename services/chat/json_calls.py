@@ -1,6 +1,7 @@
 """Tool calls that are JSON: hermes and qwen, llama 3, mistral, deepseek, older glm 4. Pure.
 
-A JSON value is read to its end before the tag after it is looked for, so that a tag inside of a string ends nothing.
+A JSON value is read to its end before the tag after it is looked for, so that a tag inside of a string ends nothing. A first tag
+that a model left out is put back where what follows is certainly meant as a call.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ MOST_OBJECTS = 8
 
 def hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    if BEGIN not in text and END in text:
+        text = tagged_at(_untagged(text, tools), text, BEGIN)
     content, calls = "", list[ToolCall]()
     while True:
         before, begun, text = text.partition(BEGIN)
@@ -35,6 +38,11 @@ def hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
         value, text = first_value(text, "a tool call")
         calls.append(call_of(value, tools))
         text = expect(END, text, "a tool call")
+
+
+def tagged_at(begin: int, text: str, tag: str) -> str:
+    """Return a text with a tag put where a call begins; a negative number stands for no place."""
+    return text if begin < 0 else text[:begin] + tag + text[begin:]
 
 
 def llama3(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
@@ -56,7 +64,7 @@ def llama3(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
 
 
 def _untagged(text: str, tools: Sequence[Mapping[str, Any]]) -> int:
-    """Return where the first object begins that is, or is meant as, a call of an offered tool; -1 if none is."""
+    """Return where the first object begins that is meant as a call: an offered name, or a name and arguments; -1 if none is."""
     offered = "|".join(map(re.escape, names(tools)))
     meant = re.compile(rf'"name"\s*:\s*"(?:{offered})"')
     begin = 0
@@ -71,7 +79,8 @@ def _untagged(text: str, tools: Sequence[Mapping[str, Any]]) -> int:
             begin = found.end()
             continue
         fields = _function(value)
-        if fields.get("name") in names(tools) and fields.keys() <= FIELDS:
+        given = isinstance(fields.get("name"), str) and isinstance(fields.get("arguments", fields.get("parameters")), dict)
+        if (given or fields.get("name") in names(tools)) and fields.keys() <= FIELDS:
             return found.start()
         begin = len(text) - len(rest)
     return -1
@@ -86,13 +95,16 @@ def _function(value: object) -> dict[str, Any]:
 
 def mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find `[TOOL_CALLS][{…}, …]` of older models, and `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}` of newer ones."""
+    if MISTRAL not in text and (begin := _untagged(text, tools)) >= 0:
+        opened = text[:begin].rstrip()
+        text = tagged_at(len(opened) - 1 if opened.endswith("[") else begin, text, MISTRAL)
     before, marked, body = text.partition(MISTRAL)
     calls: list[ToolCall] = []
     while marked:
         body = body.lstrip()
-        if body.startswith("["):
+        if body.startswith(("[", "{")):
             value, rest = first_value(body, "the list of tool calls")
-            calls += [call_of(entry, tools) for entry in cast("list[object]", value)]
+            calls += [call_of(entry, tools) for entry in (cast("list[object]", value) if isinstance(value, list) else [value])]
         else:
             name = re.split(r"\[|\{", body, maxsplit=1)[0]
             rest = body[len(name) :]
@@ -111,6 +123,8 @@ def mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
 
 def deepseek(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find the calls of DeepSeek V3 and R1, in a code block after the name, and of V3.1, which are the arguments alone."""
+    if BEGIN_CALLS not in text:
+        text = tagged_at(text.find(BEGIN_CALL), text, BEGIN_CALLS)
     before, begun, body = text.partition(BEGIN_CALLS)
     if not begun:
         return Found(text, [])

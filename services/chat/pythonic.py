@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.chat.calls import LONGEST, Found, MalformedCall, ToolCall, call, names
+from services.chat.calls import NO_VALUE, Found, MalformedCall, ToolCall, call, constant, expression, names
 
-BEGINNING = re.compile(r"(?:<\|python_start\|>\s*)?\[\s*([A-Za-z_][\w.]*)\s*\(")
-OF_JSON = {"true": True, "false": False, "null": None}
-"""Constants that models write as in JSON."""
+BEGINNING = re.compile(r"^[ \t]*(?:<\|python_start\|>\s*)?\[\s*([A-Za-z_][\w.]*)\s*\(", re.MULTILINE)
 
 
 def pythonic(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
-    """Find a list of calls with constant keyword arguments, which is the whole text and begins with an offered tool."""
-    body = text.strip()
-    begun = BEGINNING.match(body)
-    if begun is None or begun[1] not in names(tools):
+    """Find a list of calls with constant keyword arguments, which begins a line and ends the text.
+
+    Without an offered name at its beginning, only what Python reads as calls with named arguments is no prose.
+    """
+    begun = BEGINNING.search(text)
+    if begun is None:
         return Found(text, [])
-    body = body.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
-    if len(body) > LONGEST:
-        raise MalformedCall(f"the tool calls have more than {LONGEST} characters")
+    body = text[begun.start() :].strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    offered = begun[1] in names(tools)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in the model's strings
-            tree = ast.parse(body, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        tree = expression(body)
+    except NO_VALUE as error:
+        if not offered:
+            return Found(text, [])
         raise MalformedCall(f"the tool calls are not a list of calls: {error}") from None
-    if not isinstance(tree, ast.List):
+    nodes = tree.elts if isinstance(tree, ast.List) else []
+    if not offered and not all(isinstance(node, ast.Call) and node.keywords for node in nodes):
+        return Found(text, [])
+    if not nodes:
         raise MalformedCall("the tool calls are not a list of calls")
-    return Found("", [_call(node, tools) for node in tree.elts])
+    return Found(text[: begun.start()], [_call(node, tools) for node in nodes])
 
 
 def _call(node: ast.expr, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
@@ -45,18 +45,10 @@ def _call(node: ast.expr, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
     arguments = dict[str, Any]()
     for keyword in node.keywords:
         try:
-            arguments[str(keyword.arg)] = ast.literal_eval(_Constants().visit(keyword.value))
-            json.dumps(arguments, allow_nan=False)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # whose texts contain addresses
+            arguments[str(keyword.arg)] = constant(keyword.value)
+        except NO_VALUE:  # whose texts contain addresses
             raise MalformedCall(f"the argument {keyword.arg} of {name} must be a constant that JSON has") from None
     return call(name, arguments, tools)
-
-
-class _Constants(ast.NodeTransformer):
-    """Reads the constants of JSON as Python's."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(OF_JSON[node.id]) if node.id in OF_JSON else node
 
 
 def _dotted(node: ast.expr) -> str:

@@ -11,20 +11,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, call, expect, first_value, names, typed
-from services.chat.json_calls import BEGIN, END
+from services.chat.json_calls import BEGIN, END, tagged_at
 
 CALL = re.compile(r"<tool_call>|<function=[^>\s]+>")
 FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\s]+)>")
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
+BODY = re.compile(r"\s*(?:<parameter=|</function>)")
+PARAMETER = re.compile(
+    r"\s*<parameter=([^>\s]+)>(.*?)</parameter>"
+    r"(?=\s*(?:<parameter=|</function>\s*(?:</tool_call>|(?=<tool_call>|<function=|\Z))"
+    r"(?!(?:(?!<tool_call>|<function=).)*?</parameter>)))",  # which would be the end of a value that contains the end of a call
+    re.DOTALL,
+)
 NAME = re.compile(r"\s*([^\s{<]+)")
 KEY = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*", re.DOTALL)
-VALUE = re.compile(r"<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)
+VALUE = re.compile(
+    r"<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>(?!(?:(?!<tool_call>|<arg_key>).)*?</arg_value>)))", re.DOTALL
+)
 
 
 def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-    Models of this family often leave out the first tag; without it, only an offered name begins a call.
+    Models of this family often leave out the first tag; without it, an offered name or a parameter begins a call.
     """
     content, calls, place = "", list[ToolCall](), 0
     while (begun := CALL.search(text, place)) is not None:
@@ -34,7 +42,7 @@ def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
         found = FUNCTION.match(text, begun.start())
         if found is None:
             raise MalformedCall("a tool call must be <function=NAME>…</function>")
-        if not tagged and found[1] not in names(tools):
+        if not tagged and found[1] not in names(tools) and BODY.match(text, found.end()) is None:
             content, place = content + text[place : found.end()], found.end()
             continue
         content += text[place : begun.start()]
@@ -54,6 +62,9 @@ def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
 
 def glm4(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`; arguments may be JSON, too."""
+    if BEGIN not in text:
+        untagged = re.search(rf"^[ \t]*(?:{'|'.join(map(re.escape, names(tools)))})\s*<arg_key>", text, re.MULTILINE)
+        text = tagged_at(untagged.start() if untagged else -1, text, BEGIN)
     content, calls = "", list[ToolCall]()
     while True:
         before, begun, text = text.partition(BEGIN)

@@ -1,5 +1,6 @@
-"""`python -m tests.mutants.rewards [NAME]`: break each rule of the rewards in turn. Exits with code 1 if no case notices one.
+"""`python -m tests.mutants.rewards [NAME]`: break each rule of the rewards and of tool calls in turn.
 
+Exits with code 1 if no case notices one.
 A mutant replaces one text in one module while it is imported; the cases of some kinds are then tried on it (tests/cases).
 """
 
@@ -29,6 +30,7 @@ class Mutant(NamedTuple):
 
 
 MATH, ANSWERS, STATEMENTS = (f"verifiers.builtin.{name}" for name in ("math", "answers", "statements"))
+CALLS, JSON, XML = "chat.calls", "chat.json_calls", "chat.xml_calls"
 MUTANTS = {
     mutant.rule: mutant
     for mutant in (
@@ -96,6 +98,23 @@ MUTANTS = {
         Mutant("dataprep.prompts.rows", "no exponents", 'format(Decimal(str(number)), "f")', "str(number)", "number as answer"),
         Mutant("dataprep.prompts.rows", "gaps are no answers", "not math.isfinite(value)", "False", "missing answer"),
         Mutant("algorithm.advantages", "equal rewards", "EQUAL_SHARE * np.abs(r).max(axis=-1)", "0", "nearly equal"),
+        Mutant(CALLS, "text is text without a type", "if _fits(check, key, _UNTYPED):", "if False:", "argument type"),
+        Mutant(CALLS, "numbers come before text", "(*plain, text, *readings)", "(text, *readings)", "argument type"),
+        Mutant(CALLS, "12.0 is no integer", "type(value) is int", "type(value) in (int, float)", "argument type"),
+        Mutant(CALLS, "lists have brackets", 'isinstance(value, list) and text[0] not in "[("', "False", "argument type"),
+        Mutant(CALLS, "faults belong to arguments", "return error.absolute_path[0] == key", "return False", "argument type"),
+        Mutant(CALLS, "NaN is no number", 'raise ValueError(f"{constant} is not JSON")', "pass", "argument type"),
+        Mutant(CALLS, "constants of JSON", "if node.id in _OF_JSON else", "if False else", "pythonic"),
+        Mutant(CALLS, "only offered tools", "if name not in names(tools):", "if False:", "offered name"),
+        Mutant(XML, "a value may end a call", r"(?!(?:(?!<tool_call>|<function=).)*?</parameter>)", "", "embedded tag"),
+        Mutant(
+            XML, "glm's first tag", "if BEGIN not in text:\n        untagged", "if False:\n        untagged", "missing opening"
+        ),
+        Mutant(JSON, "hermes' first tag", "if BEGIN not in text and END in text:", "if False:", "missing opening"),
+        Mutant(JSON, "mistral's first tag", "if MISTRAL not in text and (begin", "if not text and (begin", "missing opening"),
+        Mutant(JSON, "deepseek's first tag", "if BEGIN_CALLS not in text:", "if False:", "missing opening"),
+        Mutant(JSON, "answers in JSON", " and fields.keys() <= FIELDS", "", "json answer"),
+        Mutant("chat.pythonic", "lists in prose", "if not offered:\n", "if False:\n", "pythonic"),
     )
 }
 """By rule."""

@@ -1,4 +1,4 @@
-"""Some of the broken rules of rewards; `python -m tests.mutants.rewards` breaks all of them."""
+"""Some of the broken rules of rewards and of tool calls; `python -m tests.mutants.rewards` breaks all of them."""
 
 from __future__ import annotations
 
