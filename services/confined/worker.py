@@ -29,6 +29,8 @@ REAP_LIMIT_S, GUARD_LIMIT_S = 1.0, 10.0
 limits they are killed."""
 _SECRET = re.compile("^GRPO_|PASSWORD|SECRET|TOKEN$|_KEY$|CREDENTIAL")
 """Environment variables that a worker does not inherit."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Hosts that no proxy is meant for: the endpoints of agents are there."""
 _SERVICES = Path(__file__).resolve().parents[1]
 
 T = TypeVar("T")
@@ -183,7 +185,9 @@ def worker_environment(scratch: Path, kept: Collection[str], withheld: Collectio
     single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     secret = {name for name in os.environ if name in withheld or _SECRET.search(name)} - {*kept}
     inherited = {name: value for name, value in os.environ.items() if name not in secret}
-    return {**inherited, **single_threaded, "PYTHONPATH": path, "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+    direct = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), *LOOPBACK]))
+    own = {"PYTHONPATH": path, "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1", "NO_PROXY": direct, "no_proxy": direct}
+    return {**inherited, **single_threaded, **own}
 
 
 def in_interpreter(interpreter: str, folder: Path, variables: Mapping[str, str]) -> tuple[str, dict[str, str]]:

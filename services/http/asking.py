@@ -51,7 +51,7 @@ def ask(
     except (OSError, ssl.SSLError) as error:
         raise Unanswered(f"api.ca_file = {api.ca_file!r} cannot be used: {error}; set it to a PEM file of certificates") from None
     try:
-        with httpx.Client(verify=trusted, timeout=ANSWER_LIMIT_S + wait_s) as http:
+        with httpx.Client(verify=trusted, timeout=ANSWER_LIMIT_S + wait_s, trust_env=False) as http:  # past any proxy
             params = {"wait_s": wait_s} if wait_s else {}
             answer = http.request(method, url, json=body, headers=headers, params=params, extensions=extensions)
             found = msgspec.json.decode(answer.content, type=dict[str, Any])

@@ -15,8 +15,8 @@ NODES: dict[str, str] = {
     "cfg-01": "tests/console/doctor/test_model_files.py::test_targets_of_adapters_are_compared_with_the_layers",
     "cfg-02": "tests/config/test_model_files.py::test_an_adapter_is_refused_with_the_way_to_merge_it",
     "cfg-03": "tests/trainer/step/test_deepspeed_engine.py::test_the_learning_rate_never_rises_when_a_run_is_extended",
-    "net-01": "",
-    "net-02": "",
+    "net-01": "tests/confined/test_confine.py::test_a_worker_reaches_the_loopback_interface_past_any_proxy",
+    "net-02": "tests/generator/test_drain.py::test_a_working_pod_has_exited_when_the_hook_returns",
     "door-90": "",
     "wb-01": "tests/tracker/test_follower.py::test_both_trackers_survive_a_kill_without_loss",
 }

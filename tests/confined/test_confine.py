@@ -7,6 +7,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,23 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
     environment = os.fsencode("\0".join(f"{name}={value}" for name, value in worker_environment(tmp_path, ()).items()))
     assert b"hunter2" not in environment
     assert b"TOKENIZERS_PARALLELISM" in environment
+
+
+def test_a_worker_reaches_the_loopback_interface_past_any_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "cluster.local")
+    ask = (
+        "import asyncio, httpx, sys\n"
+        "async def own_client() -> None:\n"
+        "    async with httpx.AsyncClient() as client:\n"
+        "        print((await client.get(sys.argv[1])).status_code)\n"
+        "asyncio.run(own_client())"
+    )
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = [sys.executable, "-c", ask, f"http://127.0.0.1:{server.server_port}/"]
+        environment = worker_environment(tmp_path, ())
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+        server.shutdown()
+    assert done.stdout == "200\n", done.stderr
+    assert environment["NO_PROXY"] == environment["no_proxy"] == "cluster.local,127.0.0.1,localhost,::1"

@@ -87,7 +87,6 @@ async def _ended(command: Sequence[str], folder: Path, given: dict[str, Any]) ->
 
 def _variables(given: dict[str, Any], row: Path, work: Path) -> dict[str, str]:
     url, text = given["url"], row.read_text()
-    local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
     return {
         "OPENAI_BASE_URL": url,
         "OPENAI_API_KEY": given["key"],
@@ -95,8 +94,6 @@ def _variables(given: dict[str, Any], row: Path, work: Path) -> dict[str, str]:
         "ANTHROPIC_API_KEY": given["key"],
         "GRPO_ROW_FILE": str(row),
         "TMPDIR": str(work),
-        "NO_PROXY": local,
-        "no_proxy": local,
         **({"GRPO_ROW": text} if len(text) <= VARIABLE_BYTES else {}),
     }
 
