@@ -97,7 +97,7 @@ MUTANTS = {
         ),
         Mutant("dataprep.prompts.rows", "no exponents", 'format(Decimal(str(number)), "f")', "str(number)", "number as answer"),
         Mutant("dataprep.prompts.rows", "gaps are no answers", "not math.isfinite(value)", "False", "missing answer"),
-        Mutant("algorithm.advantages", "equal rewards", "EQUAL_SHARE * np.abs(r).max(axis=-1)", "0", "nearly equal"),
+        Mutant("groups.advantages", "equal rewards", "EQUAL_SHARE * np.abs(r).max(axis=-1)", "0", "nearly equal"),
         Mutant(CALLS, "text is text without a type", "if _fits(check, key, _UNTYPED):", "if False:", "argument type"),
         Mutant(CALLS, "numbers come before text", "(*plain, text, *readings)", "(text, *readings)", "argument type"),
         Mutant(CALLS, "12.0 is no integer", "type(value) is int", "type(value) in (int, float)", "argument type"),
