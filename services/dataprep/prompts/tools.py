@@ -14,7 +14,7 @@ from services.config.environments import EnvironmentConfig, drives_itself
 from services.confined.scratch import Scratch
 from services.confined.worker import START_LIMIT_S, in_interpreter, worker_environment
 
-ASKED = "services.environment.programs.shared_tools"  # the environment's code runs there, without secrets
+ASKED = "services.environment.programs.kinds"  # the environment's code runs there, without secrets
 GUARD = "services.confined.guard"  # ends whatever that code has started
 
 _asking = set[subprocess.Popen[str]]()

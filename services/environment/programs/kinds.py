@@ -1,26 +1,35 @@
 """The programs of a worker process, by the kind of its environment.
 
 Guarantees: a library that a kind needs is imported only for it; one that is missing is named with the command that installs it.
+
+Run as `python -m services.environment.programs.kinds` with an environment's configuration as JSON on standard input, it prints
+the tools that the environment offers in all of its rollouts, so that its groups' prompts can have them: a JSON object with
+`tools`, or with `error`. This is a separate process, since the code is not ours. Tools that an object of the class sets for its
+row are not among them: the environment pod puts those into the rollout's own context.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
+import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from services.chat.messages import normalised_tools
 from services.environment.programs.cluster_sandbox import ClusterSandboxes, SandboxTool, connected, on_cluster
 from services.environment.programs.code_tool import CodeTool
 from services.environment.programs.command import run_command
-from services.environment.programs.frames import ProgramSetup
+from services.environment.programs.frames import ProgramSetup, setup_of
 from services.environment.programs.kind import LIBRARIES, Kind, policy_client
-from services.environment.programs.loaded import LoadedProgram, scores_of
+from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
 from services.environment.programs.tools import CODE, ToolSet, lists_code, methods_of
-from services.runtime.own_code import Unusable, imported
+from services.runtime.own_code import Unusable, imported, reason_of
 
 METHODS = {"start": ["row"], "turn": ["message"], "score": [], "close": [], "snapshot": [], "restore": ["state"]}
 """Methods of a class -> their arguments. Each is optional, but a class needs at least one."""
@@ -179,3 +188,28 @@ def _kind_of(setup: ProgramSetup) -> Kind:
             return LibraryEnvironment(setup)
         case _:
             return Conversing(setup)
+
+
+def main() -> None:
+    """Print the tools of the environment on standard input."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what the code prints is not part of the answer
+    try:
+        found = {"tools": normalised_tools(asyncio.run(shared_tools(json.load(sys.stdin))))}
+    except BaseException as error:  # whatever the code raises is reported to the user
+        found = {"error": str(error) if isinstance(error, Unusable | BadReply) else reason_of(error)}
+    with os.fdopen(answers, "w") as out:
+        json.dump(found, out)
+
+
+async def shared_tools(environment: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools of an environment in OpenAI's form; an agent names its own in each call."""
+    kind = await opened(setup_of(environment))
+    try:
+        return kind.shared_tools()
+    finally:
+        await kind.close()
+
+
+if __name__ == "__main__":
+    main()
