@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import quantiles
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":  # `python benchmarks/fleet.py` from the repository's root
@@ -213,10 +214,11 @@ def opened(config: RunConfig, slots: int) -> Iterator[tuple[Portal, Store, SyncR
     listening = portal.start(notifications.listen(store))
     try:
         sender = NoTransfer()
+        service: Any = SimpleNamespace(config=config, store=store, notifications=notifications)
         yield (
             portal,
             store,
-            SyncRounds(config, store, notifications, portal, fence, sender, sender.send, lambda: None),
+            SyncRounds(service, portal, fence, sender, sender.send, lambda: None),
             fence,
             leader,
         )

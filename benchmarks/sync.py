@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":  # `python benchmarks/sync.py` from the repository's root
@@ -171,7 +172,8 @@ def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..
     listening = portal.start(notifications.listen(store))
 
     def rounds(sender: BroadcastSender, send: Send) -> SyncRounds:
-        return SyncRounds(config, store, notifications, portal, fence, sender, send, lambda: None)
+        service: Any = SimpleNamespace(config=config, store=store, notifications=notifications)
+        return SyncRounds(service, portal, fence, sender, send, lambda: None)
 
     try:
         yield portal, store, rounds

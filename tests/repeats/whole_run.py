@@ -195,7 +195,7 @@ class WholeRun:
         row = int(item.ticket.partition("-")[2])
         if row % 7 == 4:
             return Settlement(item, "filtered:zero", rate=(row, 0.0, 0.5))
-        return Settlement(item, "insert", 0, 1.0 + row % 4, (row + 1) / 40, 0.5, (row, 0.5, 0.5 + row % 2 / 4))
+        return Settlement(item, "insert", 0, 1.0 + row % 4, (row + 1) / 40, (row, 0.5, 0.5 + row % 2 / 4))
 
     async def _prepare(self, step: int) -> None:
         await self.leader.replay.rescale(self.leads, step - 1 if step else 0, step, 0.5) if step == 1 else None

@@ -129,7 +129,7 @@ class Walk:
         items = await self.store.replay.read_headers(fence, self.random.randint(1, 6))
         actions = [self.random.choice(["insert"] * 6 + ["stale", "filtered:zero", "filtered:solved"]) for _ in items]
         settlements = [
-            Settlement(item, action, 0, self.weight(), self.random.expovariate(1), self.random.random())
+            Settlement(item, action, 0, self.weight(), self.random.expovariate(1))
             if item.header
             else Settlement(item, "failed:corrupt")
             for item, action in zip(items, actions, strict=True)

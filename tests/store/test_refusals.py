@@ -46,7 +46,7 @@ async def test_a_batch_with_an_invalid_pass_rate_is_rejected(store: Store, row: 
     (held,) = await claim(store, "g")
     await submit(store, "g", held)
     (item,) = await store.replay.read_headers(team.leader, 1)
-    args = (item.entry, item.ticket, item.payload, "insert", 0, item.body, 1.0, 1.0, 0.0, *row)
+    args = (item.entry, item.ticket, item.payload, "insert", 0, item.body, 1.0, 1.0, *row)
     await refused(store, "INVALID row", "settle", team.leader, *args)
 
 

@@ -36,7 +36,7 @@ async def everything(store: Store) -> dict[str, Any]:
     """Return all keys of the run except those that a restore changes, and except unfinished work, which it reissues."""
     found: dict[str, Any] = {}
     passing = ("tickets", "headers", "claims", "attempts", "expiries", "reissue", "outstanding", "ledger", "payload", "departed",
-               "answers", "claimed", "samples")  # fmt: skip
+               "answers", "claimed", "samples", "partial")  # fmt: skip
     async for key in store.client.scan_iter():
         name = key.decode().removeprefix(store.keys.prefix + ":")
         if name.split(":")[0] in passing:
