@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
+
+from tests.support.preloading.starter import PLAIN
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,7 +144,9 @@ class Breaking(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
 
 def notices(rule: str) -> bool:
     """Return whether a case fails while a rule is broken, in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "tests.mutants.rewards", rule], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.mutants.rewards", rule]
+    environ = os.environ | {PLAIN: "1"}  # a process that has imported the module before would not import the broken one
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode == 1
 
