@@ -50,7 +50,8 @@ class FileSource(NamedSource):
     prompt_field: str = "prompt"
     """Field that contains the question: a string, or a list of chat messages with `role` and `content`."""
     answer_field: str = "answer"
-    """Field that contains the gold answer, a string. It may be missing if no verifier compares with one."""
+    """Field that contains the gold answer, a string or a number; `a.b` is the field b of an object a. It may be missing if no
+    verifier compares with one."""
     answer_pattern: Capture = ""
     """Regular expression whose first group is the answer within the field, e.g. `####\\s*(.+)` for GSM8K. Empty: the
     whole field."""

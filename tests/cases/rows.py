@@ -11,6 +11,8 @@ from typing import Any
 from services.chat.tokenizers import load_tokenizer
 from services.config import ConfigError
 from services.config.data import Data, FileSource
+from services.config.load import validate
+from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.rows import Needs, PromptRow, read_rows
 from services.dataprep.prompts.tokenizer import PromptTokenizer
 from services.verifiers.loaded import builtin
@@ -28,6 +30,8 @@ def attempt(case: dict[str, Any], folder: Path, scratch: Path) -> tuple[Any, boo
         rows, texts = _read(case, folder, scratch)
     except ConfigError as error:
         return f"refused: {error}", "refused" in right
+    if "noted" in right and (remarks := _remarks(case, scratch)):
+        return remarks, True
     found = [(row.prompt, row.answer, row.columns) for row in rows]
     return found, not right.startswith("refused") and all(_holds(right, case, rows, texts))
 
@@ -50,6 +54,18 @@ def _read(case: dict[str, Any], folder: Path, scratch: Path) -> tuple[list[Promp
     rows = list(read_rows(source, Needs.of(verifiers, source)))
     decoder = load_tokenizer(scratch)
     return rows, [decoder.decode(ids, skip_special_tokens=False) for ids in tokenizer.encode(rows)]
+
+
+def _remarks(case: dict[str, Any], scratch: Path) -> list[str]:
+    """Return what is noted about a source before a run."""
+    source = {"kind": case["format"], "path": str(scratch / f"prompts.{case['format']}")}
+    tree = {
+        "model": {"path": str(scratch), "max_tokens": 256},
+        "data": {"sources": [source], "max_prompt_tokens": 128, **case["settings"]},
+        "sampling": {"max_tokens": 64},
+        "verifiers": [{"kind": "exact"}],
+    }
+    return [remark.what for remark in PromptSource(validate(tree, origin="test")).remarks]
 
 
 def _holds(right: str, case: dict[str, Any], rows: Sequence[PromptRow], texts: Sequence[str]) -> list[bool]:

@@ -29,13 +29,6 @@ MISTAKES = [
         "latin_1", PATH, "rows.jsonl:4", "save the file as UTF-8", [row(4, b'{"prompt": "caf\xe9 is what I say", "answer": "1"}')]
     ),
     Mistake(
-        "byte_order_mark",
-        PATH,
-        "rows.jsonl:1",
-        "save it as UTF-8 without one",
-        [row(1, b'\xef\xbb\xbf{"prompt": "say 1", "answer": "1"}')],
-    ),
-    Mistake(
         "zipped",
         PATH,
         "rows.jsonl:1",

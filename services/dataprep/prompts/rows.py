@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from services.chat.errors import DataError
+from services.chat.messages import BadMessages, normalised
 from services.config.data import FileSource, ReasoningGymSource, Source
 from services.config.verifiers import VerifierConfig, needs_answer, needs_row
 from services.dataprep.prompts.files import SourceFile, find_files
@@ -28,6 +29,8 @@ from services.runtime.reasoning_tasks import import_factory
 if TYPE_CHECKING:
     import pyarrow
 
+ABSENT = object()
+"""Stands for the value of a field that a row does not have."""
 PARQUET_BATCH = 1024  # rows held at a time
 
 Messages = list[dict[str, Any]]
@@ -90,8 +93,13 @@ def files_of(source: FileSource) -> list[SourceFile]:
 def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where: str) -> PromptRow:
     """Read one record of a source. `where` is its place, for messages. Raises `DataError`."""
     prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
+    if source.environment and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: field {source.prompt_field!r} ends with a message of the assistant, which only a rollout without an "
+            "environment continues: remove it from the prompt"
+        )
     columns = _columns(record, source, where) if needs.columns else None
-    if not needs.answer and _missing(record.get(source.answer_field)):
+    if not needs.answer and _missing(_looked_up(record, source.answer_field)):
         return PromptRow(prompt, "", where, columns)
     answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, needs, where)
     if source.answer_pattern:
@@ -114,6 +122,7 @@ def lines_of(file: SourceFile) -> Iterator[tuple[str, bytes]]:
     """Return the lines of a JSONL file that are not blank, with their places for messages."""
     with file.path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            line = line.removeprefix(BOM_UTF8) if number == 1 else line
             if line.strip():
                 yield f"{file.shown}:{number}", line
 
@@ -124,8 +133,6 @@ def read_jsonl_row(line: bytes, source: FileSource, needs: Needs, where: str) ->
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
-    if line.startswith(BOM_UTF8):
-        raise DataError(f"{where}: the file begins with a byte order mark: save it as UTF-8 without one")
     try:
         record = msgspec.json.decode(line)
     except UnicodeDecodeError as error:
@@ -150,6 +157,7 @@ def _parquet(given: SourceFile, source: FileSource, needs: Needs) -> Iterator[tu
         with pyarrow.parquet.ParquetFile(given.path) as file:
             names = file.schema_arrow.names
             read = [source.prompt_field, source.answer_field, *(source.columns or names if needs.columns else ())]
+            read = [name if name in names else name.partition(".")[0] for name in read]
             wanted = [name for name in dict.fromkeys(read) if name in names]
             number = 0
             for batch in file.iter_batches(PARQUET_BATCH, columns=wanted):
@@ -174,32 +182,38 @@ def _records(batch: pyarrow.RecordBatch, where: str) -> list[dict[str, Any]]:
 
 
 def _field(record: dict[str, Any], name: str, key: str, where: str) -> Any:
-    if name not in record:
+    found = _looked_up(record, name)
+    if found is ABSENT:
         raise DataError(
             f"{where}: no field {name!r} ({key} of its source); set {key} to one of its fields: "
             f"{', '.join(sorted(record)) or 'it has none'}"
         )
-    return record[name]
+    return found
+
+
+def _looked_up(record: dict[str, Any], name: str) -> Any:
+    """Return the value of a field, or `ABSENT`; `a.b` is the field b of the object a, unless there is a field a.b."""
+    if name in record:
+        return record[name]
+    first, point, rest = name.partition(".")
+    inner = record.get(first)
+    return _looked_up(cast("dict[str, Any]", inner), rest) if point and isinstance(inner, dict) else ABSENT
 
 
 def _prompt(value: Any, name: str, where: str) -> str | Messages:
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(map(_is_message, cast("list[Any]", value))):
-        if value[-1]["role"] == "assistant":
-            raise DataError(f"{where}: field {name!r} ends with a message of the assistant, a reply: remove it from the prompt")
-        return cast("Messages", value)
-    raise DataError(
-        f"{where}: field {name!r} must be a string or a list of messages with `role` and `content`, not {_short(value)}: "
-        "fix the row"
-    )
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    message = cast("dict[Any, Any]", value)
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    try:
+        messages = normalised(value)
+        for place, message in enumerate(messages):
+            if message["role"] in ("system", "user") and value[place].get("content") is None:
+                raise BadMessages(f"messages[{place}] has no content")
+        return messages
+    except BadMessages as error:
+        raise DataError(
+            f"{where}: field {name!r} must be a string or a list of messages with `role` and `content`, not {_short(value)} "
+            f"({error}): fix the row"
+        ) from None
 
 
 def _answer(value: Any, name: str, needs: Needs, where: str) -> str:
@@ -215,7 +229,7 @@ def _answer(value: Any, name: str, needs: Needs, where: str) -> str:
 
 def _missing(value: Any) -> bool:
     """Return whether a value stands for no answer: null, and NaN and infinity, with which tables fill gaps."""
-    return value is None or (isinstance(value, float | Decimal) and not math.isfinite(value))
+    return value is None or value is ABSENT or (isinstance(value, float | Decimal) and not math.isfinite(value))
 
 
 def _decimal(number: float | Decimal) -> str:

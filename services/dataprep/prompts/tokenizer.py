@@ -49,7 +49,10 @@ class PromptTokenizer:
                 raise DataError(f"{row.where}: a list of messages needs data.chat_template = true: set it, or use a string")
             return self._data.user_template.replace(PLACEHOLDER, row.prompt)
         try:
-            return self._template.render(messages_of(row, self._data), tools)
+            messages = messages_of(row, self._data)
+            if messages[-1]["role"] != "assistant":
+                return self._template.render(messages, tools)
+            return _continued(self._template.render(messages, tools, generation=False), messages[-1], row.where)
         except TemplateRejection as error:
             raise DataError(f"{row.where}: the chat template rejects the prompt: {error}") from None
 
@@ -64,3 +67,16 @@ def messages_of(row: PromptRow, data: Data) -> list[dict[str, Any]]:
         return row.prompt
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     return [*system, {"role": "user", "content": data.user_template.replace(PLACEHOLDER, row.prompt)}]
+
+
+def _continued(text: str, last: Mapping[str, Any], where: str) -> str:
+    """Return a rendering up to where the completion continues its last message, which the assistant has begun."""
+    begun = last["content"]
+    if not begun.strip() or last.get("tool_calls"):
+        raise DataError(f"{where}: the prompt ends with a message of the assistant that cannot be continued: remove it")
+    before, found, _ = text.rpartition(begun)
+    if not found:  # the template trims it
+        before, found, _ = text.rpartition(begun := begun.strip())
+    if not found:
+        raise DataError(f"{where}: the chat template changes the last message, so that it cannot be continued: remove it")
+    return before + begun

@@ -139,6 +139,23 @@ def test_messages_are_rendered_unchanged(model: Path, tmp_path: Path):
     assert PromptSource(_config(model, path, system_prompt="used")).remarks == []
 
 
+def test_a_reply_that_the_prompt_begins_is_continued(model: Path, tmp_path: Path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Let me add: "}]
+    source = PromptSource(_config(model, _write(tmp_path, {"prompt": messages, "answer": "4"})))
+    assert _decode(model, source.prompt(0)[0]).endswith("<|user|>a<|assistant|>Let me add:"), "as the template writes it"
+    given = {"environment": "e"}
+    with pytest.raises(DataError, match="ends with a message of the assistant, which only a rollout without an environment"):
+        list(read_rows(FileSource(kind="jsonl", path=str(tmp_path / "prompts.jsonl"), **given), Needs()))
+
+
+def test_fields_of_objects_and_a_byte_order_mark_are_read(tmp_path: Path):
+    path = tmp_path / "prompts.jsonl"
+    row = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "?"}]}], "reward_model": {"ground_truth": "4"}}
+    path.write_text("\ufeff" + json.dumps(row) + "\n" + json.dumps(row | {"reward_model.ground_truth": "5"}))
+    rows = read_rows(FileSource(kind="jsonl", path=str(path), answer_field="reward_model.ground_truth"), Needs())
+    assert [(row.prompt, row.answer) for row in rows] == [([{"role": "user", "content": "?"}], answer) for answer in ("4", "5")]
+
+
 CLOCK = """{%- set today = date_string if date_string is defined else strftime_now("%d %B %Y") -%}
 Today is {{ today }}.{% for message in messages %}<|user|>{{ message.content }}{% endfor %}"""
 
@@ -319,9 +336,9 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
             "rejects the prompt: an assistant cannot begin",
         ),
         (
-            [{"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}], "answer": ""}],
+            [{"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": " "}], "answer": ""}],
             {},
-            r":1: field 'prompt' ends with a message of the assistant, a reply: remove it",
+            r":1: the prompt ends with a message of the assistant that cannot be continued: remove it",
         ),
         ([{"prompt": "", "answer": ""}], {"chat_template": False, "max_prompt_tokens": 1}, None),  # only the BOS token
         (
