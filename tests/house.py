@@ -71,12 +71,12 @@ def measure(types: bool = False) -> list[Measure]:
 
 def services_code() -> Measure:
     """Count the lines of code of services."""
-    return Measure("services_code", sum(map(code_lines, _modules())), 35_071)
+    return Measure("services_code", sum(map(code_lines, _modules())), 34_640)
 
 
 def console_code() -> Measure:
     """Count the lines of code of the command line."""
-    return Measure("console_code", sum(code_lines(path) for path in _modules() if "console" in path.parts), 6_220)
+    return Measure("console_code", sum(code_lines(path) for path in _modules() if "console" in path.parts), 5_895)
 
 
 def files() -> Measure:
@@ -140,7 +140,7 @@ def private_accesses() -> Measure:
     counts = Counter(
         _shown(path) for path in (ROOT / "tests").rglob("*.py") for node in ast.walk(_tree(path)) if _is_private_access(node)
     )
-    return Measure("private_accesses", counts.total(), 184, ", ".join(f"{path} {n}" for path, n in counts.most_common()))
+    return Measure("private_accesses", counts.total(), 170, ", ".join(f"{path} {n}" for path, n in counts.most_common()))
 
 
 def _is_private_access(node: ast.AST) -> bool:
@@ -208,7 +208,7 @@ def keys() -> Measure:
     names = {
         re.sub(r"\[\](\([^)]*\))?", "", key.key).replace("evaluation.sources", "data.sources") for key in configuration_keys()
     }
-    return Measure("keys", len(names), 147)
+    return Measure("keys", len(names), 145)
 
 
 def ticket_files() -> Measure:
