@@ -71,7 +71,7 @@ def measure(types: bool = False) -> list[Measure]:
 
 def services_code() -> Measure:
     """Count the lines of code of services."""
-    return Measure("services_code", sum(map(code_lines, _modules())), 34_640)
+    return Measure("services_code", sum(map(code_lines, _modules())), 34_680)
 
 
 def console_code() -> Measure:

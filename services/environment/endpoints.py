@@ -138,7 +138,7 @@ def _endpoint(door: Door, dialect: Dialect) -> Callable[[Request], Any]:
         completion = await rollout.asked.reply(asked)
         ids: list[int] = completion.generated.tokens.tolist() if question.logprobs else []
         reply = dialect.reply(question, completion, [rollout.chat.piece(token) for token in ids], asked.base)
-        noted = overruled(body, rollout.sampling)
+        noted = overruled(body, rollout.sampling, question.ignored)
         headers = {OVERRULED: noted} if noted else {}
         if not question.stream:
             return _json(reply, headers=headers)

@@ -25,7 +25,7 @@ def attempt(case: dict[str, Any], folder: Path, scratch: Path) -> tuple[Any, boo
         question = read({**plain, **case["fields"]})
     except RequestRefused as error:
         return f"refused: {error}", "refused" in right
-    named = overruled({**plain, **case["fields"]}, SamplingParameters(max_tokens=16))
+    named = overruled({**plain, **case["fields"]}, SamplingParameters(max_tokens=16), question.ignored)
     found = f"turn; {named or 'nothing'} named"
     if right.startswith("refused or named") or "named" in right:
         return found, any(name.partition(".")[0] in named for name in case["fields"])

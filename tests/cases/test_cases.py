@@ -6,7 +6,7 @@ import pytest
 
 from tests.cases.runner import DATA, MORE, outcomes, read, summary
 
-FILES = ("math", "judge", "tool_calls", "rows")
+FILES = ("math", "judge", "tool_calls", "rows", "door")
 """Files whose cases are all right."""
 KINDS = (
     "clock in a chat template",

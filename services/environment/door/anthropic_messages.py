@@ -6,18 +6,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from services.environment.door.fields import flag, listed, overrides, shown, text
+from services.environment.door.fields import flag, ignored, listed, overrides, refuse_unsupported, shown, text
 from services.environment.door.turns import Question, RequestRefused, TurnReply
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
+HONOURED = {"messages", "system", "tools", "stop_sequences", "max_tokens", "stream"}
 
 
 def read(body: Mapping[str, Any]) -> Question:
     """Return the request in a body. Raises `RequestRefused`."""
     choice: Any = body.get("tool_choice") or {}
     kind = cast("dict[str, Any]", choice).get("type", "auto") if isinstance(choice, dict) else choice
-    if kind not in ("auto", "none", "any"):
-        raise RequestRefused(f"tool_choice = {shown(kind)} is not supported here: leave it out", code="unsupported_value")
+    refuse_unsupported(body)
     system = _texts("system", body["system"]) if body.get("system") else ""
     messages = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(listed(body, "messages")):
@@ -27,6 +27,7 @@ def read(body: Mapping[str, Any]) -> Question:
         tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(listed(body, "tools"))] if kind != "none" else [],
         overrides=overrides(body, "stop_sequences", "max_tokens"),
         stream=flag(body, "stream"),
+        ignored=ignored(body, HONOURED),
     )
 
 

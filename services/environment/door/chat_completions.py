@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from services.environment.door.fields import flag, listed, overrides, refuse_unsupported
+from services.environment.door.fields import flag, ignored, listed, overrides, refuse_unsupported
 from services.environment.door.turns import Question, TurnReply
 
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("n", (1,)),
     ("top_logprobs", (0,)),
-    ("tool_choice", ("auto", "none", "required")),  # the last one as a hint: what the policy says is its own
-    ("response_format", ({"type": "text"},)),
     ("functions", ([],)),
     ("function_call", ("none",)),
     ("modalities", (["text"],)),
 )
+HONOURED = {
+    *("messages", "tools", "stop", "max_completion_tokens", "max_tokens", "stream", "stream_options", "logprobs"),
+    *(name for name, _ in UNSUPPORTED),
+}
 
 
 def read(body: Mapping[str, Any]) -> Question:
@@ -30,6 +32,7 @@ def read(body: Mapping[str, Any]) -> Question:
         stream=flag(body, "stream"),
         usage=isinstance(options, dict) and cast("Any", options).get("include_usage") is True,
         logprobs=flag(body, "logprobs"),
+        ignored=ignored(body, HONOURED),
     )
 
 

@@ -5,7 +5,9 @@ Guarantees: a value that cannot be served raises `RequestRefused` with the field
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any, cast
 
 from services.environment.door.turns import Overrides, RequestRefused
@@ -14,8 +16,34 @@ from services.groups.generated import SamplingParameters
 MOST_STOPS = 16
 LONGEST_TOKENS = 1 << 31
 SAMPLING = ("temperature", "top_p", "top_k")
-FORCED = ("required", {"type": "any"})
-"""Values by which OpenAI's and Anthropic's clients require a reply that calls some tool."""
+FREE = ("auto", "none", {"type": "auto"}, {"type": "none"})
+"""Values of `tool_choice` that leave the choice to the policy. Others are hints: what the policy says is its own."""
+HARMLESS = {
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    *SAMPLING,
+    "tool_choice",
+}
+"""Fields of all dialects that change no reply, or that `overruled` names."""
+NEUTRAL: dict[str, object] = {
+    "response_format": {"type": "text"}, "text": {"format": {"type": "text"}}, "parallel_tool_calls": True, "logit_bias": {},
+    "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0, "ignore_eos": False,
+    "thinking": {"type": "disabled"}, "truncation": "disabled", "echo": False, "add_generation_prompt": True, "best_of": 1,
+    "use_beam_search": False,
+}  # fmt: skip
+"""Values at which a field asks for nothing."""
+UNANSWERABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("audio", ()), ("prompt_logprobs", (0,)), ("echo", (False,)), ("add_generation_prompt", (True,)), ("stop_token_ids", ([],)),
+    ("continue_final_message", (False,)), ("chat_template_kwargs", ({},)), ("chat_template", ()), ("documents", ([],)),
+    ("use_beam_search", (False,)), ("best_of", (1,)), ("suffix", ("",)),
+)  # fmt: skip
+"""Fields of all dialects that cannot be answered, unless they have one of these values."""
+MOST_NAMED = 16
 
 
 def integer(body: Mapping[str, Any], *names: str) -> int | None:
@@ -69,21 +97,34 @@ def overrides(body: Mapping[str, Any], stop: str, *longest: str) -> Overrides:
 
 
 def refuse_unsupported(body: Mapping[str, Any], *supported: tuple[str, tuple[object, ...]]) -> None:
-    """Refuse a field that is set to a value other than those listed for it."""
-    for name, values in supported:
+    """Refuse a field that is set to a value other than those listed for it, here or for all dialects."""
+    for name, values in (*supported, *UNANSWERABLE):
         value = body.get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in values):
             raise RequestRefused(f"{name} = {shown(value)} is not supported here: leave it out", code="unsupported_value")
 
 
-def overruled(body: Mapping[str, Any], sampling: SamplingParameters) -> str:
-    """Return which sampling fields of a body are not honoured, and what is used instead; empty: none."""
+def ignored(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[str, ...]:
+    """Return the fields that are taken as hints and not enforced: all but those that are `honoured` or ask for nothing.
+
+    Enforcing a grammar or a penalty in the engine would make its logprobs those of another policy than the one that is trained.
+    """
+    asked = (name for name, value in body.items() if value is not None and name not in honoured and name not in HARMLESS)
+    names = (re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:40] for name in asked if name not in NEUTRAL or body[name] != NEUTRAL[name])
+    return tuple(islice(names, MOST_NAMED))
+
+
+def overruled(body: Mapping[str, Any], sampling: SamplingParameters, hints: Collection[str] = ()) -> str:
+    """Return which fields of a body are not honoured, and what is used instead of sampling fields; empty if all are.
+
+    `hints`: the fields that are ignored.
+    """
     theirs = {name: body[name] for name in SAMPLING if isinstance(body.get(name), int | float)}
     ours = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     noted = [f"{name}={ours[name]}" for name, value in theirs.items() if value != ours[name]]
-    if body.get("tool_choice") in FORCED:
+    if body.get("tool_choice") not in (None, *FREE):
         noted.append("tool_choice=auto")
-    return ", ".join(noted)
+    return ", ".join((*noted, *(f"{name}=ignored" for name in hints)))
 
 
 def shown(value: object) -> str:

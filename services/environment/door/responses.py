@@ -6,16 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from services.environment.door.chat_completions import logprobs_of
-from services.environment.door.fields import flag, listed, overrides, refuse_unsupported, shown, text
+from services.environment.door.fields import flag, ignored, listed, overrides, refuse_unsupported, shown, text
 from services.environment.door.turns import Question, RequestRefused, TurnReply
 
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("previous_response_id", ("",)),
     ("conversation", ("",)),
     ("background", (False,)),
-    ("tool_choice", ("auto", "none", "required")),  # the last one as a hint: what the policy says is its own
     ("prompt", ()),
 )
+HONOURED = {
+    "input",
+    "instructions",
+    "tools",
+    "stop",
+    "max_output_tokens",
+    "stream",
+    "include",
+    *(name for name, _ in UNSUPPORTED),
+}
 ECHOED = ("instructions", "metadata", "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p")
 SKIPPED = ("item_reference", "web_search_call", "file_search_call")
 
@@ -23,10 +32,6 @@ SKIPPED = ("item_reference", "web_search_call", "file_search_call")
 def read(body: Mapping[str, Any]) -> Question:
     """Return the request in a body. Raises `RequestRefused`."""
     refuse_unsupported(body, *UNSUPPORTED)
-    format_of: Any = body.get("text")
-    chosen: Any = cast("dict[str, Any]", format_of).get("format") if isinstance(format_of, dict) else None
-    if isinstance(chosen, dict) and cast("dict[str, Any]", chosen).get("type") != "text":
-        raise RequestRefused("text.format is not supported here: leave it out", code="unsupported_value")
     instructions = [{"role": "system", "content": text(body, "instructions")}] if body.get("instructions") else []
     include = body.get("include")
     tools = listed(body, "tools") if body.get("tool_choice") != "none" else []
@@ -36,6 +41,7 @@ def read(body: Mapping[str, Any]) -> Question:
         overrides=overrides(body, "stop", "max_output_tokens"),
         stream=flag(body, "stream"),
         logprobs=isinstance(include, list) and "message.output_text.logprobs" in cast("list[object]", include),
+        ignored=ignored(body, HONOURED),
         echo={name: body[name] for name in ECHOED if body.get(name) is not None},
     )
 

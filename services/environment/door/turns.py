@@ -69,4 +69,5 @@ class Question:
     stream: bool = False
     usage: bool = False  # whether a stream ends with the usage
     logprobs: bool = False
+    ignored: tuple[str, ...] = ()  # fields that are taken as hints and not enforced
     echo: dict[str, Any] = field(default_factory=dict[str, Any])  # fields that the reply repeats

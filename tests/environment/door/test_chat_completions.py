@@ -98,7 +98,7 @@ def test_the_runs_sampling_wins_and_is_reported(client: Any, rollout: ScriptedRo
     rollout.sampling = SamplingParameters(64, temperature=0.7)
     ask = client.chat.completions.with_raw_response.create
     reply = ask(model="any", messages=[USER], temperature=0.2, top_p=1.0, extra_body={"unheard_of": 1})
-    assert reply.headers["x-grpo-sampling"] == "temperature=0.7"
+    assert reply.headers["x-grpo-sampling"] == "temperature=0.7, unheard_of=ignored"
     assert "x-grpo-sampling" not in ask(model="any", messages=[USER], temperature=0.7).headers
     assert ask(model="any", messages=[USER], tool_choice="required").headers["x-grpo-sampling"] == "tool_choice=auto"
 
@@ -107,9 +107,9 @@ def test_the_runs_sampling_wins_and_is_reported(client: Any, rollout: ScriptedRo
     ("fields", "reason"),
     [
         ({"n": 2}, "n = 2 is not supported"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice = {'type': 'function', 'function'"),
+        ({"extra_body": {"stop_token_ids": [1]}}, "stop_token_ids"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs = 3"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs"),
         ({"max_tokens": 0}, "max_tokens = 0 must be an integer of at least 1"),
         ({"messages": []}, "messages must be a non-empty list"),
         ({"messages": [IMAGE]}, "the model reads text only"),

@@ -67,7 +67,7 @@ def test_a_stream_delivers_the_same_message(client: Any, rollout: ScriptedRollou
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice = 'tool' is not supported"),
+        ({"extra_body": {"stop_token_ids": [1]}}, "stop_token_ids = [1] is not supported"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only tools of your own"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "the model reads text only"),
         ({"max_tokens": -1}, "max_tokens = -1"),
