@@ -7,7 +7,7 @@ that a model left out is put back where what follows is certainly meant as a cal
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, call, call_of, expect, first_value, names
@@ -27,6 +27,16 @@ def hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
     if BEGIN not in text and END in text:
         text = tagged_at(_untagged(text, tools), text, BEGIN)
+
+    def read(body: str) -> tuple[ToolCall, str]:
+        value, rest = first_value(body, "a tool call")
+        return call_of(value, tools), rest
+
+    return tagged(text, read)
+
+
+def tagged(text: str, read: Callable[[str], tuple[ToolCall, str]]) -> Found:
+    """Find calls between `<tool_call>` and `</tool_call>`; `read` returns the call that a text begins with, and the rest."""
     content, calls = "", list[ToolCall]()
     while True:
         before, begun, text = text.partition(BEGIN)
@@ -35,9 +45,9 @@ def hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
             return Found(content, calls)
         if END not in text:
             raise MalformedCall(f"a tool call has no {END}")
-        value, text = first_value(text, "a tool call")
-        calls.append(call_of(value, tools))
-        text = expect(END, text, "a tool call")
+        made, rest = read(text)
+        calls.append(made)
+        text = expect(END, rest, "a tool call")
 
 
 def tagged_at(begin: int, text: str, tag: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.chat.calls import Found, MalformedCall, ToolCall, arguments_of, call, expect, first_value, names, typed
-from services.chat.json_calls import BEGIN, END, tagged_at
+from services.chat.json_calls import BEGIN, END, tagged, tagged_at
 
 CALL = re.compile(r"<tool_call>|<function=[^>\s]+>")
 FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\s]+)>")
@@ -36,13 +36,13 @@ def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """
     content, calls, place = "", list[ToolCall](), 0
     while (begun := CALL.search(text, place)) is not None:
-        tagged = begun[0] == BEGIN
-        if tagged and text.find(END, begun.end()) < 0:
+        opened = begun[0] == BEGIN
+        if opened and text.find(END, begun.end()) < 0:
             raise MalformedCall(f"a tool call has no {END}")
         found = FUNCTION.match(text, begun.start())
         if found is None:
             raise MalformedCall("a tool call must be <function=NAME>…</function>")
-        if not tagged and found[1] not in names(tools) and BODY.match(text, found.end()) is None:
+        if not opened and found[1] not in names(tools) and BODY.match(text, found.end()) is None:
             content, place = content + text[place : found.end()], found.end()
             continue
         content += text[place : begun.start()]
@@ -54,7 +54,7 @@ def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
         if not rest.startswith("</function>"):
             raise MalformedCall(f"the call of {found[1]} contains something other than <parameter=KEY>…</parameter>")
         rest = rest.removeprefix("</function>").lstrip()
-        rest = expect(END, rest, "a tool call") if tagged else rest.removeprefix(END)
+        rest = expect(END, rest, "a tool call") if opened else rest.removeprefix(END)
         calls.append(_call(found[1], pairs, tools))
         place = len(text) - len(rest)
     return Found(content + text[place:], calls)
@@ -65,32 +65,24 @@ def glm4(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     if BEGIN not in text:
         untagged = re.search(rf"^[ \t]*(?:{'|'.join(map(re.escape, names(tools)))})\s*<arg_key>", text, re.MULTILINE)
         text = tagged_at(untagged.start() if untagged else -1, text, BEGIN)
-    content, calls = "", list[ToolCall]()
-    while True:
-        before, begun, text = text.partition(BEGIN)
-        content += before
-        if not begun:
-            return Found(content, calls)
-        if END not in text:
-            raise MalformedCall(f"a tool call has no {END}")
-        found = NAME.match(text)
+
+    def read(body: str) -> tuple[ToolCall, str]:
+        found = NAME.match(body)
         if found is None:
             raise MalformedCall("a tool call must begin with the name of the tool")
-        name, text = found[1], text[found.end() :].lstrip()
-        if text.startswith("{"):
-            value, text = first_value(text, f"the arguments of {name}")
-            calls.append(call(name, arguments_of(name, value), tools))
-            text = expect(END, text, "a tool call")
-            continue
+        name, body = found[1], body[found.end() :].lstrip()
+        if body.startswith("{"):
+            value, rest = first_value(body, f"the arguments of {name}")
+            return call(name, arguments_of(name, value), tools), rest
         pairs, place = dict[str, str](), 0
         # two patterns: a single one would search for the value after every end of a key, which takes quadratic time
-        while (key := KEY.match(text, place)) is not None and (value := VALUE.match(text, key.end())) is not None:
+        while (key := KEY.match(body, place)) is not None and (value := VALUE.match(body, key.end())) is not None:
             pairs[key[1].strip()], place = value[1], value.end()
-        text = text[place:].lstrip()
-        if not text.startswith(END):
+        if not (rest := body[place:].lstrip()).startswith(END):
             raise MalformedCall(f"the call of {name} contains something other than <arg_key>…</arg_key><arg_value>…</arg_value>")
-        calls.append(_call(name, pairs, tools))
-        text = text.removeprefix(END)
+        return _call(name, pairs, tools), rest
+
+    return tagged(text, read)
 
 
 def _call(name: str, pairs: Mapping[str, str], tools: Sequence[Mapping[str, Any]]) -> ToolCall:
