@@ -33,8 +33,7 @@ HARMLESS = {
 NEUTRAL: dict[str, object] = {
     "response_format": {"type": "text"}, "text": {"format": {"type": "text"}}, "parallel_tool_calls": True, "logit_bias": {},
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0, "ignore_eos": False,
-    "thinking": {"type": "disabled"}, "truncation": "disabled", "echo": False, "add_generation_prompt": True, "best_of": 1,
-    "use_beam_search": False,
+    "thinking": {"type": "disabled"}, "truncation": "disabled",
 }  # fmt: skip
 """Values at which a field asks for nothing."""
 UNANSWERABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
@@ -109,9 +108,9 @@ def ignored(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[str, ..
 
     Enforcing a grammar or a penalty in the engine would make its logprobs those of another policy than the one that is trained.
     """
-    asked = (name for name, value in body.items() if value is not None and name not in honoured and name not in HARMLESS)
-    names = (re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:40] for name in asked if name not in NEUTRAL or body[name] != NEUTRAL[name])
-    return tuple(islice(names, MOST_NAMED))
+    known = {*honoured, *HARMLESS, *dict(UNANSWERABLE)}  # those of the last that are refused never come here
+    asked = (name for name, value in body.items() if value is not None and name not in known and value != NEUTRAL.get(name))
+    return tuple(re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:40] for name in islice(asked, MOST_NAMED))
 
 
 def overruled(body: Mapping[str, Any], sampling: SamplingParameters, hints: Collection[str] = ()) -> str:
