@@ -7,6 +7,7 @@ each prompt source, as many as `ROWS_S` allows, the others on the first row.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
@@ -179,23 +180,15 @@ async def _own_answers(scoring: Scoring, offline: Offline, name: str, source: So
 
 def group_of(pattern: str) -> str:
     """Return what the first group of a regular expression captures, as one of its own; "" where it needs the rest."""
-    depth, begin, place = 0, -1, 0
-    starts = list[int]()
+    flags, begin, depth = re.match(r"\(\?[a-zA-Z]+\)", pattern), 0, 0
     for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?P<\w+>|\?)?|\)", pattern):
-        if token[0].startswith("("):
-            capturing = token[0] != "(?"
-            starts.append(token.end() if capturing and begin < 0 else -1)
-            if capturing and begin < 0:
-                begin, depth = token.end(), len(starts)
-        elif token[0] == ")" and starts:
-            if len(starts) == depth and starts[-1] == begin:
-                place = token.start()
+        if token[0].startswith("(") and (depth or token[0] != "(?"):  # the first group, and whatever is inside of it
+            begin, depth = begin or token.end(), depth + 1
+        elif token[0] == ")" and depth:
+            depth -= 1
+            if not depth:
+                part = f"{flags[0] if flags else ''}{pattern[begin : token.start()]}"
+                with contextlib.suppress(re.error):
+                    return re.compile(part).pattern
                 break
-            starts.pop()
-    part = pattern[begin:place] if begin >= 0 and place else ""
-    flags = re.match(r"\(\?[a-zA-Z]+\)", pattern)
-    try:
-        re.compile(part := f"{flags[0] if flags else ''}{part}")
-    except re.error:
-        return ""
-    return part
+    return ""
