@@ -57,8 +57,9 @@ class ChatTemplate:
         special = {name: _token_text(tokens[name]) for name in SPECIAL_TOKENS if tokens.get(name)}
         environment = _environment(options.get("date", DATE))
         try:
-            read = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
-            self._template = environment.from_string(self.source)
+            parsed = environment.parse(self.source)
+            read = jinja2.meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(parsed)
         except jinja2.TemplateError as error:
             which = "data.chat_template" if given else f"model.path: the chat template in {folder}"
             raise DataError(f"{which} is invalid: {error}") from None
