@@ -218,7 +218,7 @@ class JudgeConfig(RemoteVerifier):
     )
     """Regular expression whose first group is the score, a number; the last match counts. With `scope = "group"` the last n
     matches are the scores of the n completions. Ignored with `json_schema`. By default a statement such as `Score: 7`,
-    `**Score:** 0.5` or `score = 7/10`, but no number in a sentence that goes on, such as `a score 10 is not deserved`."""
+    `**Score:** 0.5` or `score = 7/10`, but no number in a sentence that continues, such as `a score 10 is not deserved`."""
     json_schema: dict[str, Any] = {}
     """JSON schema to which the endpoint constrains the reply, which then contains the number `score`, or with `scope = "group"`
     the list `scores`. Empty: the reply is text."""
