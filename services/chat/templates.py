@@ -55,7 +55,8 @@ class ChatTemplate:
         self.source = given if is_template(given) else _named(folder, config, given)
         tokens = _json(folder / "special_tokens_map.json") | config
         special = {name: _token_text(tokens[name]) for name in SPECIAL_TOKENS if tokens.get(name)}
-        environment = _environment(options.get("date", DATE))
+        clock = CLOCK in self.source
+        environment = _environment(options.get("date", DATE) if clock else DATE)
         try:
             parsed = environment.parse(self.source)
             read = jinja2.meta.find_undeclared_variables(parsed)
@@ -63,7 +64,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             which = "data.chat_template" if given else f"model.path: the chat template in {folder}"
             raise DataError(f"{which} is invalid: {error}") from None
-        _check_options(options, read | {"date"} if CLOCK in self.source else read)
+        _check_options(options, read | {"date"} if clock else read)
         self._variables: dict[str, Any] = {**special, "add_generation_prompt": True, "tools": None, "documents": None, **options}
 
     def render(

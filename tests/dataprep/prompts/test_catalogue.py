@@ -170,6 +170,8 @@ def test_the_clock_of_a_template_stands_still(model: Path, tmp_path: Path):
     assert text() == "Today is 01 January 2026.<|user|>Hi"
     assert text(date="2026-11-28") == "Today is 28 November 2026.<|user|>Hi"
     assert text(date_string="1 May 2030") == "Today is 1 May 2030.<|user|>Hi"
+    own = _config(model, path, chat_template="On {{ date }}", chat_template_options={"date": "a Monday"})
+    assert _decode(model, PromptSource(own).prompt(0)[0]) == "On a Monday", "a template without a clock reads what it likes"
     with pytest.raises(DataError, match=r"chat_template_options\.date = '28\.11\.' is not a date: write it as 2026-01-01"):
         text(date="28.11.")
 
